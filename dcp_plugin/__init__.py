@@ -1,0 +1,98 @@
+"""Sharded, reshardable, asynchronous checkpoints on top of ``torch.distributed.checkpoint``.
+
+Names are imported when they are first used: importing this package costs next to nothing, and imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcp_plugin.api import load, save
+    from dcp_plugin.checkpointer import Checkpointer, SaveHandle
+    from dcp_plugin.config import CheckpointConfig
+    from dcp_plugin.errors import (
+        CheckpointCorrupt,
+        CheckpointError,
+        CheckpointIncomplete,
+        CheckpointMismatch,
+        CheckpointNotFound,
+        RankFailure,
+        SaveFailed,
+        UnsafeCheckpoint,
+    )
+    from dcp_plugin.inspection import inspect, verify
+    from dcp_plugin.lifecycle import latest, list_checkpoints, resolve_resume
+    from dcp_plugin.planning.load import ShardedLoadPlanner
+    from dcp_plugin.planning.save import ShardedSavePlanner
+    from dcp_plugin.storage.reader import ShardedReader
+    from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "dcp_plugin.api": ("load", "save"),
+    "dcp_plugin.checkpointer": ("Checkpointer", "SaveHandle"),
+    "dcp_plugin.config": ("CheckpointConfig",),
+    "dcp_plugin.errors": (
+        "CheckpointCorrupt",
+        "CheckpointError",
+        "CheckpointIncomplete",
+        "CheckpointMismatch",
+        "CheckpointNotFound",
+        "RankFailure",
+        "SaveFailed",
+        "UnsafeCheckpoint",
+    ),
+    "dcp_plugin.inspection": ("inspect", "verify"),
+    "dcp_plugin.lifecycle": ("latest", "list_checkpoints", "resolve_resume"),
+    "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
+    "dcp_plugin.planning.save": ("ShardedSavePlanner",),
+    "dcp_plugin.storage.reader": ("ShardedReader",),
+    "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointIncomplete",
+    "CheckpointInfo",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CheckpointState",
+    "Checkpointer",
+    "LoadReport",
+    "RankFailure",
+    "SaveFailed",
+    "SaveHandle",
+    "ShardedLoadPlanner",
+    "ShardedReader",
+    "ShardedSavePlanner",
+    "ShardedWriter",
+    "UnsafeCheckpoint",
+    "VerifyReport",
+    "inspect",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "resolve_resume",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,21 @@
+"""What Lightning's ``callbacks_factory`` entry points call whenever a Trainer is built, with or without this package.
+
+The rule: import nothing and return nothing unless the user has imported ``dcp_plugin.lightning``. Break it and every
+Lightning script on a machine that has this package installed starts slower or behaves differently.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def lightning_callbacks() -> list[Any]:
+    """For ``lightning.pytorch``."""
+    door = sys.modules.get("dcp_plugin.lightning.callback")
+    return [] if door is None else door.callbacks_for_new_trainer()
+
+
+def pytorch_lightning_callbacks() -> list[Any]:
+    """For ``pytorch_lightning``, whose Trainer refuses the plugin itself with a message of its own."""
+    return []

@@ -1,0 +1,96 @@
+"""The one place for torch's private names, each with the reason why no public one does.
+
+``tests/test_torch_canary.py`` fails loudly when one of them moves or changes its meaning.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # FSDP1 state dicts consist of these
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
+from torch.distributed.tensor import DTensor
+
+from dcp_plugin.types import LocalChunk, ShardedValue
+
+__all__ = ["DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "pickled_tensor", "sharded_like", "sharded_value"]
+
+StorageInfo = _StorageInfo
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, ShardedTensor))
+
+
+def sharded_value(value: torch.Tensor | ShardedTensor) -> ShardedValue:
+    """The chunks of a tensor, DTensor or ShardedTensor that live on this rank, as views.
+
+    Where a DTensor's shard sits is told by the protocol that DCP itself uses (``DTensor.__create_chunk_list__``);
+    the public ``compute_local_shape_and_global_offset`` does not exist.
+    """
+    if isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        chunks = tuple(
+            LocalChunk(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach())
+            for shard in value.local_shards()
+        )
+        return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
+    if isinstance(value, DTensor):
+        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value.detach()))
+    tensor = value.detach()
+    shape = tuple(tensor.shape)
+    return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),))
+
+
+def _dtensor_chunks(value: DTensor) -> tuple[LocalChunk, ...]:
+    if value.device_mesh.get_coordinate() is None:  # this rank is not part of the tensor's mesh
+        return ()
+    local = value.to_local()
+    chunks = value.__create_chunk_list__()
+    assert len(chunks) == 1, "a DTensor has one chunk per rank"
+    sizes = tuple(chunks[0].sizes)
+    if 0 in sizes and 0 not in value.shape:  # fewer rows than ranks: nothing here
+        return ()
+    return (LocalChunk(tuple(chunks[0].offsets), sizes, local),)
+
+
+def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTensor:
+    """A ShardedTensor with the layout of ``value`` over other local tensors, without communication.
+
+    The public ``init_from_local_shards`` gathers metadata from all ranks for every tensor.
+    """
+    shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, value.local_shards(), strict=True)]
+    metadata = value.metadata()
+    if tensors:
+        metadata.tensor_properties.dtype = tensors[0].dtype
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=value._process_group
+    )
+
+
+class _PickleOnly:
+    """Stands in for torch's zip writer and keeps the pickle; the payload is never asked for its bytes."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        if not name.startswith("data/"):
+            self.records[name] = data.encode() if isinstance(data, str) else bytes(data)
+
+
+def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, bytes]:
+    """The records other than the payload that ``torch.save`` writes for a contiguous CPU tensor, in its order.
+
+    ``torch.save`` itself copies and checksums the payload; ``_save`` takes the writer as an argument.
+    """
+    writer = _PickleOnly()
+    torch.serialization._save(torch.empty(shape, dtype=dtype), writer, pickle, 2, False)
+    return writer.records
+
+
+def load_bytes(data: bytes, weights_only: bool) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)

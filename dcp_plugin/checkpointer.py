@@ -1,0 +1,378 @@
+"""Save and load live objects: the one thing that every door talks to.
+
+A save goes one way: gather the state, (stage it on the host,) plan, write, publish. With ``async_save`` everything
+after staging runs in a background thread. A load goes one way: open, want, plan, read, take.
+
+Ranks meet three times in a save: to plan, to agree that all have written, and to learn that it is published; and
+three times in a load: to agree that all can read, that all have read, and that all have taken it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_plugin import lifecycle, progress
+from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from dcp_plugin.planning.load import ShardedLoadPlanner, nearest
+from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.staging.snapshot import HostBuffers
+from dcp_plugin.state.app import Part, Wanted, gather_state, join, layouts_of, parts_of, stored_under
+from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.storage.reader import ShardedReader, metadata_of
+from dcp_plugin.storage.writer import ShardedWriter
+from dcp_plugin.types import Flat, KeyPath, LoadReport
+
+logger = logging.getLogger("dcp_plugin")
+
+
+class SaveHandle:
+    """A save under way.
+
+    :meth:`wait` raises what the save raised. An error that nobody asked for is raised by the checkpointer at the
+    next save, at ``wait`` or at ``close``; whoever gets it first has taken it.
+    """
+
+    def __init__(self, path: Path, step: int | None) -> None:
+        self.path = path
+        self.step = step
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._told = False
+
+    def staged(self) -> bool:
+        """Whether training may change the state again. True when ``save`` returns."""
+        return True
+
+    def done(self) -> bool:
+        """Whether the save has ended: published or failed."""
+        return self._done.is_set()
+
+    def exception(self) -> Exception | None:
+        """The error of an ended save, without raising it."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the save is published.
+
+        Raises:
+            SaveFailed: It failed; on every rank.
+            TimeoutError: It has not ended within ``timeout`` seconds. It goes on.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
+        if self._error is not None and not self._told:
+            self._told = True
+            raise self._error
+
+    def _end(self, error: Exception | None) -> None:
+        self._error = error
+        self._done.set()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is left to do when the state is gathered, on one rank. ``failure``: gathering has failed here."""
+
+    path: Path
+    step: int | None
+    state: Flat
+    paths: dict[str, KeyPath]
+    facts: dict[str, Any]
+    failure: Exception | None
+    began: float
+
+
+class Checkpointer:
+    """Saves and loads, with one configuration, one process group and one host copy for all its saves.
+
+    Args:
+        config: Defaults to ``CheckpointConfig()``.
+        solo: This process alone saves and loads; no collectives.
+        overrides: Fields of the configuration.
+    """
+
+    def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
+        self.config = CheckpointConfig.merge(config, **overrides)
+        self._solo = solo
+        self._ranks: Ranks | None = None
+        self._buffers = HostBuffers()
+        self._in_flight: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(self, state: Mapping[str, Any], path: PathLike, step: int | None = None) -> SaveHandle:
+        """Save ``state`` as the checkpoint directory ``path``. Collective.
+
+        Args:
+            state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
+            path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
+            step: Recorded in the checkpoint.
+
+        Returns:
+            A handle; the save is complete already unless the configuration says ``async_save``.
+
+        Raises:
+            SaveFailed: On every rank, naming the ranks where it went wrong. What was at ``path`` is untouched. Also
+                raised for an earlier background save that failed.
+            UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
+        """
+        self.wait()
+        ranks = self._meet()
+        job = self._gather(state, Path(os.path.abspath(path)), step)
+        handle = SaveHandle(job.path, step)
+        if not self.config.async_save:
+            with progress.progress_line(job.path, self._shows_progress(ranks)):
+                self._write(job, ranks, blocked=None)
+            handle._end(None)
+            return handle
+        blocked = time.monotonic() - job.began
+        self._in_flight = handle
+        self._thread = threading.Thread(
+            target=self._run, args=(handle, lambda: self._write(job, ranks, blocked)), name="dcp-save"
+        )
+        self._thread.start()
+        return handle
+
+    def load(self, state: Mapping[str, Any], path: PathLike, strict: bool = True) -> LoadReport:
+        """Load a checkpoint into ``state``, in place. Collective.
+
+        Modules and optimizers may be wrapped and distributed in another way than those that were saved. Tensors are
+        filled; plain values are replaced in the mapping that holds them; a mapping without live objects receives
+        everything that the checkpoint has under its name.
+
+        Everything that can be checked is checked before the first byte is overwritten. What remains: if reading
+        fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
+
+        Args:
+            strict: Whether missing and unexpected keys of modules and optimizers, and missing ones of anything else,
+                are errors.
+
+        Raises:
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank.
+            CheckpointMismatch: Naming all keys that do not fit.
+        """
+        self.wait()
+        return _Load(self._meet(), self.config, Path(os.path.abspath(path)), strict).run(state)
+
+    def remove(self, path: PathLike) -> None:
+        """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
+        handle = self._in_flight
+        if handle is not None and handle.path == Path(os.path.abspath(path)):
+            handle._done.wait()
+        lifecycle.remove(path)
+
+    def wait(self) -> None:
+        """Wait until no save is in flight.
+
+        Raises:
+            SaveFailed: The save in flight failed, on every rank; raised once.
+        """
+        handle, thread = self._in_flight, self._thread
+        self._in_flight = self._thread = None
+        if thread is not None:
+            thread.join()
+        if handle is not None:
+            handle.wait()
+
+    def close(self) -> None:
+        """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._buffers.clear()
+            if self._ranks is not None:
+                self._ranks.close()
+                self._ranks = None
+
+    def _meet(self) -> Ranks:
+        """The group of ranks; made at the first use, and again after a failure or a new default group."""
+        if self._solo:
+            return Ranks()
+        if self._ranks is None or not self._ranks.usable:
+            self._ranks = Ranks.of_default_group(self.config.timeout)
+        return self._ranks
+
+    def _gather(self, state: Mapping[str, Any], path: Path, step: int | None) -> _Job:
+        """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
+        began = time.monotonic()
+        flat: Flat = {}
+        paths: dict[str, KeyPath] = {}
+        facts: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            parts = parts_of(state)
+            leaves, paths = gather_state(parts)
+            flat = encode_state(leaves, self.config.allow_pickle)
+            facts = {"kinds": {part.name: part.kind for part in parts}, "layouts": layouts_of(leaves)}
+            if self.config.async_save:
+                flat = self._buffers.copy(flat)
+        except Exception as error:
+            failure = error
+        return _Job(path, step, flat, paths, facts, failure, began)
+
+    @staticmethod
+    def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            logger.error("the background save of %s failed: %s", handle.path, error)
+            handle._end(error)
+        else:
+            handle._end(None)
+
+    def _write(self, job: _Job, ranks: Ranks, blocked: float | None) -> None:
+        """Plan, write, publish. On every rank, or on none."""
+        planner = ShardedSavePlanner()
+        writer = ShardedWriter(
+            job.path, step=job.step, io_threads=self.config.io_threads, checksum=self.config.checksum, **job.facts
+        )
+        metadata: list[Any] = []
+
+        def plan_local() -> SavePlan:
+            if job.failure is not None:
+                raise job.failure
+            planner.set_up_planner(job.state, None, ranks.rank == 0)
+            planner.use_paths(job.paths)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        def plan_global(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, found = planner.create_global_plan(plans)
+            metadata.append(found)
+            return writer.prepare_global_plan(plans)
+
+        def write(plan: SavePlan) -> Any:
+            progress.emit(progress.SaveStarted(job.path, job.step))
+            return writer.write_data(planner.finish_plan(plan), planner).wait()
+
+        def publish(results: list[Any]) -> None:
+            writer.finish(metadata[0], results)
+            if self.config.keep_last is not None:
+                lifecycle.prune(job.path, self.config.keep_last)
+
+        try:
+            plan = ranks.scatter(f"plan the save of {job.path}", plan_local, plan_global)
+            ranks.combine(f"write {job.path}", lambda: write(plan), publish)
+        except Exception as error:
+            writer.discard()
+            if isinstance(error, CheckpointError):
+                raise
+            raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
+        seconds = time.monotonic() - job.began
+        progress.emit(
+            progress.SaveFinished(
+                job.path, job.step, writer.bytes_written, seconds, seconds if blocked is None else blocked
+            )
+        )
+
+    def _shows_progress(self, ranks: Ranks) -> bool:
+        wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
+        return wanted and ranks.rank == 0
+
+
+class _Load:
+    """One load, step by step."""
+
+    def __init__(self, ranks: Ranks, config: CheckpointConfig, path: Path, strict: bool) -> None:
+        self._ranks = ranks
+        self._config = config
+        self._strict = strict
+        self._path = path
+        self._reader = ShardedReader(path, io_threads=config.io_threads, verify=config.verify_on_load)
+        self._report = LoadReport(path)
+
+    def run(self, state: Mapping[str, Any]) -> LoadReport:
+        parts, index = self._ranks.agree(f"open {self._path}", lambda: (parts_of(state), self._reader.index))
+        sources = self._sources(parts, index)
+        wanted = self._ranks.agree(f"compare {self._path} with the state", lambda: self._want(parts, sources, index))
+        filled = self._ranks.agree(f"read {self._path}", lambda: self._read(wanted, sources, index))
+        self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, filled))
+        return replace(self._report, bytes_read=self._reader.bytes_read)
+
+    def _sources(self, parts: list[Part], index: CheckpointIndex) -> dict[str, str]:
+        """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
+        kinds = self._reader.summary.kinds if self._reader.summary else {}
+        names = {part.name for part in parts}
+        sources = {}
+        for part in parts:
+            sources[part.name] = part.name
+            if part.kind in ("module", "optimizer") and part.name not in kinds:
+                alike = [name for name, kind in kinds.items() if kind == part.kind and name not in names]
+                if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
+                    sources[part.name] = alike[0]
+                    warnings.warn(
+                        f"{self._path} has no {part.name!r}; loading its only {part.kind}, {alike[0]!r}, into it.",
+                        stacklevel=4,
+                    )
+        return sources
+
+    def _want(self, parts: list[Part], sources: dict[str, str], index: CheckpointIndex) -> dict[str, Wanted]:
+        wanted = {}
+        problems = []
+        for part in parts:
+            source = sources[part.name]
+            stored = stored_under(index, source)
+            depth = len(source.split("."))
+            paths = {key: index.path_of(join(source, key))[depth:] for key in stored}
+            want = wanted[part.name] = part.want(stored, paths)
+            self._report.missing.extend(join(source, key) for key in want.missing)
+            self._report.unexpected.extend(join(source, key) for key in want.unexpected)
+        if self._strict:
+            problems = [f"{key} is not in the checkpoint{nearest(key, index)}" for key in self._report.missing]
+            problems += [f"{key} is only in the checkpoint" for key in self._report.unexpected]
+        self._plan(wanted, sources, index, problems)
+        return wanted
+
+    def _plan(
+        self, wanted: dict[str, Wanted], sources: dict[str, str], index: CheckpointIndex, problems: list[str]
+    ) -> None:
+        """Plan the reads and raise everything that does not fit, in one error."""
+        self._targets = {
+            join(sources[name], key): sharded_value(target) if is_tensor(target) else None
+            for name, want in wanted.items()
+            for key, target in want.targets.items()
+        }
+        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
+        self._planner.set_up_planner(self._targets, metadata_of(index, self._targets.__contains__), False)
+        try:
+            self._items = self._planner.create_local_plan()
+        except CheckpointMismatch as error:
+            problems = [str(error), *problems]
+        if problems:
+            shown = "; ".join(problems[:50]) + (f"; and {len(problems) - 50} more" if len(problems) > 50 else "")
+            raise CheckpointMismatch(f"{self._path} does not fit the state: {shown}. strict=False loads what fits.")
+        self._report.cast.extend(self._planner.cast)
+
+    def _read(
+        self, wanted: dict[str, Wanted], sources: dict[str, str], index: CheckpointIndex
+    ) -> dict[str, dict[str, Any]]:
+        self._reader.read_data(self._items, self._planner).wait()
+        self._report.loaded.extend(self._targets)
+        return {
+            name: {
+                key: target if is_tensor(target) else self._targets[join(sources[name], key)]
+                for key, target in want.targets.items()
+            }
+            for name, want in wanted.items()
+        }
+
+    @staticmethod
+    def _take(parts: list[Part], filled: dict[str, dict[str, Any]]) -> None:
+        for part in parts:
+            part.take(filled[part.name])

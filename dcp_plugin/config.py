@@ -1,0 +1,82 @@
+"""The one configuration of every door: plain Python, Lightning, Accelerate, Hydra and the command line.
+
+A field is documented once, here, as the text under its definition.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How checkpoints are saved and loaded. Frozen: share one between doors without surprises.
+
+    Raises:
+        ValueError: A value is out of range; the message says which and why.
+        TypeError: :meth:`merge` got a field that does not exist.
+    """
+
+    async_save: bool = False
+    """Return from a save as soon as the state is copied to host memory, and write it in a background thread. The
+    host copy is as large as this rank's part of the state and is reused by the next save."""
+
+    io_threads: int = 2
+    """Threads per rank that write or read files. A rank writes at most this many data files per checkpoint."""
+
+    checksum: bool = True
+    """Store CRC32 checksums of every item, by blocks of 1 MiB, in the index."""
+
+    verify_on_load: bool = True
+    """Check every block that a load reads against its checksum. Costs about 7% of the time of a read from memory
+    and nothing that can be measured on a disk."""
+
+    rng: bool = True
+    """Frameworks' doors save and restore the random number generators of every rank."""
+
+    keep_last: int | None = None
+    """After a save, delete all but the newest N committed checkpoints next to it. ``None`` keeps all."""
+
+    timeout: float = 1800.0
+    """Seconds that a rank waits for the others in one step of a save or load before it raises."""
+
+    progress: bool | Literal["auto"] = "auto"
+    """Show a progress line on rank 0 for whatever takes longer than a second. ``"auto"``: when stderr is a
+    terminal."""
+
+    allow_pickle: tuple[str, ...] = ()
+    """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a
+    checkpoint from somebody else."""
+
+    def __post_init__(self) -> None:
+        if self.io_threads < 1:
+            raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(
+                f"keep_last must be at least 1 or None, got {self.keep_last}: 0 would delete what was just saved."
+            )
+        if self.async_save and self.keep_last == 1:
+            raise ValueError(
+                "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
+            )
+        if self.progress not in (True, False, "auto"):
+            raise ValueError(f"progress must be True, False or 'auto', got {self.progress!r}.")
+        if isinstance(self.allow_pickle, str):
+            raise ValueError(f"allow_pickle takes a sequence of keys, got the string {self.allow_pickle!r}.")
+        object.__setattr__(self, "allow_pickle", tuple(self.allow_pickle))
+
+    @classmethod
+    def merge(cls, config: CheckpointConfig | None, **overrides: Any) -> CheckpointConfig:
+        """``config`` (or the defaults) with the fields named in ``overrides`` replaced."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(overrides) - known)
+        if unknown:
+            raise TypeError(f"CheckpointConfig has no field {', '.join(unknown)}. Fields: {', '.join(sorted(known))}.")
+        return replace(config or cls(), **overrides)
+
+
+PathLike = str | os.PathLike[str]

@@ -1,0 +1,38 @@
+"""The exceptions of this package: each names the checkpoint, the key or the rank, and the way out.
+
+All derive from :class:`CheckpointError`, itself an ``Exception`` (torch's own ``CheckpointException`` derives from
+``BaseException`` and slips through ``except Exception``). A failure on one rank is raised on every rank as the same
+class; its message then starts with the ranks it came from.
+"""
+
+
+class CheckpointError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no checkpoint at the path, or none that was committed."""
+
+
+class CheckpointIncomplete(CheckpointError):
+    """The directory looks like a checkpoint, but its save was never committed."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters."""
+
+
+class UnsafeCheckpoint(CheckpointError):
+    """A value can only be stored or loaded by executing pickled code, and nobody allowed that for its key."""
+
+
+class SaveFailed(CheckpointError):
+    """A save did not become a checkpoint. What was at its path before is untouched."""
+
+
+class RankFailure(CheckpointError):
+    """Another rank died, hung or left while the ranks had to agree on something."""

@@ -1,0 +1,133 @@
+"""A checkpoint's life after it was written: find the newest, resume from it, keep the last few, remove one.
+
+How it becomes real, and how a crash is recovered from, is told in :mod:`dcp_plugin.storage.commit`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from dcp_plugin.config import PathLike
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.storage import commit
+from dcp_plugin.types import CheckpointState
+
+_DEPTH = 6
+"""How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
+
+
+def latest(root: PathLike) -> Path | None:
+    """The newest committed checkpoint at or below ``root``; None if there is none. Never a torn one."""
+    committed = [state for state in list_checkpoints(root) if state.committed]
+    return max(committed, key=lambda state: (state.time, state.step or -1)).path if committed else None
+
+
+def list_checkpoints(root: PathLike) -> list[CheckpointState]:
+    """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
+
+    Links are not followed. What a crash left in flight is listed as not committed.
+    """
+    return sorted(_scan(Path(os.path.abspath(root)), _DEPTH), key=lambda state: state.time)
+
+
+def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
+    """What to resume from.
+
+    Args:
+        resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
+            ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
+        root: Where the run's checkpoints are.
+
+    Raises:
+        CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
+        CheckpointIncomplete: The path is a torn checkpoint.
+    """
+    if resume == "never":
+        return None
+    if resume in ("auto", "must"):
+        found = latest(root)
+        if found is None and resume == "must":
+            torn = [f"{state.path} ({state.reason})" for state in list_checkpoints(root)]
+            passed_over = f" Passed over: {'; '.join(torn)}." if torn else ""
+            raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{passed_over}")
+        return found
+    path = commit.locate(Path(os.path.abspath(resume)))
+    reason = commit.uncommitted_reason(path) if path.is_dir() else ""
+    if reason:
+        raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
+    if not path.exists():
+        raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
+    return path
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
+
+    Only checkpoints of this package are candidates: what others wrote is not ours to delete.
+    """
+    siblings = [
+        state
+        for state in (_state_of(path) for path in newest.parent.iterdir() if path.is_dir() and not path.is_symlink())
+        if state is not None and state.committed and (state.path / commit.SUMMARY).exists()
+    ]
+    for state in sorted(siblings, key=lambda state: state.time, reverse=True)[keep:]:
+        commit.remove(state.path)
+
+
+def remove(path: PathLike) -> None:
+    """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
+    commit.remove(Path(os.path.abspath(path)))
+
+
+def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:
+    state = _state_of(directory)
+    if state is not None:
+        yield state
+        return
+    try:
+        children = sorted(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for child in map(Path, children):
+        if child.name == commit.WORKSPACE:
+            yield from _in_flight(child)
+        elif depth > 0:
+            yield from _scan(child, depth - 1)
+
+
+def _state_of(path: Path) -> CheckpointState | None:
+    """The state of one directory; None if it has nothing to do with checkpoints."""
+    try:
+        if not commit.looks_like_checkpoint(path):
+            return None
+        reason = commit.uncommitted_reason(path)
+        written = path.stat().st_mtime
+        step = None
+        if not reason and (path / commit.SUMMARY).exists():
+            summary = _summary(path)
+            written, step = summary.time, summary.step
+    except CheckpointCorrupt as error:
+        return CheckpointState(path, False, str(error), None, written)
+    except OSError:  # deleted while we looked
+        return None
+    return CheckpointState(path, not reason, reason, step, written)
+
+
+def _in_flight(workspace: Path) -> Iterator[CheckpointState]:
+    for path in sorted(workspace.iterdir()):
+        with suppress(OSError):
+            if path.suffix == ".saving":
+                target = commit.target_of(path.with_suffix(".json")) or "?"
+                reason = f"a save of {target} that is in flight or was interrupted"
+                yield CheckpointState(path, False, reason, None, path.stat().st_mtime)
+            elif path.suffix == ".aside" and (state := _state_of(path)) is not None:
+                yield state
+
+
+def _summary(path: Path):  # type: ignore[no-untyped-def]
+    from dcp_plugin.storage.summary import Summary  # imports torch, which a look at directories does not need
+
+    return Summary.read(path / commit.SUMMARY)

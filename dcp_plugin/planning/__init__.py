@@ -1,0 +1,1 @@
+"""Floor 2: which rank writes and reads which bytes."""

@@ -1,0 +1,281 @@
+"""The user's ``state`` mapping as parts: what each gives to a save, what it wants from a load, how it takes it.
+
+A part is a module, an optimizer, a ``Stateful``, or data. Everything is decided by looking at the objects; the names
+of the mapping are the first segments of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.planning.flatten import flatten, unflatten
+from dcp_plugin.state import fsdp1
+from dcp_plugin.state.module import finish_in_place, gather_module, split_tensors
+from dcp_plugin.state.names import parameter_names
+from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer
+from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredTensor
+from dcp_plugin.types import KeyPath
+
+
+@dataclass
+class Wanted:
+    """What a part wants from a checkpoint. Keys are relative to the part's name in the checkpoint."""
+
+    targets: dict[str, Any] = field(default_factory=dict)
+    """Tensors to fill; None for other values, which are replaced by what was read."""
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+class Part(Protocol):
+    """One named object of the state."""
+
+    name: str
+    kind: str
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        """Leaves by key relative to the name, and their paths below it."""
+
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        """Decide what to read, given what is stored under the name. Changes nothing."""
+
+    def take(self, filled: dict[str, Any]) -> None:
+        """Make the object what was read: the targets of :meth:`want`, filled."""
+
+
+def parts_of(state: Mapping[str, Any]) -> list[Part]:
+    """The parts of a state, modules before what may need them.
+
+    Raises:
+        CheckpointMismatch: An optimizer's parameters are in no module of the state.
+    """
+    found = list(_objects((), state))
+    modules = {".".join(path): value for path, _, value in found if isinstance(value, nn.Module)}
+    parts: list[Part] = [_ModulePart(name, module) for name, module in modules.items()]
+    for path, owner, value in found:
+        name = ".".join(path)
+        if isinstance(value, nn.Module):
+            continue
+        if isinstance(value, torch.optim.Optimizer):
+            parts.append(_OptimizerPart(name, _module_of(name, value, modules), value))
+        elif is_tensor(value) or not isinstance(value, (Mapping, Stateful)):
+            parts.append(_ValuePart(name, owner, path[-1]))
+        elif isinstance(value, Mapping):
+            parts.append(_MappingPart(name, value))
+        else:
+            parts.append(_StatefulPart(name, value))
+    return parts
+
+
+def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """All leaves by key, and the path of each. Collective if a module contains FSDP1."""
+    leaves: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    for part in parts:
+        mine, mine_paths = part.gather()
+        for key, leaf in mine.items():
+            full = join(part.name, key)
+            if full in leaves:
+                raise CheckpointMismatch(f"two values of the state have the key {full!r}")
+            leaves[full] = leaf
+            paths[full] = (*part.name.split("."), *mine_paths[key])
+    return leaves, paths
+
+
+def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
+    """How the tensors were distributed, in words for the summary."""
+    found = set()
+    for leaf in leaves.values():
+        if isinstance(leaf, DTensor):
+            mesh = f"{tuple(leaf.device_mesh.shape)} {leaf.device_mesh.mesh_dim_names or ''}".strip()
+            found.add(f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}")
+        elif isinstance(leaf, ShardedTensor):
+            found.add("ShardedTensor (FSDP1)")
+        elif is_tensor(leaf):
+            found.add("replicated or single")
+    return sorted(found)
+
+
+def stored_under(index: CheckpointIndex, name: str) -> dict[str, Entry]:
+    """The entries under a name, by relative key. The name itself, if it is a key, is relative key ``""``."""
+    prefix = f"{name}."
+    return {key[len(prefix) :]: index[key] for key in index if key == name or key.startswith(prefix)}
+
+
+def join(name: str, key: str) -> str:
+    return f"{name}.{key}" if key else name
+
+
+def _objects(path: tuple[str, ...], node: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """(path, the mapping it is in, object) of each part. Mappings are entered if they hold live objects."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and _holds_objects(value):
+            yield from _objects((*path, str(key)), value)
+        else:
+            yield (*path, str(key)), node, value
+
+
+def _holds_objects(node: Mapping[str, Any]) -> bool:
+    return any(
+        isinstance(value, (nn.Module, torch.optim.Optimizer))
+        or (isinstance(value, Stateful) and not is_tensor(value))
+        or (isinstance(value, Mapping) and _holds_objects(value))
+        for value in node.values()
+    )
+
+
+def _module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module in modules.values():
+        known = fsdp1.flat_parameter_names(module) if fsdp1.contains_fsdp1(module) else parameter_names(module)
+        if wanted <= known.keys():
+            return module
+    raise CheckpointMismatch(
+        f"the parameters of the optimizer {name!r} are in no single module of the state "
+        f"({', '.join(modules) or 'which has none'}). Save the module with it, under any name; put several modules "
+        f"that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
+    )
+
+
+class _ModulePart:
+    kind = "module"
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self._module = module
+        self._template: dict[str, Any] = {}
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        state = gather_module(self._module)
+        return state, {key: (key,) for key in state}
+
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        self._template = gather_module(self._module)
+        tensors, others = split_tensors(self._template)
+        wanted = Wanted({**tensors, **dict.fromkeys(others)})
+        wanted.missing = [key for key in wanted.targets if key not in stored]
+        wanted.unexpected = [key for key in stored if key not in wanted.targets]
+        for key in wanted.missing:
+            del wanted.targets[key]
+        return wanted
+
+    def take(self, filled: dict[str, Any]) -> None:
+        values = {key: value for key, value in filled.items() if not is_tensor(value)}
+        finish_in_place(self._module, self._template, values)
+
+
+class _OptimizerPart:
+    kind = "optimizer"
+
+    def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.name = name
+        self._module = module
+        self._optimizer = optimizer
+        self._load: OptimizerLoad | None = None
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        state = flatten_optimizer(gather_optimizer(self._module, self._optimizer))
+        return state, {key: (key,) for key in state}
+
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        self._load = OptimizerLoad(self._module, self._optimizer, stored)
+        return Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
+
+    def take(self, filled: dict[str, Any]) -> None:
+        assert self._load is not None
+        self._load.commit(filled)
+
+
+class _TreePart:
+    """Common to data and Stateful objects: the checkpoint says what is there, the object only offers memory for it."""
+
+    kind = "value"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._paths: dict[str, KeyPath] = {}
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        raise NotImplementedError
+
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        current, _ = self.gather()
+        wanted = Wanted(missing=self.missing(current, stored))
+        for key, entry in stored.items():
+            mine = current.get(key)
+            if isinstance(entry, StoredTensor):
+                wanted.targets[key] = mine if is_tensor(mine) else torch.empty(entry.shape, dtype=entry.dtype)
+            else:
+                wanted.targets[key] = None
+        self._paths = dict(paths)
+        return wanted
+
+    def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
+        """The structure may differ from the checkpoint's; that nothing is stored at all is a miss."""
+        return [] if stored else [""]
+
+    def tree(self, filled: dict[str, Any]) -> dict[str, Any]:
+        return {} if "" in filled else unflatten(filled, self._paths)
+
+
+def _flatten_or_empty(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """An empty mapping is a value too, stored under the bare name."""
+    return flatten(tree) if tree else ({"": {}}, {"": ()})
+
+
+class _StatefulPart(_TreePart):
+    kind = "stateful"
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name)
+        self._value = value
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        return _flatten_or_empty(self._value.state_dict())
+
+    def take(self, filled: dict[str, Any]) -> None:
+        self._value.load_state_dict(self.tree(filled))
+
+
+class _MappingPart(_TreePart):
+    def __init__(self, name: str, value: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._value = value
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        return _flatten_or_empty(self._value)
+
+    def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
+        """Whoever names the keys of a mapping wants all of them; an empty mapping takes what comes."""
+        return [key for key in current if key and key not in stored] if stored else [""]
+
+    def take(self, filled: dict[str, Any]) -> None:
+        if isinstance(self._value, MutableMapping):
+            self._value.update(self.tree(filled))
+
+
+class _ValuePart(_TreePart):
+    """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
+
+    def __init__(self, name: str, owner: Any, key: str) -> None:
+        super().__init__(name)
+        self._owner = owner
+        self._key = key
+
+    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        leaves, paths = flatten({self._key: self._owner[self._key]})
+        cut = len(self._key) + 1
+        return {key[cut:]: leaf for key, leaf in leaves.items()}, {key[cut:]: path[1:] for key, path in paths.items()}
+
+    def take(self, filled: dict[str, Any]) -> None:
+        if filled:
+            paths = {key: (self._key, *self._paths[key]) for key in filled}
+            self._owner[self._key] = unflatten(filled, paths)[self._key]

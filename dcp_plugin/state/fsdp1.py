@@ -1,0 +1,103 @@
+"""FSDP1: the only wrapper whose state does not live in the parameters that one sees.
+
+``FullyShardedDataParallel`` keeps flat parameters. Its state dicts are made by communication and hold ShardedTensors
+(DTensors with a device mesh), and they must be loaded through it. All of that goes through the public
+``torch.distributed.checkpoint.state_dict`` functions; what those get wrong is put right here:
+
+- ``get_optimizer_state_dict`` steps a fresh optimizer to invent its state. A save must not change anything, so it is
+  not called then.
+- ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from dcp_plugin.state.names import CleanNames
+
+
+def contains_fsdp1(module: nn.Module) -> bool:
+    return any(isinstance(child, FullyShardedDataParallel) for child in module.modules())
+
+
+def gather_module(module: nn.Module) -> dict[str, Any]:
+    """The sharded state dict. Collective: FSDP1 gathers each flat parameter to cut it into shards."""
+    clean = CleanNames(module)
+    with _quiet():
+        return {clean(name): value for name, value in get_model_state_dict(module).items()}
+
+
+def apply_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
+    """Load a sharded state dict. Collective."""
+    with _quiet():
+        set_model_state_dict(module, state, options=StateDictOptions(strict=strict))
+
+
+def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective."""
+    clean = CleanNames(module)
+    if not any(optimizer.state.values()):
+        return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
+    with _quiet():
+        gathered = get_optimizer_state_dict(module, optimizer)
+    state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
+    groups = [{**group, "params": [clean(name) for name in group["params"]]} for group in gathered["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def apply_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what :func:`gather_optimizer` returned, or the same for another layout, into any optimizer. Collective."""
+    with _quiet():
+        set_optimizer_state_dict(module, optimizer, state)
+    names = flat_parameter_names(module)
+    for parameter in list(optimizer.state):
+        if not any(name in state["state"] for name in names[id(parameter)]):
+            del optimizer.state[parameter]
+
+
+def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    names = flat_parameter_names(module)
+    return [
+        {
+            **{field: value for field, value in group.items() if field != "params"},
+            "params": [name for parameter in group["params"] for name in names[id(parameter)]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def flat_parameter_names(module: nn.Module) -> dict[int, list[str]]:
+    """The clean names that each parameter seen by an optimizer stands for; several for a flat parameter."""
+    clean = CleanNames(module)
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        inner = getattr(parameter, "_fqns", None)  # a flat parameter lists its originals relative to its module
+        if inner is None:
+            names.setdefault(id(parameter), [clean(name)])
+        else:
+            owner = clean(name.removesuffix("_flat_param").removesuffix("."))
+            names.setdefault(id(parameter), [f"{owner}.{clean(n)}" if owner else clean(n) for n in inner])
+    return names
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The public functions use FSDP's deprecated context managers and warn about that on every call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        yield

@@ -1,0 +1,61 @@
+"""Module state by clean FQN, for any wrapper; sharded views, no copies where the wrapper allows.
+
+Parameters of a plain module, DDP, FSDP2 and tensor parallelism are what they seem: ``state_dict()`` gives views of
+them (DTensors where they are sharded), and filling a view loads the parameter. FSDP1 is the exception, see
+:mod:`dcp_plugin.state.fsdp1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dcp_plugin._torch import is_tensor
+from dcp_plugin.state import fsdp1
+from dcp_plugin.state.names import CleanNames
+
+
+def gather_module(module: nn.Module) -> dict[str, Any]:
+    """The state of a module: parameters, persistent buffers and extra state by clean FQN.
+
+    Tensors have the global shape of the parameter and hold this rank's part of it (Tensor, DTensor or ShardedTensor).
+    Collective if the module contains FSDP1.
+    """
+    if fsdp1.contains_fsdp1(module):
+        return fsdp1.gather_module(module)
+    clean = CleanNames(module)
+    return {clean(name): value for name, value in module.state_dict().items()}
+
+
+def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+    """``load_state_dict`` by clean FQN, for any wrapper.
+
+    Collective if the module contains FSDP1.
+
+    Raises:
+        RuntimeError: As ``nn.Module.load_state_dict``: missing or unexpected keys (if strict), or other shapes.
+    """
+    if fsdp1.contains_fsdp1(module):
+        fsdp1.apply_module(module, state, strict)
+        return
+    clean = CleanNames(module)
+    wrapped = {clean(name): name for name in module.state_dict()}
+    module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()}, strict=strict)
+
+
+def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[str, Any]) -> None:
+    """Complete a load whose tensors were filled through ``template``, which :func:`gather_module` returned.
+
+    ``values`` is what the template has besides tensors (extra state), from the checkpoint.
+    """
+    if fsdp1.contains_fsdp1(module):
+        apply_module(module, {**template, **values}, strict=False)
+    elif values:
+        apply_module(module, values, strict=False)
+
+
+def split_tensors(state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The tensors of a state dict, and the keys of everything else."""
+    tensors = {key: value for key, value in state.items() if is_tensor(value)}
+    return tensors, [key for key in state if key not in tensors]

@@ -1,0 +1,42 @@
+"""Fully qualified names of the unwrapped module, whatever wraps it and in whatever order.
+
+FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of what they wrap.
+The first three use names that no user module has; DDP's ``module`` is removed only where a DDP instance sits.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+class CleanNames:
+    """Maps the names that a wrapped module gives to its parameters and state to clean ones."""
+
+    def __init__(self, module: nn.Module) -> None:
+        wrapped = [name for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
+        # Outermost first: the prefix of an inner one is clean only after the outer one's segment is gone.
+        self._ddp_prefixes: list[str] = []
+        for name in sorted(wrapped, key=len):
+            clean = self(name)
+            self._ddp_prefixes.append(f"{clean}.module." if clean else "module.")
+
+    def __call__(self, name: str) -> str:
+        name = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+        for prefix in self._ddp_prefixes:
+            if (name + ".").startswith(prefix):
+                name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")
+        return name
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """The clean FQN of every parameter by ``id``. A tied parameter has its first name."""
+    return {id(parameter): name for name, parameter in parameters_by_name(module).items()}
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by clean FQN, a tied one by its first."""
+    clean = CleanNames(module)
+    return {clean(name): parameter for name, parameter in module.named_parameters()}

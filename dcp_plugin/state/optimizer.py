@@ -1,0 +1,217 @@
+"""Optimizer state by FQN, for any wrapper, into fresh optimizers too.
+
+An optimizer knows its parameters by identity and their order; neither survives another wrapper or world size. So
+state and hyper-parameters are keyed by the FQN of the parameter:
+
+- ``state.<FQN>.<slot>`` (``state.layer.weight.exp_avg``),
+- ``param_groups.<FQN>.<field>`` (``param_groups.layer.weight.lr``): per parameter, since the groups of the saving
+  and the loading optimizer need not be the same.
+
+This is what ``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch gives; unlike that one it is
+made without stepping a fresh optimizer, so a save changes nothing, and a failed load leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dcp_plugin._torch import ShardedTensor, sharded_like
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.state import fsdp1
+from dcp_plugin.state.names import parameter_names, parameters_by_name
+from dcp_plugin.storage.index import Entry, StoredTensor
+
+Nested = dict[str, Any]
+"""``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``"""
+
+
+def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
+    """The state of an optimizer of ``module``, keyed by clean FQN. Collective if the module contains FSDP1.
+
+    Raises:
+        CheckpointMismatch: The optimizer has a parameter that the module has not.
+    """
+    if fsdp1.contains_fsdp1(module):
+        return fsdp1.gather_optimizer(module, optimizer)
+    names = _names_of(module, optimizer)
+    state = {names[id(parameter)]: dict(slots) for parameter, slots in _parameter_state(optimizer).items() if slots}
+    groups = [
+        {**_fields(group), "params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def flatten_optimizer(nested: Nested) -> dict[str, Any]:
+    """``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``: how it is stored."""
+    flat = {f"state.{fqn}.{slot}": value for fqn, slots in nested["state"].items() for slot, value in slots.items()}
+    for group in nested["param_groups"]:
+        for fqn in group["params"]:
+            flat.update({f"param_groups.{fqn}.{field}": value for field, value in _fields(group).items()})
+    return flat
+
+
+def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
+    """The inverse of :func:`flatten_optimizer`; parameters with equal hyper-parameters share a group."""
+    state: dict[str, dict[str, Any]] = defaultdict(dict)
+    fields: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in flat.items():
+        kind, fqn, name = split_key(key)
+        (state if kind == "state" else fields)[fqn][name] = value
+    groups: dict[str, Nested] = {}
+    for fqn, group in fields.items():
+        groups.setdefault(repr(sorted(group.items())), {**group, "params": []})["params"].append(fqn)
+    return {"state": dict(state), "param_groups": list(groups.values())}
+
+
+def split_key(key: str) -> tuple[str, str, str]:
+    """``("state" | "param_groups", FQN, slot or field)`` of a stored key."""
+    kind, _, rest = key.partition(".")
+    fqn, _, name = rest.rpartition(".")
+    return kind, fqn, name
+
+
+class OptimizerLoad:
+    """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
+
+    Args:
+        stored: The entries of the checkpoint by key relative to the optimizer (``state.<FQN>.<slot>`` …).
+
+    Making one is collective if the module contains FSDP1.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Entry]) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._fsdp1 = fsdp1.contains_fsdp1(module)
+        # What has the shape of a parameter is sharded like it.
+        self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
+        self._groups = self._group_names()
+        self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
+        self._hyper: dict[str, list[str]] = defaultdict(list)
+        for key, entry in stored.items():
+            kind, fqn, name = split_key(key)
+            if kind == "state":
+                self._slots[fqn][name] = entry
+            elif kind == "param_groups":
+                self._hyper[fqn].append(name)
+        known = set(self._slots) | set(self._hyper)
+        here = {fqn for names in self._groups for fqn in names}
+        self.missing = [f"param_groups.{fqn}" for fqn in sorted(here - known)]
+        """Parameters of the optimizer that the checkpoint's optimizer had not."""
+        self.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - here)]
+        """Parameters of the checkpoint's optimizer that the optimizer has not."""
+        self._here = here
+
+    def targets(self) -> dict[str, Any]:
+        """A tensor to fill, or None for another value, by relative key."""
+        current = {} if self._fsdp1 else self._current_state()
+        targets: dict[str, Any] = {}
+        for fqn in sorted(self._here):
+            for slot, entry in self._slots.get(fqn, {}).items():
+                if isinstance(entry, StoredTensor):
+                    existing = current.get(fqn, {}).get(slot)
+                    usable = isinstance(existing, torch.Tensor) and tuple(existing.shape) == entry.shape
+                    targets[f"state.{fqn}.{slot}"] = existing if usable else self._allocate(fqn, entry)
+                else:
+                    targets[f"state.{fqn}.{slot}"] = None
+            targets.update({f"param_groups.{fqn}.{field}": None for field in self._hyper.get(fqn, ())})
+        return targets
+
+    def commit(self, filled: Mapping[str, Any]) -> None:
+        """Give the optimizer what was read. Collective if the module contains FSDP1.
+
+        Raises:
+            CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
+        """
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        fields: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, value in filled.items():
+            kind, fqn, name = split_key(key)
+            (state if kind == "state" else fields)[fqn][name] = value
+        groups = [self._group_fields(number, names, fields) for number, names in enumerate(self._groups)]
+        if self._fsdp1:
+            nested_groups = [
+                {**_fields(group), **new, "params": names}
+                for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
+            ]
+            fsdp1.apply_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
+            return
+        names = _names_of(self._module, self._optimizer)
+        for group, new in zip(self._optimizer.param_groups, groups, strict=True):
+            for parameter in group["params"]:
+                if names[id(parameter)] in state:
+                    self._optimizer.state[parameter] = state[names[id(parameter)]]
+                else:  # the checkpoint's optimizer had no state for it: it never got a gradient there
+                    self._optimizer.state.pop(parameter, None)
+            group.update(new)
+
+    def _group_names(self) -> list[list[str]]:
+        if self._fsdp1:
+            names = fsdp1.flat_parameter_names(self._module)
+            return [[name for p in group["params"] for name in names[id(p)]] for group in self._optimizer.param_groups]
+        single = _names_of(self._module, self._optimizer)
+        return [[single[id(parameter)] for parameter in group["params"]] for group in self._optimizer.param_groups]
+
+    def _current_state(self) -> dict[str, dict[str, Any]]:
+        names = _names_of(self._module, self._optimizer)
+        return {names[id(parameter)]: slots for parameter, slots in _parameter_state(self._optimizer).items()}
+
+    def _allocate(self, fqn: str, entry: StoredTensor) -> Any:
+        """A tensor for a slot that the optimizer does not have yet: laid out like the parameter if it has its shape."""
+        like = self._layouts[fqn]
+        if entry.shape == tuple(like.size()):
+            if isinstance(like, ShardedTensor):
+                local = [torch.empty_like(shard.tensor, dtype=entry.dtype) for shard in like.local_shards()]
+                return sharded_like(like, local)
+            return torch.empty_like(like.detach(), dtype=entry.dtype, requires_grad=False)
+        on_device = entry.shape != () or self._steps_on_device(fqn)
+        return torch.empty(entry.shape, dtype=entry.dtype, device=like.device if on_device else "cpu")
+
+    def _steps_on_device(self, fqn: str) -> bool:
+        """Optimizers keep scalars such as ``step`` on the host, unless they are fused or capturable."""
+        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
+            if fqn in names:
+                return bool(group.get("fused") or group.get("capturable"))
+        return False
+
+    @staticmethod
+    def _group_fields(number: int, names: list[str], fields: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        for fqn in names:
+            for field, value in fields.get(fqn, {}).items():
+                if field in merged and repr(merged[field]) != repr(value):
+                    raise CheckpointMismatch(
+                        f"param group {number} holds {source[field]} and {fqn}, which had different {field} in the "
+                        f"checkpoint ({merged[field]} and {value}). Give the optimizer the groups it was saved with."
+                    )
+                merged.setdefault(field, value)
+                source.setdefault(field, fqn)
+        return merged
+
+
+def _names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    names = parameter_names(module)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointMismatch(
+                    f"param group {number} of {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that the module has not. Was the optimizer made before the module was "
+                    f"wrapped or moved? Make it after."
+                )
+    return names
+
+
+def _parameter_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    return {key: slots for key, slots in optimizer.state.items() if isinstance(key, torch.Tensor)}
+
+
+def _fields(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in group.items() if field != "params"}

@@ -1,0 +1,87 @@
+"""The few file-system operations that a commit needs: durable creation, atomic replacement, locks of the living.
+
+A rename is durable only when the directory that holds the name is synced; a file only when it is synced itself.
+Both are done here so that no caller forgets one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. File systems that cannot sync a directory need not."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(fd)
+
+
+def make_directories(path: Path) -> None:
+    """``mkdir -p``, with every new name made durable."""
+    missing = [candidate for candidate in (path, *path.parents) if not candidate.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for created in reversed(missing):
+        sync_directory(created.parent)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and sync it. The caller syncs the directory, once for all its files."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two existing names in one step; False where kernel or file system cannot (``renameat2(2)``)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def delete(path: Path) -> None:
+    """Remove a file, a link or a directory tree; a name that is already gone is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lock(path: Path) -> int | None:
+    """Create or open a file and lock it for this process; its descriptor, or None while another process holds it.
+
+    The kernel drops the lock when the process dies, however it dies. POSIX locks, because a forked data loader
+    worker does not inherit them and because they work over NFS. They do not exclude the same process.
+
+    Raises:
+        OSError: The file system has no locks, or the file cannot be made.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return None
+        raise
+    return fd

@@ -1,0 +1,132 @@
+"""The bytes around a tensor's payload that make an item a complete ``torch.save`` file.
+
+A DCP item is a zip archive of stored records: a pickle that describes the tensor, a few markers, and the payload,
+64-byte aligned. Everything but the payload depends on dtype and shape alone, and on the payload's CRC32 at two
+places behind it. So an item is written as ``head + payload + tail(crc)`` straight from tensor memory; torch reads
+it, ``zipfile`` verifies it, and the CRC is our integrity checksum at the same time.
+
+Layout as in ``torch/csrc/.../inline_container.cc``: every record has a data descriptor behind its data, and an
+extra field ``FB`` that pads its local header so that the data is aligned. Archives are limited to 32-bit sizes;
+the planner keeps chunks below that (:data:`MAX_PAYLOAD`).
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+
+import torch
+from isal.isal_zlib import crc32
+
+from dcp_plugin._torch import pickled_tensor
+from dcp_plugin.types import Shape
+
+ALIGNMENT = 64
+MAX_PAYLOAD = 1 << 30
+"""Largest payload of an item that we write, in bytes. Well below the 4 GiB at which zip64 begins."""
+
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_DESCRIPTOR = struct.Struct("<IIII")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_END64_LOCATOR = struct.Struct("<IIQI")
+_END = struct.Struct("<IHHHHIIH")
+_UTF8_NAMES = 0x0800
+_HAS_DESCRIPTOR = 0x0008  # size and CRC stand behind the data; torch leaves it out for empty records
+_ROOT = "archive/"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What surrounds one payload. ``payload_offset`` is the length of ``head``."""
+
+    head: bytes
+    payload_length: int
+    _central: bytes
+    _central_crc_at: int
+    _behind: bytes
+
+    @property
+    def payload_offset(self) -> int:
+        return len(self.head)
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.payload_length + len(self.tail(0))
+
+    def tail(self, crc: int) -> bytes:
+        """The bytes behind a payload whose CRC32 is ``crc``."""
+        descriptor = _descriptor(crc, self.payload_length)
+        at = self._central_crc_at
+        central = self._central[:at] + struct.pack("<I", crc) + self._central[at + 4 :]
+        return descriptor + self._behind + central
+
+
+@functools.lru_cache(maxsize=4096)
+def frame(dtype: torch.dtype, shape: Shape) -> Frame:
+    """The frame of a contiguous CPU tensor of this dtype and shape.
+
+    Raises:
+        ValueError: The payload is larger than :data:`MAX_PAYLOAD`.
+    """
+    payload_length = torch.Size(shape).numel() * dtype.itemsize
+    if payload_length > MAX_PAYLOAD:
+        raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
+    records = pickled_tensor(dtype, shape)
+    before = [(name, records[name]) for name in ("data.pkl", ".format_version", ".storage_alignment", "byteorder")]
+    behind = [("version", b"3\n"), (".data/serialization_id", b"0" * 40)]
+
+    head = b""
+    entries = []
+    for name, data in before:
+        entries.append((name, len(head), crc32(data), len(data)))
+        head += _record(name, len(head), data)
+    entries.append(("data/0", len(head), 0, payload_length))
+    head += _local_header("data/0", len(head), payload_length)
+
+    position = len(head) + payload_length + len(_descriptor(0, payload_length))
+    rest = b""
+    for name, data in behind:
+        entries.append((name, position + len(rest), crc32(data), len(data)))
+        rest += _record(name, position + len(rest), data)
+
+    central = b""
+    crc_at = 0
+    for name, offset, crc, size in entries:
+        if name == "data/0":
+            crc_at = len(central) + 16
+        full = (_ROOT + name).encode()
+        flags = _flags(size)
+        central += _CENTRAL.pack(0x02014B50, 0, 0, flags, 0, 0, 0, crc, size, size, len(full), 0, 0, 0, 0, 0, offset)
+        central += full
+    return Frame(head, payload_length, central + _end(len(entries), len(central), position + len(rest)), crc_at, rest)
+
+
+def _end(entries: int, central_size: int, central_offset: int) -> bytes:
+    """The end of the archive; torch always writes the zip64 records too."""
+    end64 = _END64.pack(
+        0x06064B50, _END64.size - 12, 0x031E, 0x002D, 0, 0, entries, entries, central_size, central_offset
+    )
+    locator = _END64_LOCATOR.pack(0x07064B50, 0, central_offset + central_size, 1)
+    return end64 + locator + _END.pack(0x06054B50, 0, 0, entries, entries, central_size, central_offset, 0)
+
+
+def _flags(size: int) -> int:
+    return _UTF8_NAMES | (_HAS_DESCRIPTOR if size else 0)
+
+
+def _record(name: str, offset: int, data: bytes) -> bytes:
+    return _local_header(name, offset, len(data)) + data + _descriptor(crc32(data), len(data))
+
+
+def _local_header(name: str, offset: int, size: int) -> bytes:
+    """The header of a record at ``offset`` of the archive, padded so that its data is aligned."""
+    full = (_ROOT + name).encode()
+    padding = -(offset + _LOCAL.size + len(full) + 4) % ALIGNMENT
+    extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    return _LOCAL.pack(0x04034B50, 0, _flags(size), 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
+
+
+def _descriptor(crc: int, size: int) -> bytes:
+    return _DESCRIPTOR.pack(0x08074B50, crc, size, size) if size else b""

@@ -1,0 +1,288 @@
+"""Reads a checkpoint: the index or the stock metadata, then the byte ranges that a plan asks for.
+
+A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
+with any planner, on our checkpoints and on stock ones.
+
+A payload of known layout is read by blocks, straight into the target's memory where a run of bytes is contiguous
+there, and every block that is touched is checked against its checksum. An item of unknown layout (a stock
+checkpoint's) goes through ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_plugin._torch import StorageInfo, load_bytes
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.storage import commit, stock
+from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
+from dcp_plugin.storage.summary import Summary, fingerprint
+from dcp_plugin.types import Shape
+
+
+class ShardedReader(StorageReader):
+    """Reader of one checkpoint directory.
+
+    Args:
+        path: The checkpoint.
+        io_threads: Threads that read.
+        verify: Check what is read against the checksums.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, io_threads: int = 2, verify: bool = True) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._io_threads = io_threads
+        self._verify = verify
+        self._index: CheckpointIndex | None = None
+        self.summary: Summary | None = None
+        """What ``dcp_plugin.json`` says; None for a stock checkpoint. Known once the index is."""
+        self.bytes_read = 0
+
+    @property
+    def index(self) -> CheckpointIndex:
+        if self._index is None:
+            self._index = self._open()
+        return self._index
+
+    def _open(self) -> CheckpointIndex:
+        self.path = commit.locate(self.path)
+        reason = commit.uncommitted_reason(self.path)
+        if reason:
+            kind = CheckpointIncomplete if commit.looks_like_checkpoint(self.path) else CheckpointNotFound
+            raise kind(f"{self.path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one.")
+        if not (self.path / commit.INDEX).exists():
+            return stock.read_index(self.path)
+        self.summary = Summary.read(self.path / commit.SUMMARY)
+        if fingerprint((self.path / commit.INDEX).read_bytes()) != self.summary.index_sha256:
+            raise CheckpointCorrupt(f"{self.path / commit.INDEX} is not the index that was saved (its SHA-256 differs)")
+        return CheckpointIndex.read(self.path / commit.INDEX)
+
+    # torch.distributed.checkpoint.StorageReader
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = Path(os.path.abspath(checkpoint_id))
+        self._index = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return metadata_of(self.index)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the index is read when it is first needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[ReadItem, StoredChunk | None, Location]]] = defaultdict(list)
+        for item in plan.items:
+            chunk, location = self._find(item)
+            by_file[location.file].append((item, chunk, location))
+        with ThreadPoolExecutor(self._io_threads, thread_name_prefix="dcp-read") as pool:
+            jobs = [pool.submit(self._read_file, name, wanted, planner) for name, wanted in by_file.items()]
+            for job in jobs:
+                self.bytes_read += job.result()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    # Beyond the interface
+
+    def read_value(self, key: str) -> bytes:
+        """The bytes of a value, verified."""
+        entry = self.index[key]
+        if not isinstance(entry, StoredValue):
+            raise CheckpointCorrupt(f"{self.path}: {key} is a tensor where a value was expected")
+        with open(self.path / entry.location.file, "rb") as file:
+            return self._read_bytes(file.fileno(), key, entry.location)
+
+    def check(self, key: str, location: Location) -> str:
+        """Read one item completely. An empty string, or what is wrong with it."""
+        try:
+            with open(self.path / location.file, "rb") as file:
+                if location.checksums is None or location.payload_offset is None:
+                    load_bytes(os.pread(file.fileno(), location.length, location.offset), weights_only=True)
+                    return ""
+                for _ in self._blocks(file.fileno(), key, location, 0, location.payload_length):
+                    pass
+                head = os.pread(file.fileno(), location.payload_offset, location.offset)
+                behind = location.payload_offset + location.payload_length
+                tail = os.pread(file.fileno(), location.length - behind, location.offset + behind)
+                if crc32(tail, crc32(head)) != location.frame_crc:
+                    raise CheckpointCorrupt(f"{key} in {location.file}: the frame's checksum differs")
+        except Exception as error:
+            return str(error)
+        return ""
+
+    def _find(self, item: ReadItem) -> tuple[StoredChunk | None, Location]:
+        entry = self.index[item.storage_index.fqn]
+        if isinstance(entry, StoredValue):
+            return None, entry.location
+        hint = item.storage_index.index
+        offset = tuple(item.storage_index.offset or ())
+        if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == offset:
+            return entry.chunks[hint], entry.chunks[hint].location
+        for chunk in entry.chunks:
+            if chunk.offsets == offset:
+                return chunk, chunk.location
+        raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
+
+    def _read_file(
+        self, name: str, wanted: list[tuple[ReadItem, StoredChunk | None, Location]], planner: LoadPlanner
+    ) -> int:
+        count = 0
+        with open(self.path / name, "rb") as file:
+            for item, chunk, location in sorted(wanted, key=lambda entry: entry[2].offset):
+                key = item.storage_index.fqn
+                if item.type == LoadItemType.BYTE_IO:
+                    data = self._read_bytes(file.fileno(), key, location)
+                    planner.load_bytes(item, io.BytesIO(data))
+                    count += len(data)
+                else:
+                    assert chunk is not None
+                    count += self._read_tensor(file.fileno(), key, item, chunk, planner)
+        return count
+
+    def _read_tensor(self, fd: int, key: str, item: ReadItem, chunk: StoredChunk, planner: LoadPlanner) -> int:
+        target = planner.resolve_tensor(item).detach()
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        if chunk.location.payload_offset is None:
+            stored = load_bytes(self._read_bytes(fd, key, chunk.location), weights_only=True)
+            if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
+                raise CheckpointCorrupt(f"{self.path}: the item of {key} is not the tensor that the metadata describes")
+            target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
+            count = chunk.location.length
+        else:
+            entry = self.index[key]
+            assert not isinstance(entry, StoredValue)
+            count = self._read_box(fd, key, entry.dtype, chunk, offsets, lengths, target)
+        planner.commit_tensor(item, target)
+        return count
+
+    def _read_box(
+        self, fd: int, key: str, dtype: torch.dtype, chunk: StoredChunk, offsets: Shape, lengths: Shape, target: torch.Tensor
+    ) -> int:
+        """Read the box ``offsets``/``lengths`` of a stored chunk (in its own coordinates) into ``target``."""
+        if prod(lengths) == 0:
+            return 0
+        strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
+        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+        last = sum((o + n - 1) * s for o, n, s in zip(offsets, lengths, strides, strict=True))
+        start, stop = first * dtype.itemsize, (last + 1) * dtype.itemsize
+        contiguous = last + 1 - first == prod(lengths)
+        direct = contiguous and target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
+        if direct:
+            flat = target.reshape(-1).view(torch.uint8)
+        else:
+            flat = torch.empty(stop - start, dtype=torch.uint8)
+        out = memoryview(flat.numpy())
+        for position, block in self._blocks(fd, key, chunk.location, start, stop):
+            out[position : position + len(block)] = block
+        if not direct:
+            box = torch.as_strided(flat.view(dtype), lengths, strides)
+            target.copy_(box)
+        return stop - start
+
+    def _read_bytes(self, fd: int, key: str, location: Location) -> bytes:
+        """The payload of a value's item, or the whole item where its layout is unknown."""
+        if location.payload_offset is None:
+            return os.pread(fd, location.length, location.offset)
+        return b"".join(bytes(block) for _, block in self._blocks(fd, key, location, 0, location.payload_length))
+
+    def _blocks(
+        self, fd: int, key: str, location: Location, start: int, stop: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        """The bytes ``start`` to ``stop`` of a payload, in pieces with their position relative to ``start``.
+
+        With checksums, whole blocks are read even where only a part of them is wanted.
+        """
+        assert location.payload_offset is not None
+        size = self.index.block_size
+        base = location.offset + location.payload_offset
+        checksums = location.checksums if self._verify else None
+        scratch = memoryview(bytearray(min(size, location.payload_length)))
+        for number in range(start // size, -(-stop // size)):
+            low, high = number * size, min((number + 1) * size, location.payload_length)
+            if checksums is None:
+                low, high = max(low, start), min(high, stop)
+            block = scratch[: high - low]
+            if _read_fully(fd, block, base + low) < len(block):
+                raise CheckpointCorrupt(f"{self.path}: {location.file} ends within {key}")
+            if checksums is not None:
+                before = int(checksums[number - 1]) if number else 0
+                if crc32(block, before) != checksums[number]:
+                    raise CheckpointCorrupt(
+                        f"{self.path}: the bytes of {key} in {location.file} are not those that were saved (checksum "
+                        f"differs in block {number}, at byte {base + low} of the file). Load an older checkpoint."
+                    )
+            begin, end = max(low, start), min(high, stop)
+            yield begin - start, block[begin - low : end - low]
+
+
+def metadata_of(index: CheckpointIndex, wanted: Callable[[str], bool] = lambda key: True) -> Metadata:
+    """The DCP metadata of an index, or of the wanted keys of it, for planners."""
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    for key in filter(wanted, index):
+        entry = index[key]
+        if isinstance(entry, StoredValue):
+            state[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = _info(entry.location)
+            continue
+        chunks = []
+        for chunk in entry.chunks:
+            chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            storage[MetadataIndex(key, chunk.offsets)] = _info(chunk.location)
+        state[key] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+    paths = {key: index.path_of(key) for key in state}
+    return Metadata(state, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _info(location: Location) -> Any:
+    return StorageInfo(location.file, location.offset, location.length)
+
+
+def _read_fully(fd: int, buffer: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done

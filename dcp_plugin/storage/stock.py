@@ -1,0 +1,116 @@
+"""Checkpoints that stock torch wrote: their ``.metadata``, read without executing code from it.
+
+``.metadata`` is a pickle. Stock readers unpickle it as it comes, so whoever writes the file runs code on every rank
+that loads it. Here an unpickler knows the classes that DCP's metadata consists of, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
+from dcp_plugin.storage.commit import METADATA
+from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.types import KeyPath
+
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    (f"{_DCP}.metadata", name)
+    for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return getattr(importlib.import_module(module), name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise UnsafeCheckpoint(
+            f"refers to {module}.{name}, which is no part of DCP's metadata; it was not executed. The checkpoint was "
+            f"written by an unknown tool, or tampered with."
+        )
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Unpickle ``.metadata`` with nothing but DCP's own classes.
+
+    Raises:
+        UnsafeCheckpoint: It refers to anything else.
+        CheckpointCorrupt: It is no metadata.
+    """
+    path = directory / METADATA
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{path} {error}") from None
+    except Exception as error:
+        raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointCorrupt(f"{path} holds a {type(metadata).__name__}, not the metadata of a DCP checkpoint")
+    return metadata
+
+
+def read_index(directory: Path) -> CheckpointIndex:
+    """The index of a stock checkpoint: items of unknown inner layout, without checksums.
+
+    Raises:
+        UnsafeCheckpoint, CheckpointCorrupt: As :func:`read_metadata`, and if an item lies outside its file.
+    """
+    metadata = read_metadata(directory)
+    try:
+        entries = [
+            (key, _entry(metadata.storage_data, key, stored)) for key, stored in metadata.state_dict_metadata.items()
+        ]
+        files = sorted({info.relative_path for info in metadata.storage_data.values()})
+        paths = {key: _key_path(path) for key, path in (metadata.planner_data or {}).items()}
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CheckpointCorrupt(f"{directory / METADATA} contradicts itself: {error!r}") from error
+    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else 0 for name in files}
+    index = CheckpointIndex.build(entries, sizes, paths)
+    index.validate(directory)
+    return index
+
+
+def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:
+    if isinstance(stored, BytesStorageMetadata):
+        return StoredValue(_location(places[MetadataIndex(key)]))
+    assert isinstance(stored, TensorStorageMetadata)
+    chunks = tuple(
+        StoredChunk(tuple(c.offsets), tuple(c.sizes), _location(places[MetadataIndex(key, c.offsets)]))
+        for c in stored.chunks
+    )
+    return StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
+
+
+def _location(info: Any) -> Location:
+    if info.transform_descriptors:
+        raise CheckpointCorrupt(
+            f"{info.relative_path} was written through the stream transform {list(info.transform_descriptors)}, which "
+            f"this version cannot undo. Load it with torch.distributed.checkpoint and save it again."
+        )
+    return Location(str(info.relative_path), int(info.offset), int(info.length), None, 0)
+
+
+def _key_path(path: Any) -> KeyPath:
+    return tuple(part if isinstance(part, (str, int)) else str(part) for part in path)

@@ -1,0 +1,70 @@
+"""``dcp_plugin.json``: what a person wants to know about a checkpoint before opening it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.storage.index import FORMAT_VERSION
+
+_MAX_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of ``dcp_plugin.json``.
+
+    ``kinds`` says what each name of the saved state was (``module``, ``optimizer``, ``value`` …), so that a load
+    under other names can find the only module and the only optimizer.
+    """
+
+    step: int | None
+    time: float
+    world_size: int
+    tensors: int
+    values: int
+    payload_bytes: int
+    index_sha256: str
+    kinds: dict[str, str] = field(default_factory=dict)
+    layouts: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    format: str = "dcp_plugin"
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def describe(cls, index_bytes: bytes, **facts: Any) -> Summary:
+        from dcp_plugin import __version__
+
+        versions = {"dcp_plugin": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        return cls(time=time.time(), index_sha256=fingerprint(index_bytes), versions=versions, **facts)
+
+    def encode(self) -> bytes:
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """Raises CheckpointCorrupt if the file is no summary."""
+        try:
+            with open(path, "rb") as file:
+                data = file.read(_MAX_SIZE + 1)
+            said = json.loads(data)
+            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
+            summary = cls(**known)
+            float(summary.time), int(summary.world_size)
+            if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
+                raise ValueError("not a summary of dcp_plugin")
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointCorrupt(f"{path} is damaged: {error}") from error
+        return summary
+
+
+def fingerprint(index_bytes: bytes) -> str:
+    return hashlib.sha256(index_bytes).hexdigest()

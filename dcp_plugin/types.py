@@ -1,0 +1,140 @@
+"""The small words that travel between the floors, and the reports that users get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalChunk:
+    """A box of a global tensor that lives on this rank: ``tensor`` has shape ``sizes`` and starts at ``offsets``."""
+
+    offsets: Shape
+    sizes: Shape
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ShardedValue:
+    """A global tensor as one rank sees it: its shape and dtype, and the chunks that this rank holds (maybe none)."""
+
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[LocalChunk, ...]
+
+
+@dataclass(frozen=True)
+class EncodedValue:
+    """A value that is no tensor, as the bytes that go to disk."""
+
+    data: bytes
+
+
+Flat = dict[str, "ShardedValue | EncodedValue"]
+"""State by key: what the state floor hands to staging, and staging to planning."""
+
+KeyPath = tuple[Any, ...]
+"""Where a key sits in the nested state: ``str`` for a mapping key, ``int`` for a list index, ``("t", i)`` for a
+tuple index, ``("k", key)`` for a mapping key that is no string."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did, by checkpoint key."""
+
+    path: Path
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Keys that the target has and the checkpoint has not; the target kept its values."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys that the checkpoint has under the loaded names and the target has not."""
+    cast: list[str] = field(default_factory=list)
+    """Keys whose dtype differed; the values were converted to the target's."""
+    bytes_read: int = 0
+    """Payload bytes that this rank read."""
+
+    def __str__(self) -> str:
+        parts = [f"loaded {len(self.loaded)} items from {self.path}"]
+        for name in ("missing", "unexpected", "cast"):
+            keys: list[str] = getattr(self, name)
+            if keys:
+                parts.append(f"{len(keys)} {name} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint, as :func:`dcp_plugin.inspect` lists it."""
+
+    key: str
+    shape: Shape
+    dtype: str
+    chunks: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself, read without a model and without torch.distributed."""
+
+    path: Path
+    format: str
+    """``"dcp_plugin"`` or ``"stock"`` (any other writer of DCP checkpoints)."""
+    step: int | None
+    time: float | None
+    """Seconds since the epoch at which the checkpoint was published."""
+    world_size: int | None
+    tensors: list[TensorInfo]
+    values: list[str]
+    """Keys that hold no tensor."""
+    nbytes: int
+    """Unique payload bytes; aliases count once."""
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
+        return (
+            f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
+            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB"
+        )
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The outcome of reading every byte of a checkpoint."""
+
+    path: Path
+    items: int
+    nbytes: int
+    errors: list[str]
+    """One line per damaged item, naming file and key."""
+    unverified: list[str] = field(default_factory=list)
+    """Keys without a checksum."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def __str__(self) -> str:
+        state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
+        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}"
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """A directory that is, or pretends to be, a checkpoint."""
+
+    path: Path
+    committed: bool
+    reason: str = ""
+    """Why it is not a checkpoint; empty for one that is."""
+    step: int | None = None
+    time: float = 0.0

@@ -1,0 +1,53 @@
+"""The one comparison for bytes that only moved: dtype, shape and every byte.
+
+``torch.equal`` would pass -0.0 for 0.0 and fail NaN for NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+
+def full(value: Any) -> Any:
+    """The whole tensor on the host; collective for sharded ones. Anything else as it is."""
+    if isinstance(value, DTensor):
+        return value.detach().full_tensor().cpu().clone()
+    if isinstance(value, ShardedTensor):
+        return _full_of_sharded(value)
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _full_of_sharded(value: ShardedTensor) -> torch.Tensor:
+    """All ranks get the whole; ``ShardedTensor.gather`` gives it to one."""
+    whole = torch.zeros(value.size(), dtype=value.dtype)
+    for shard in value.local_shards():
+        box = tuple(slice(o, o + n) for o, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True))
+        whole[box] = shard.tensor.cpu()
+    torch.distributed.all_reduce(whole, group=value._process_group)
+    return whole
+
+
+def full_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: full(value) for key, value in state.items()}
+
+
+def same_bytes(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _bytes(one) == _bytes(other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Two flat states are the same, byte for byte. Names the keys that differ."""
+    assert set(one) == set(other), f"only in one of them: {sorted(set(one) ^ set(other))}"
+    different = [key for key in one if not same_bytes(one[key], other[key])]
+    assert not different, f"{len(different)} of {len(one)} differ: {different[:5]}"
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

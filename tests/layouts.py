@@ -1,0 +1,105 @@
+"""One small model and its optimizer, wrapped and distributed in every way that a test can ask for by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from tests.compare import full_state
+
+WORLD_SIZE = {
+    "plain": 1,
+    "ddp": 2,
+    "fsdp1": 2,
+    "fsdp1_flat": 2,
+    "fsdp1_hsdp": 4,
+    "fsdp2": 2,
+    "fsdp2@3": 3,
+    "fsdp2@4": 4,
+    "fsdp2_hsdp": 4,
+}
+
+
+class Net(nn.Module):
+    """Uneven sizes (5 and 7 rows over 2 to 4 ranks), a tensor with fewer rows than ranks, a buffer, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(6, 7)
+        self.block = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
+        self.out = nn.Linear(5, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.out(self.block(torch.relu(self.inp(x))))  # type: ignore[no-any-return]
+
+
+def build(layout: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in a layout of :data:`WORLD_SIZE`, and AdamW over it."""
+    torch.manual_seed(seed)
+    model = _WRAP[layout.partition("@")[0]](Net())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
+    """Train on the same data on every rank, whatever the world size; the losses."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, 6, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizer by key, every tensor whole. Collective."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {f"model.{key}": value for key, value in gather_module(model).items()}
+        flat = flatten_optimizer(gather_optimizer(model, optimizer))
+        return full_state({**state, **{f"optim.{key}": value for key, value in flat.items()}})
+
+
+def _fsdp1(module: nn.Module, **options: Any) -> nn.Module:
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
+    module.block = FullyShardedDataParallel(module.block, **options)
+    return FullyShardedDataParallel(module, **options)
+
+
+def _fsdp1_hsdp(module: nn.Module) -> nn.Module:
+    return _fsdp1(module, device_mesh=_mesh_2x2(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def _fsdp2(module: nn.Module, mesh: Any = None) -> nn.Module:
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(module.block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _mesh_2x2() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+_WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda module: module,
+    "ddp": DistributedDataParallel,
+    "fsdp1": _fsdp1,
+    "fsdp1_flat": lambda module: _fsdp1(module, use_orig_params=False),
+    "fsdp1_hsdp": _fsdp1_hsdp,
+    "fsdp2": _fsdp2,
+    "fsdp2_hsdp": lambda module: _fsdp2(module, _mesh_2x2()),
+}

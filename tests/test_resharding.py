@@ -1,0 +1,86 @@
+"""What one layout saved, every other loads: byte for byte, model and optimizer, into a fresh optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.compare import assert_same
+from tests.layouts import WORLD_SIZE, build, train, whole_state
+
+
+def _save(root: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        model, optimizer = build(layout)
+        train(model, optimizer, 3)
+        dcp.save({"model": model, "optim": optimizer}, root / layout, step=3)
+        state = whole_state(model, optimizer)
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, root / f"{layout}.pt")
+
+
+def _load(root: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        for source in WORLD_SIZE:
+            model, optimizer = build(layout, seed=1)
+            report = dcp.load({"model": model, "optim": optimizer}, root / source)
+            assert not report.missing and not report.unexpected and not report.cast
+            saved = torch.load(root / f"{source}.pt", weights_only=True)
+            assert_same(saved, whole_state(model, optimizer))
+            train(model, optimizer, 1)
+
+
+def _load_over_trained_state(root: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        model, optimizer = build(layout, seed=1)
+        train(model, optimizer, 2, seed=9)
+        dcp.load({"model": model, "optim": optimizer}, root / "fsdp2_hsdp")
+        assert_same(torch.load(root / "fsdp2_hsdp.pt", weights_only=True), whole_state(model, optimizer))
+
+
+def _by_world_size() -> dict[int, list[str]]:
+    groups: dict[int, list[str]] = {}
+    for layout, world_size in WORLD_SIZE.items():
+        groups.setdefault(world_size, []).append(layout)
+    return groups
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("matrix")
+    for world_size, layouts in _by_world_size().items():
+        launch.run(_save, world_size, root, layouts)
+    return root
+
+
+@pytest.mark.parametrize("world_size", sorted(_by_world_size()))
+def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int) -> None:
+    launch.run(_load, world_size, saved, _by_world_size()[world_size])
+
+
+@pytest.mark.parametrize("world_size", sorted(_by_world_size()))
+def test_a_load_replaces_the_state_of_a_trained_optimizer(saved: Path, world_size: int) -> None:
+    launch.run(_load_over_trained_state, world_size, saved, _by_world_size()[world_size])
+
+
+@pytest.mark.parametrize("layout", WORLD_SIZE)
+def test_stock_dcp_reads_what_we_wrote(saved: Path, layout: str) -> None:
+    whole = torch.load(saved / f"{layout}.pt", weights_only=True)
+    target = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for key, value in whole.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(target, checkpoint_id=saved / layout)
+    assert_same(whole, target)
+
+
+@pytest.mark.parametrize("layout", WORLD_SIZE)
+def test_the_bytes_of_every_layout_verify(saved: Path, layout: str) -> None:
+    report = dcp.verify(saved / layout)
+    assert report.ok and not report.unverified
+    assert dcp.inspect(saved / layout).world_size == WORLD_SIZE[layout]
