@@ -10,7 +10,8 @@ import pickle
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor  # FSDP1 state dicts consist of these
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 state dicts consist of these
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +40,7 @@ def sharded_value(value: torch.Tensor | ShardedTensor) -> ShardedValue:
         )
         return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
     if isinstance(value, DTensor):
-        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value.detach()))
+        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value))
     tensor = value.detach()
     shape = tuple(tensor.shape)
     return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),))
@@ -48,8 +49,8 @@ def sharded_value(value: torch.Tensor | ShardedTensor) -> ShardedValue:
 def _dtensor_chunks(value: DTensor) -> tuple[LocalChunk, ...]:
     if value.device_mesh.get_coordinate() is None:  # this rank is not part of the tensor's mesh
         return ()
-    local = value.to_local()
-    chunks = value.__create_chunk_list__()
+    local = value.to_local().detach()
+    chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
     assert len(chunks) == 1, "a DTensor has one chunk per rank"
     sizes = tuple(chunks[0].sizes)
     if 0 in sizes and 0 not in value.shape:  # fewer rows than ranks: nothing here
@@ -88,7 +89,7 @@ def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, byte
     ``torch.save`` itself copies and checksums the payload; ``_save`` takes the writer as an argument.
     """
     writer = _PickleOnly()
-    torch.serialization._save(torch.empty(shape, dtype=dtype), writer, pickle, 2, False)
+    torch.serialization._save(torch.empty(shape, dtype=dtype), writer, pickle, 2, False)  # type: ignore[no-untyped-call]
     return writer.records
 
 

@@ -23,7 +23,7 @@ def save(
     """
     checkpointer = Checkpointer(config, **overrides)
     if checkpointer.config.async_save:
-        raise ValueError("dcp_plugin.save() waits for the disk. For async_save=True keep a Checkpointer and save with it.")
+        raise ValueError("dcp_plugin.save() waits for the disk. For async_save=True keep a Checkpointer.")
     try:
         checkpointer.save(state, path, step)
     finally:

@@ -65,8 +65,9 @@ class CheckpointConfig:
             )
         if self.progress not in (True, False, "auto"):
             raise ValueError(f"progress must be True, False or 'auto', got {self.progress!r}.")
-        if isinstance(self.allow_pickle, str):
-            raise ValueError(f"allow_pickle takes a sequence of keys, got the string {self.allow_pickle!r}.")
+        keys: object = self.allow_pickle
+        if isinstance(keys, str):
+            raise ValueError(f"allow_pickle takes a sequence of keys, got the string {keys!r}.")
         object.__setattr__(self, "allow_pickle", tuple(self.allow_pickle))
 
     @classmethod

@@ -88,10 +88,10 @@ def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:
         yield state
         return
     try:
-        children = sorted(entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+        children = sorted(child for child in directory.iterdir() if child.is_dir() and not child.is_symlink())
     except OSError:
         return
-    for child in map(Path, children):
+    for child in children:
         if child.name == commit.WORKSPACE:
             yield from _in_flight(child)
         elif depth > 0:

@@ -146,8 +146,10 @@ class Ranks:
 
     def _gather(self, step: str, value: Any) -> list[Any] | None:
         results: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        # The barrier is what names the missing ranks on rank 0; gather alone would only time out.
-        self._collective(step, lambda: dist.monitored_barrier(self._group, wait_all_ranks=True))
+        # The barrier is what names the missing ranks on rank 0; gather alone would only time out. It does not know
+        # the timeout of its group.
+        limit = timedelta(seconds=self._timeout)
+        self._collective(step, lambda: dist.monitored_barrier(self._group, limit, wait_all_ranks=True))
         self._collective(step, lambda: dist.gather_object(value, results, dst=0, group=self._group))
         return results
 

@@ -26,7 +26,8 @@ def _full_of_sharded(value: ShardedTensor) -> torch.Tensor:
     """All ranks get the whole; ``ShardedTensor.gather`` gives it to one."""
     whole = torch.zeros(value.size(), dtype=value.dtype)
     for shard in value.local_shards():
-        box = tuple(slice(o, o + n) for o, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True))
+        where = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+        box = tuple(slice(offset, offset + size) for offset, size in where)
         whole[box] = shard.tensor.cpu()
     torch.distributed.all_reduce(whole, group=value._process_group)
     return whole

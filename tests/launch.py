@@ -18,9 +18,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcp_plugin.checkpointer"]
-)
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcp_plugin.checkpointer"]
+
+
+def preload(module: str) -> None:
+    """Have the server import a module, too. It starts with the first launch, so call this from a conftest."""
+    _PRELOAD.append(module)
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+
+
+_CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 @dataclass(frozen=True)
@@ -96,4 +103,3 @@ def _rank(pipe: Connection, rank: int, world_size: int, port: int, function: Cal
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
-

@@ -11,7 +11,7 @@ from typing import Any
 
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.types import EncodedValue, KeyPath, ShardedValue
+from dcp_plugin.types import KeyPath
 
 
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -87,19 +87,11 @@ def _mapping_part(key: Any) -> Any:
 
 
 def _holds_more(values: list[Any]) -> bool:
-    return any(
-        is_leaf_tensor(value) or isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and _holds_tensors(value))
-        for value in values
-    )
+    return any(isinstance(value, Mapping) for value in values) or _holds_tensors(values)
 
 
 def _holds_tensors(values: Any) -> bool:
     children = values.values() if isinstance(values, Mapping) else values
     return any(
-        is_leaf_tensor(child) or (isinstance(child, (list, tuple, Mapping)) and _holds_tensors(child))
-        for child in children
+        is_tensor(child) or (isinstance(child, (list, tuple, Mapping)) and _holds_tensors(child)) for child in children
     )
-
-
-def is_leaf_tensor(value: Any) -> bool:
-    return is_tensor(value) or isinstance(value, (ShardedValue, EncodedValue))

@@ -68,21 +68,19 @@ class ShardedLoadPlanner(LoadPlanner):
         """
         stored = self._metadata.state_dict_metadata
         self.missing = [key for key in self._targets if key not in stored]
-        wrong = [
-            problem for key, target in self._targets.items() if key in stored for problem in _misfit(key, target, stored[key])
-        ]
+        present = [key for key in self._targets if key in stored]
+        wrong = [problem for key in present for problem in _misfit(key, self._targets[key], stored[key])]
         if self._strict:
             wrong += [f"{key} is not in the checkpoint{nearest(key, stored)}" for key in self.missing]
         if wrong:
             raise CheckpointMismatch(_list_all(wrong))
         items: list[ReadItem] = []
-        for key, target in self._targets.items():
-            if key in self.missing:
-                continue
-            if isinstance(target, ShardedValue):
-                if target.dtype != stored[key].properties.dtype:
+        for key in present:
+            target, source = self._targets[key], stored[key]
+            if isinstance(target, ShardedValue) and isinstance(source, TensorStorageMetadata):
+                if target.dtype != source.properties.dtype:
                     self.cast.append(key)
-                items.extend(_reads(key, target, stored[key]))
+                items.extend(_reads(key, target, source))
             else:
                 items.append(_read_of_value(key))
         return LoadPlan(items)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from dcp_plugin.types import Shape
@@ -45,7 +46,7 @@ class Box:
 
 
 def partition(holders_of: dict[Box, tuple[int, ...]], max_bytes: int) -> Iterator[tuple[Box, int]]:
-    """Every box, or the parts of it, with the rank that writes it. No part is larger than ``max_bytes`` if rows allow."""
+    """Every box, or the parts of it, with the rank that writes it; no part larger than ``max_bytes`` if rows allow."""
     tapes: dict[tuple[int, ...], list[Box]] = defaultdict(list)
     for box, holders in holders_of.items():
         tapes[holders].append(box)
@@ -67,7 +68,7 @@ def _cut(boxes: list[Box], holders: tuple[int, ...]) -> Iterator[tuple[Box, int]
         else:
             cuts = [total * part / len(holders) - begin for part in range(first + 1, last + 1)]
             rows = [0, *(round(cut * box.rows() / box.nbytes) for cut in cuts), box.rows()]
-            for position, (start, stop) in enumerate(zip(rows, rows[1:], strict=False)):
+            for position, (start, stop) in enumerate(pairwise(rows)):
                 if start < stop:
                     yield box.split(start, stop), holders[first + position]
         begin = end

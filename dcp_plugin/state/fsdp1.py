@@ -53,7 +53,7 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     if not any(optimizer.state.values()):
         return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
     with _quiet():
-        gathered = get_optimizer_state_dict(module, optimizer)
+        gathered: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
     state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
     groups = [{**group, "params": [clean(name) for name in group["params"]]} for group in gathered["param_groups"]]
     return {"state": state, "param_groups": groups}

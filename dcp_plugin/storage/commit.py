@@ -27,6 +27,7 @@ import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def uncommitted_reason(path: Path) -> str:
     """Why the directory is not a committed checkpoint, or an empty string if it is one."""
     if not path.is_dir():
         return "no such directory" if not path.exists() else "not a directory"
-    names = {entry.name for entry in os.scandir(path)}
+    names = os.listdir(path)
     if METADATA not in names:
         return "its save was never committed (no .metadata)" if looks_like_checkpoint(path) else "not a checkpoint"
     if (SUMMARY in names) != (INDEX in names):
@@ -169,13 +170,11 @@ def uncommitted_reason(path: Path) -> str:
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a directory has files that only checkpoints have, committed or not."""
-    return path.is_dir() and any(
-        entry.name in (METADATA, INDEX) or entry.name.endswith(DATA_SUFFIX) for entry in os.scandir(path)
-    )
+    return path.is_dir() and any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in os.listdir(path))
 
 
 def _refuse_to_replace_other_things(final: Path) -> None:
-    if final.is_dir() and any(os.scandir(final)) and not looks_like_checkpoint(final):
+    if final.is_dir() and os.listdir(final) and not looks_like_checkpoint(final):
         raise SaveFailed(
             f"cannot save to {final}: the directory has other things in it than a checkpoint, and replacing it would "
             f"delete them. Save to a new name, for example {final / 'checkpoint'}."
@@ -185,10 +184,10 @@ def _refuse_to_replace_other_things(final: Path) -> None:
 def _keep_other_files(old: Path, new: Path) -> None:
     """Files that somebody put into the old checkpoint directory move to the new one."""
     if old.is_dir() and not old.is_symlink():
-        for entry in list(os.scandir(old)):
-            foreign = entry.name not in _OURS and not entry.name.endswith(DATA_SUFFIX)
-            if foreign and not os.path.lexists(new / entry.name):
-                os.rename(entry.path, new / entry.name)
+        for name in os.listdir(old):
+            foreign = name not in _OURS and not name.endswith(DATA_SUFFIX)
+            if foreign and not os.path.lexists(new / name):
+                os.rename(old / name, new / name)
 
 
 def _open_record(reservation: Reservation) -> None:
@@ -209,10 +208,8 @@ def _close_record(reservation: Reservation) -> None:
     descriptor = _mine.pop(reservation.token, None)
     if descriptor is not None:
         os.close(descriptor)
-    try:
+    with suppress(OSError):  # other saves are using it
         reservation.record.parent.rmdir()
-    except OSError:  # other saves are using it
-        pass
 
 
 def target_of(record: Path) -> str | None:

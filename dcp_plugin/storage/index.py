@@ -186,7 +186,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             (w.offset, w.length, -1 if w.payload_offset is None else w.payload_offset, w.payload_length)
             for w in locations
         ]
-        columns = {
+        columns: dict[str, np.ndarray[Any, Any]] = {
             "keys": np.frombuffer(b"".join(keys), np.uint8),
             "key_ends": np.cumsum([len(key) for key in keys], dtype=np.int64),
             "dtype": np.array(dtype, np.uint8),
@@ -357,11 +357,8 @@ def _split_keys(text: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Itera
 
 
 def _check_ends(name: str, ends: np.ndarray[Any, Any], total: int) -> None:
-    if len(ends) == 0:
-        good = total == 0
-    else:
-        good = ends[0] >= 0 and bool((np.diff(ends) >= 0).all()) and ends[-1] == total
-    if not good:
+    counts = np.diff(ends, prepend=0)
+    if (counts < 0).any() or counts.sum() != total:
         raise ValueError(f"column {name} does not count up to {total}")
 
 

@@ -196,7 +196,14 @@ class ShardedReader(StorageReader):
         return count
 
     def _read_box(
-        self, fd: int, key: str, dtype: torch.dtype, chunk: StoredChunk, offsets: Shape, lengths: Shape, target: torch.Tensor
+        self,
+        fd: int,
+        key: str,
+        dtype: torch.dtype,
+        chunk: StoredChunk,
+        offsets: Shape,
+        lengths: Shape,
+        target: torch.Tensor,
     ) -> int:
         """Read the box ``offsets``/``lengths`` of a stored chunk (in its own coordinates) into ``target``."""
         if prod(lengths) == 0:
@@ -207,11 +214,8 @@ class ShardedReader(StorageReader):
         start, stop = first * dtype.itemsize, (last + 1) * dtype.itemsize
         contiguous = last + 1 - first == prod(lengths)
         direct = contiguous and target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
-        if direct:
-            flat = target.reshape(-1).view(torch.uint8)
-        else:
-            flat = torch.empty(stop - start, dtype=torch.uint8)
-        out = memoryview(flat.numpy())
+        flat = target.reshape(-1).view(torch.uint8) if direct else torch.empty(stop - start, dtype=torch.uint8)
+        out = flat.numpy().data
         for position, block in self._blocks(fd, key, chunk.location, start, stop):
             out[position : position + len(block)] = block
         if not direct:
@@ -225,9 +229,7 @@ class ShardedReader(StorageReader):
             return os.pread(fd, location.length, location.offset)
         return b"".join(bytes(block) for _, block in self._blocks(fd, key, location, 0, location.payload_length))
 
-    def _blocks(
-        self, fd: int, key: str, location: Location, start: int, stop: int
-    ) -> Iterator[tuple[int, memoryview]]:
+    def _blocks(self, fd: int, key: str, location: Location, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         """The bytes ``start`` to ``stop`` of a payload, in pieces with their position relative to ``start``.
 
         With checksums, whole blocks are read even where only a part of them is wanted.

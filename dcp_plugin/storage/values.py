@@ -24,7 +24,7 @@ def encode(value: Any, allow_pickle: bool = False) -> bytes:
         UnsafeCheckpoint: Only unpickling with code execution could restore it.
     """
     if type(value) in (bool, int, float, str, bytes, type(None)):
-        return _encode_plain(type(value), repr(value) if isinstance(value, float) else value)
+        return _encode_plain(type(value).__name__, repr(value) if isinstance(value, float) else value)
     data = _dump(_plain(value))
     if not allow_pickle:
         try:
@@ -51,9 +51,10 @@ def decode(key: str, data: bytes, allow_pickle: bool = False) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode_plain(kind: type, value: Any) -> bytes:
-    """The same few numbers occur for every parameter of an optimizer. Floats come as text: -0.0 == 0.0 is one key."""
-    return _dump(kind(value) if kind is float else value)
+def _encode_plain(kind: str, value: Any) -> bytes:
+    """The same few numbers occur for every parameter of an optimizer. Floats come as text, since -0.0 == 0.0; the
+    kind is there since True == 1."""
+    return _dump(float(value) if kind == "float" else value)
 
 
 def _dump(value: Any) -> bytes:

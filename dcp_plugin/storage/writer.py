@@ -106,7 +106,7 @@ class ShardedWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise SaveFailed(
-                f"cannot save {self.path} with use_collectives=False: without the coordinator there is nobody to commit."
+                f"cannot save {self.path} with use_collectives=False: without a coordinator nobody commits it."
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -128,9 +128,7 @@ class ShardedWriter(StorageWriter):
         buckets = _buckets(unique, self._io_threads, total)
         try:
             with ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="dcp-write") as pool:
-                jobs = [
-                    pool.submit(self._write_file, assignment, n, bucket, meter) for n, bucket in enumerate(buckets)
-                ]
+                jobs = [pool.submit(self._write_file, assignment, n, bucket, meter) for n, bucket in enumerate(buckets)]
                 results = {index: result for job in jobs for index, result in job.result()}
             files.sync_directory(assignment.directory)
         except OSError as error:
@@ -208,11 +206,9 @@ class ShardedWriter(StorageWriter):
         offset = file.tell()
         file.write(b"\0" * (-offset % ALIGNMENT))
         offset += -offset % ALIGNMENT
-        if isinstance(data, bytes):
-            payload, head, tail_of = memoryview(data), b"", lambda crc: b""
-        else:
-            surroundings = frame(data.dtype, tuple(data.shape))
-            payload, head, tail_of = _memory(data), surroundings.head, surroundings.tail
+        around = None if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape))
+        payload = memoryview(data) if isinstance(data, bytes) else _memory(data)
+        head = around.head if around else b""
         file.write(head)
         crc = 0
         running = []
@@ -223,7 +219,7 @@ class ShardedWriter(StorageWriter):
                 running.append(crc)
             file.write(block)
             meter.add(len(block))
-        tail = tail_of(crc)
+        tail = around.tail(crc) if around else b""
         file.write(tail)
         return Location(
             name,
@@ -328,12 +324,12 @@ def _buckets(items: list[tuple[WriteItem, Any]], count: int, total: int) -> list
 def _memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order; its own memory where it lies on the host like that."""
     flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    found = (entry for entry in os.scandir(directory) if entry.name.endswith(commit.DATA_SUFFIX))
-    return {entry.name: entry.stat().st_size for entry in sorted(found, key=lambda entry: entry.name)}
+    names = sorted(name for name in os.listdir(directory) if name.endswith(commit.DATA_SUFFIX))
+    return {name: (directory / name).stat().st_size for name in names}
 
 
 def _entries(metadata: Metadata, places: dict[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
@@ -353,4 +349,3 @@ def _stock_path(path: KeyPath) -> Sequence[str | int]:
     return tuple(
         part if isinstance(part, (str, int)) else (part[1] if part[0] == "t" else str(part[1])) for part in path
     )
-

@@ -1,0 +1,196 @@
+"""A failure on one rank is raised on every rank, within the timeout, naming the rank; nothing half-done remains."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from dcp_plugin import progress
+from tests import launch
+from tests.layouts import build, train
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
+
+
+def _raises(kind: type[Exception], call: Any, *words: str) -> str:
+    """The message of the error that ``call`` has to raise."""
+    try:
+        call()
+    except kind as error:
+        assert all(word in str(error) for word in words), str(error)
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def _disk_fails_on_rank_1(path: Path) -> None:
+    model, optimizer = build("fsdp2")
+    state = {"model": model, "optim": optimizer}
+
+    def fail(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten) and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    unsubscribe = progress.subscribe(fail)
+    _raises(dcp.SaveFailed, lambda: dcp.save(state, path), "rank 1", "No space left", str(path))
+    unsubscribe()
+    dist.barrier()
+    assert not list(path.parent.iterdir())
+    dcp.save(state, path)  # the group of ranks has survived
+
+
+def test_a_full_disk_on_one_rank_fails_the_save_everywhere(tmp_path: Path) -> None:
+    launch.run(_disk_fails_on_rank_1, 2, tmp_path / "ck")
+
+
+def _unsafe_value_on_rank_1(path: Path) -> None:
+    value: Any = Path if dist.get_rank() == 1 else 1
+    state = {"extra": {"fine": 1, "bad": value, "worse": value}}
+    said = _raises(dcp.UnsafeCheckpoint, lambda: dcp.save(state, path), "rank 1", "allow_pickle")
+    assert "extra.bad" in said and "extra.worse" in said
+    assert not path.exists()
+
+
+def test_values_that_only_pickle_could_restore_are_all_named_on_every_rank(tmp_path: Path) -> None:
+    launch.run(_unsafe_value_on_rank_1, 2, tmp_path / "ck")
+
+
+def _background_failure(path: Path) -> None:
+    model, optimizer = build("fsdp2")
+    state = {"model": model, "optim": optimizer}
+    ours = dcp.Checkpointer(async_save=True)
+
+    def fail(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten) and dist.get_rank() == 0:
+            raise OSError("bad disk")
+
+    unsubscribe = progress.subscribe(fail)
+    handle = ours.save(state, path / "a")
+    _raises(dcp.SaveFailed, ours.wait, "rank 0", "bad disk")
+    assert handle.done() and isinstance(handle.exception(), dcp.SaveFailed)
+    ours.wait()  # raised once
+    ours.save(state, path / "b")
+    _raises(dcp.SaveFailed, lambda: ours.save(state, path / "c"), "bad disk")
+    unsubscribe()
+    ours.save(state, path / "d")
+    ours.close()
+    assert sorted(entry.name for entry in path.iterdir()) == ["d"]
+
+
+def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
+    launch.run(_background_failure, 2, tmp_path)
+
+
+def _hang(path: Path) -> float:
+    model, optimizer = build("fsdp2")
+
+    def hang(event: progress.Event) -> None:
+        if dist.get_rank() == 1 and isinstance(event, progress.SaveStarted):
+            time.sleep(5)
+
+    progress.subscribe(hang)
+    began = time.monotonic()
+    _raises(dcp.CheckpointError, lambda: dcp.save({"model": model, "optim": optimizer}, path, timeout=2), "rank")
+    took = time.monotonic() - began
+    time.sleep(max(0.0, 6 - took))  # rank 0 hosts the store that the sleeper still needs
+    return took
+
+
+def test_a_rank_that_hangs_fails_the_others_within_the_timeout(tmp_path: Path) -> None:
+    took = launch.run(_hang, 3, tmp_path / "ck")
+    assert took[0] < 5
+    assert took[2] < 5
+    assert not (tmp_path / "ck").exists()
+
+
+def _save_to_unshared_root(root: Path) -> str:
+    """Rank 1 sees an empty file system of its own at the root, as on a node where the mount is missing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if dist.get_rank() == 1:
+        private = libc.unshare(CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        mounted = private and libc.mount(b"none", os.fsencode(root), b"tmpfs", 0, None) == 0
+    else:
+        mounted = True
+    able = torch.tensor(int(mounted))
+    dist.all_reduce(able, op=dist.ReduceOp.MIN)
+    if not able.item():
+        return "not permitted"
+    _raises(dcp.SaveFailed, lambda: dcp.save({"t": torch.ones(3)}, root / "ck"), "rank 1", "share")
+    return ""
+
+
+def test_a_root_that_the_ranks_do_not_share_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = launch.run(_save_to_unshared_root, 2, tmp_path)
+    if "not permitted" in said:
+        pytest.skip("mounting a private file system is not permitted here")
+    assert not (tmp_path / "ck").exists()
+
+
+def _corrupt_for_everybody(path: Path) -> None:
+    model, optimizer = build("fsdp2")
+    train(model, optimizer, 1)
+    dcp.save({"model": model, "optim": optimizer}, path)
+    if dist.get_rank() == 0:  # flip one bit in the data of one rank
+        place = dcp.ShardedReader(path).index["optim.state.inp.weight.exp_avg"].chunks[1].location
+        file = path / place.file
+        data = bytearray(file.read_bytes())
+        data[place.offset + place.payload_offset] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    _raises(dcp.CheckpointCorrupt, lambda: dcp.load({"model": model, "optim": optimizer}, path), "__1_0.distcp", "optim.state.inp.weight.exp_avg")
+
+
+def test_a_flipped_bit_is_raised_on_every_rank_naming_file_and_key(tmp_path: Path) -> None:
+    launch.run(_corrupt_for_everybody, 2, tmp_path / "ck")
+
+
+def _fresh_optimizer_survives(path: Path) -> None:
+    model, optimizer = build("fsdp2")
+    train(model, optimizer, 1)
+    dcp.save({"model": model, "optim": optimizer}, path)
+    other = torch.nn.Linear(3, 3)
+    fresh = torch.optim.AdamW(other.parameters())
+    _raises(dcp.CheckpointMismatch, lambda: dcp.load({"model": other, "optim": fresh}, path), "weight", "not in the")
+    assert not fresh.state
+
+
+def test_a_load_that_does_not_fit_leaves_a_fresh_optimizer_untouched(tmp_path: Path) -> None:
+    launch.run(_fresh_optimizer_survives, 2, tmp_path / "ck")
+
+
+def test_a_mismatch_names_every_key_and_both_shapes(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.Linear(3, 4)}, tmp_path / "ck")
+    with pytest.raises(dcp.CheckpointMismatch) as caught:
+        dcp.load({"model": torch.nn.Linear(5, 6)}, tmp_path / "ck")
+    for words in ("model.weight", "(6, 5)", "(4, 3)", "model.bias", "(6,)", "(4,)"):
+        assert words in str(caught.value)
+
+
+def test_a_misspelt_key_is_suggested(tmp_path: Path) -> None:
+    dcp.save({"embedding": {"table": torch.ones(2)}}, tmp_path / "ck")
+    with pytest.raises(dcp.CheckpointMismatch, match=r"did you mean embedding\.table\?"):
+        dcp.load({"embedding": {"tabel": torch.ones(2)}}, tmp_path / "ck")
+
+
+def test_strict_false_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})}, tmp_path / "ck")
+    target = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+    report = dcp.load({"model": target}, tmp_path / "ck", strict=False)
+    assert report.missing == ["model.head.weight", "model.head.bias"]
+    assert sorted(report.loaded) == ["model.a.bias", "model.a.weight"]
+
+
+def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(dcp.CheckpointNotFound, match="no such directory"):
+        dcp.load({"n": 0}, tmp_path / "nowhere")
+    with pytest.raises(TypeError, match="no field chekcsum"):
+        dcp.Checkpointer(chekcsum=True)
+    with pytest.raises(ValueError, match="io_threads must be at least 1"):
+        dcp.CheckpointConfig(io_threads=0)

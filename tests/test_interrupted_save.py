@@ -1,0 +1,173 @@
+"""A save that is killed: the torn directory is never chosen, the earlier checkpoint is whole, the next save cleans up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from dcp_plugin import progress
+from dcp_plugin.storage import commit
+from tests import launch
+from tests.compare import assert_same
+from tests.layouts import build, train, whole_state
+
+KILLED = -signal.SIGKILL
+
+
+def _save(path: Path, seed: int, steps: int) -> None:
+    model, optimizer = build("fsdp2", seed)
+    train(model, optimizer, steps)
+    dcp.save({"model": model, "optim": optimizer}, path, step=steps)
+    state = whole_state(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(state, path.with_suffix(".pt"))
+
+
+def _save_and_die(path: Path, victims: list[int]) -> None:
+    """The victims die when half of their bytes are written."""
+
+    def die(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model, optimizer = build("fsdp2", seed=5)
+    train(model, optimizer, 2)
+    if dist.get_rank() in victims:
+        progress.subscribe(die)
+    dcp.save({"model": model, "optim": optimizer}, path, step=99, timeout=20)
+
+
+def _check(path: Path) -> None:
+    model, optimizer = build("fsdp2", seed=7)
+    dcp.load({"model": model, "optim": optimizer}, path)
+    assert_same(torch.load(path.with_suffix(".pt"), weights_only=True), whole_state(model, optimizer))
+
+
+@pytest.mark.parametrize("victims", [[0, 1], [0], [1]], ids=["all ranks", "coordinator", "another rank"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new name", "overwrite"])
+def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims: list[int], overwrite: bool) -> None:
+    good = tmp_path / "run" / "step-3"
+    launch.run(_save, 2, good, 0, 3)
+    torn = good if overwrite else good.with_name("step-99")
+
+    outcomes = launch.outcomes_of(_save_and_die, 2, torn, victims)
+
+    for rank, outcome in enumerate(outcomes):
+        if rank in victims:
+            assert outcome.exit_code == KILLED
+        else:
+            assert "RankFailure" in outcome.traceback
+    assert dcp.latest(tmp_path) == good
+    assert dcp.resolve_resume("auto", tmp_path) == good
+    launch.run(_check, 2, good)
+
+    if victims != [1]:  # a coordinator that lives has cleaned up itself
+        in_flight = [state for state in dcp.list_checkpoints(tmp_path) if not state.committed]
+        assert [state.path.suffix for state in in_flight] == [".saving"]
+        assert torn.name in in_flight[0].reason
+    launch.run(_save, 2, tmp_path / "run" / "step-4", 1, 4)
+    assert not (tmp_path / "run" / commit.WORKSPACE).exists()
+    assert [state.committed for state in dcp.list_checkpoints(tmp_path)] == [True, True]
+    assert dcp.latest(tmp_path) == tmp_path / "run" / "step-4"
+
+
+def _die_inside(call: str, path: Path) -> None:
+    """Die at a point of the commit itself: just before or just after the rename."""
+    from dcp_plugin.storage import files
+
+    model, optimizer = build("plain", seed=5)
+    real_exchange, real_rename = files.exchange, os.rename
+
+    def die_before(*args: object) -> bool:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def die_after(one: Path, other: Path) -> bool:
+        real_exchange(one, other)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def die_between(one: Path, other: Path) -> None:
+        real_rename(one, other)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if call == "before the exchange":
+        files.exchange = die_before
+    elif call == "after the exchange":
+        files.exchange = die_after
+    else:  # a file system without exchange: between the two renames
+        files.exchange = lambda one, other: False
+        os.rename = die_between  # type: ignore[assignment]
+    dcp.save({"model": model, "optim": optimizer}, path, step=99)
+
+
+@pytest.mark.parametrize("moment", ["before the exchange", "after the exchange", "between two renames"])
+def test_a_commit_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, moment: str) -> None:
+    path = tmp_path / "last"
+    model, optimizer = build("plain")
+    dcp.save({"model": model, "optim": optimizer}, path, step=3)
+
+    assert launch.outcomes_of(_die_inside, 1, moment, path)[0].exit_code == KILLED
+
+    found = dcp.latest(tmp_path)
+    assert found is not None
+    step = 99 if moment == "after the exchange" else 3
+    assert dcp.inspect(found).step == step
+    assert dcp.inspect(path).step == step, "the name that scripts use finds it too"
+    assert dcp.verify(found).ok
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "next", step=4)
+    assert dcp.inspect(path).step == step
+    assert not (tmp_path / commit.WORKSPACE).exists()
+
+
+def test_a_living_save_is_not_swept_by_another(tmp_path: Path) -> None:
+    reservation = commit.reserve(tmp_path / "mine")
+    launch.run(_save_plain, 1, tmp_path / "other")
+    assert reservation.directory.is_dir()
+    commit.discard(reservation)
+    assert not (tmp_path / commit.WORKSPACE).exists()
+
+
+def _save_plain(path: Path) -> None:
+    model, _ = build("plain")
+    dcp.save({"model": model}, path)
+
+
+def test_saving_over_something_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("three years")
+    with pytest.raises(dcp.SaveFailed, match="other things"):
+        dcp.save({"n": 1}, tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "three years"
+
+
+def test_files_that_somebody_added_to_a_checkpoint_survive_an_overwrite(tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    dcp.save({"n": 1}, path)
+    (path / "notes.txt").write_text("keep me")
+    dcp.save({"n": 2}, path)
+    assert (path / "notes.txt").read_text() == "keep me"
+    state = {"n": 0}
+    dcp.load(state, path)
+    assert state["n"] == 2
+
+
+def test_a_torn_stock_directory_is_listed_but_never_latest(tmp_path: Path) -> None:
+    dcp.save({"n": 1}, tmp_path / "good")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    assert dcp.latest(tmp_path) == tmp_path / "good"
+    assert {state.path: state.committed for state in dcp.list_checkpoints(tmp_path)} == {
+        torn: False,
+        tmp_path / "good": True,
+    }
+    with pytest.raises(dcp.CheckpointIncomplete, match="never committed"):
+        dcp.load({"n": 0}, torn)
+    with pytest.raises(dcp.CheckpointIncomplete, match="resume=auto"):
+        dcp.resolve_resume(torn, tmp_path)
