@@ -21,6 +21,12 @@ class LocalChunk:
     tensor: torch.Tensor
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same memory seen in the same way: tied weights, for one."""
+    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *view)
+
+
 @dataclass(frozen=True)
 class ShardedValue:
     """A global tensor as one rank sees it: its shape and dtype, and the chunks that this rank holds (maybe none)."""

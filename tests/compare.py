@@ -51,4 +51,4 @@ def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return bytes(tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -144,7 +144,12 @@ def _corrupt_for_everybody(path: Path) -> None:
         data[place.offset + place.payload_offset] ^= 1
         file.write_bytes(data)
     dist.barrier()
-    _raises(dcp.CheckpointCorrupt, lambda: dcp.load({"model": model, "optim": optimizer}, path), "__1_0.distcp", "optim.state.inp.weight.exp_avg")
+    _raises(
+        dcp.CheckpointCorrupt,
+        lambda: dcp.load({"model": model, "optim": optimizer}, path),
+        "__1_0.distcp",
+        "optim.state.inp.weight.exp_avg",
+    )
 
 
 def test_a_flipped_bit_is_raised_on_every_rank_naming_file_and_key(tmp_path: Path) -> None:

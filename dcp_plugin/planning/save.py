@@ -38,7 +38,7 @@ from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.partition import Box, partition
 from dcp_plugin.storage import values
 from dcp_plugin.storage.framing import MAX_PAYLOAD
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue, memory_of
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,11 @@ def _ties(state: Flat) -> dict[str, str]:
     ties = {}
     for key, value in state.items():
         if isinstance(value, ShardedValue) and any(chunk.tensor.numel() for chunk in value.chunks):
-            first = seen.setdefault((value.shape, value.dtype, *map(_identity, value.chunks)), key)
+            chunks = ((chunk.offsets, memory_of(chunk.tensor)) for chunk in value.chunks)
+            first = seen.setdefault((value.shape, *chunks), key)
             if first != key:
                 ties[key] = first
     return ties
-
-
-def _identity(chunk: LocalChunk) -> tuple[Any, ...]:
-    return chunk.offsets, chunk.sizes, chunk.tensor.device, chunk.tensor.data_ptr(), chunk.tensor.stride()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.types import EncodedValue, Flat, LocalChunk, ShardedValue
+from dcp_plugin.types import EncodedValue, Flat, LocalChunk, ShardedValue, memory_of
 
 
 class HostBuffers:
@@ -31,7 +31,7 @@ class HostBuffers:
             chunks = []
             for number, chunk in enumerate(value.chunks):
                 source = chunk.tensor
-                identity = (source.device, source.data_ptr(), source.dtype, tuple(source.shape), source.stride())
+                identity = memory_of(source)
                 if source.numel() == 0 or identity not in copies:
                     copies[identity] = self._fill(previous.get((key, number)), source)
                     self._buffers[key, number] = copies[identity]

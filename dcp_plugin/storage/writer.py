@@ -50,7 +50,7 @@ from dcp_plugin.storage.index import (
     StoredValue,
 )
 from dcp_plugin.storage.summary import Summary
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, memory_of
 
 _NOTICE_SECONDS = 10.0
 """How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
@@ -295,7 +295,7 @@ def _without_duplicates(
         elif data.numel() == 0:
             identity = item.index
         else:
-            identity = (data.device, data.data_ptr(), data.dtype, tuple(data.shape), data.stride())
+            identity = memory_of(data)
         if identity in first:
             same_as.append((item, first[identity]))
         else:

@@ -1,0 +1,89 @@
+"""A background save holds the state of its call, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from dcp_plugin import progress
+from tests import launch
+from tests.compare import assert_same
+from tests.layouts import build, train, whole_state
+
+
+def _train_during_saves(root: Path) -> None:
+    gate = threading.Event()
+
+    def slow(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten):
+            assert gate.wait(30)
+
+    unsubscribe = progress.subscribe(slow)
+    ours = dcp.Checkpointer(async_save=True)
+    model, optimizer = build("fsdp2")
+    expected = []
+    for step in range(1, 4):
+        train(model, optimizer, 1, seed=step)
+        expected.append(whole_state(model, optimizer))
+        gate.clear()
+        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, root / str(step), step)
+        assert handle.staged() and not handle.done()
+        train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
+        assert not (root / str(step)).exists()
+        gate.set()
+    ours.close()
+    unsubscribe()
+    for step, state in enumerate(expected, 1):
+        other, fresh = build("fsdp2", seed=4)
+        extra: dict[str, int] = {}
+        dcp.load({"model": other, "optim": fresh, "extra": extra}, root / str(step))
+        assert_same(whole_state(other, fresh), state)
+        assert extra["step"] == step
+
+
+def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
+    launch.run(_train_during_saves, 2, tmp_path)
+
+
+def test_host_buffers_are_reused_and_ties_kept(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(50, 50), "b": torch.nn.Linear(50, 50)})
+    model["b"].weight = model["a"].weight
+    ours = dcp.Checkpointer(async_save=True)
+    ours.save({"model": model}, tmp_path / "1")
+    ours.wait()
+    first = {key: buffer.data_ptr() for key, buffer in ours._buffers._buffers.items()}
+    assert len(first) == 3, "the tied weight has one buffer"
+    ours.save({"model": model}, tmp_path / "2").wait()
+    assert first == {key: buffer.data_ptr() for key, buffer in ours._buffers._buffers.items()}
+    ours.close()
+    assert not ours._buffers._buffers
+
+
+def test_removing_the_checkpoint_in_flight_waits_for_it(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
+    ours.remove(tmp_path / "ck")
+    ours.close()
+    assert not (tmp_path / "ck").exists()
+
+
+def _events(root: Path) -> list[str]:
+    seen: list[progress.Event] = []
+    progress.subscribe(seen.append)
+    model, optimizer = build("fsdp2")
+    dcp.save({"model": model, "optim": optimizer}, root / "ck", step=5)
+    assert isinstance(seen[0], progress.SaveStarted) and seen[0].step == 5
+    assert isinstance(seen[-1], progress.SaveFinished) and seen[-1].bytes > 0
+    written = [event for event in seen if isinstance(event, progress.BytesWritten)]
+    assert written[-1].written == written[-1].total
+    files = [name for name in (root / "ck").iterdir() if name.name.startswith(f"__{dist.get_rank()}_")]
+    assert seen[-1].bytes == sum(file.stat().st_size for file in files)
+    return [type(event).__name__ for event in seen]
+
+
+def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
+    launch.run(_events, 2, tmp_path)

@@ -1,0 +1,205 @@
+"""What is on disk: items that torch itself could have written, and files that say what they are."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from isal.isal_zlib import crc32
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import dcp_plugin as dcp
+from dcp_plugin.storage.framing import ALIGNMENT, frame
+from dcp_plugin.storage.index import BLOCK_SIZE, StoredTensor
+from tests.compare import assert_same, same_bytes
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.bool,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+SHAPES = [(), (1,), (7,), (3, 5), (2, 0, 4), (1, 1, 9)]
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return (torch.randn(shape) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_item_is_the_file_that_torch_would_write(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = _tensor(dtype, shape)
+    payload = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    around = frame(dtype, shape)
+    item = around.head + payload + around.tail(crc32(payload))
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    theirs = buffer.getvalue()
+
+    assert len(item) == around.length == len(theirs)
+    assert around.payload_offset % ALIGNMENT == 0
+    assert item[: around.payload_offset + len(payload)] == theirs[: around.payload_offset + len(payload)]
+    assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+    ours, reference = (zipfile.ZipFile(io.BytesIO(data)) for data in (item, theirs))
+    for one, other in zip(ours.infolist(), reference.infolist(), strict=True):
+        assert (one.filename, one.header_offset, one.file_size) == (
+            other.filename,
+            other.header_offset,
+            other.file_size,
+        )
+        if "serialization_id" not in one.filename:
+            assert one.CRC == other.CRC
+    assert same_bytes(torch.load(io.BytesIO(item), weights_only=True), tensor)
+
+
+def _odd_tensors() -> dict[str, torch.Tensor]:
+    base = torch.randn(40, 30)
+    special = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    return {
+        "transposed": base.t(),
+        "slice of a larger storage": base[3:7, 5:9],
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.arange(3).expand(4, 3),
+        "conjugated": torch.randn(5, dtype=torch.complex64).conj(),
+        "special values": special,
+        "several blocks": torch.randn(3 * BLOCK_SIZE // 4 + 11),
+        **{f"{dtype} {shape}": _tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES},
+    }
+
+
+def test_every_kind_of_tensor_comes_back_byte_for_byte_through_us_and_through_stock(tmp_path: Path) -> None:
+    state = _odd_tensors()
+    dcp.save({"t": state}, tmp_path / "ck")
+    ours = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+    dcp.load({"t": ours}, tmp_path / "ck")
+    assert_same(state, ours)
+    theirs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load({"t": theirs}, checkpoint_id=tmp_path / "ck")
+    assert_same(state, theirs)
+    assert dcp.inspect(tmp_path / "ck").nbytes < sum(t.numel() * t.element_size() for t in state.values()) + 1
+
+
+def test_targets_that_are_not_contiguous_or_of_another_dtype_are_filled(tmp_path: Path) -> None:
+    saved = torch.randn(6, 8)
+    dcp.save({"a": saved, "b": saved}, tmp_path / "ck")
+    strided, half = torch.zeros(8, 6).t(), torch.zeros(6, 8, dtype=torch.float16)
+    report = dcp.load({"a": strided, "b": half}, tmp_path / "ck")
+    assert same_bytes(strided.contiguous(), saved)
+    assert same_bytes(half, saved.half())
+    assert report.cast == ["b"]
+
+
+def test_nested_values_of_every_plain_type_come_back(tmp_path: Path) -> None:
+    state = {
+        "nested": {
+            "list": [1, [2, 3]],
+            "mixed": [{"a": 1}, {"b": torch.ones(2)}],
+            "tuple": (1, torch.ones(2)),
+            3: "int key",
+        },
+        "empty": {},
+        "none": None,
+        "numbers": [True, 1, 1.0, -0.0],
+        "path": Path("/some/where"),
+        "numpy": np.float32(1.5),
+        "bytes": b"\x00\x01",
+    }
+    dcp.save({"extra": state}, tmp_path / "ck")
+    loaded: dict[str, object] = {}
+    dcp.load({"extra": loaded}, tmp_path / "ck")
+    assert torch.equal(loaded["nested"]["mixed"][1].pop("b"), torch.ones(2))  # type: ignore[index]
+    assert loaded["nested"]["mixed"] == [{"a": 1}, {}]  # type: ignore[index]
+    assert loaded["nested"]["tuple"][0] == 1 and isinstance(loaded["nested"]["tuple"], tuple)  # type: ignore[index]
+    assert loaded["nested"][3] == "int key"  # type: ignore[index]
+    assert repr(loaded["numbers"]) == "[True, 1, 1.0, -0.0]"
+    assert {key: loaded[key] for key in ("empty", "none", "path", "numpy", "bytes")} == {
+        "empty": {}, "none": None, "path": "/some/where", "numpy": 1.5, "bytes": b"\x00\x01",
+    }  # fmt: skip
+
+
+def test_equal_values_and_tied_tensors_are_written_once(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Linear(64, 64, bias=False), "head": torch.nn.Linear(64, 64, bias=False)}
+    )
+    model["head"].weight = model["embed"].weight
+    dcp.save({"model": model, "lr": {str(i): 0.1 for i in range(50)}}, tmp_path / "ck")
+    index = dcp.ShardedReader(tmp_path / "ck").index
+    one, other = index["model.embed.weight"], index["model.head.weight"]
+    assert isinstance(one, StoredTensor) and isinstance(other, StoredTensor)
+    assert one.chunks[0].location.offset == other.chunks[0].location.offset
+    assert len({index[key].location.offset for key in index if key.startswith("lr.")}) == 1  # type: ignore[union-attr]
+    assert dcp.inspect(tmp_path / "ck").nbytes < 64 * 64 * 4 + 4096
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        target = {"model": {key: torch.zeros(64, 64) for key in ("embed.weight", "head.weight")}}
+        stock.load(target, checkpoint_id=tmp_path / "ck")
+        dcp_to_torch_save(tmp_path / "ck", tmp_path / "whole.pt")
+    assert_same(target["model"], model.state_dict())
+    assert_same(torch.load(tmp_path / "whole.pt")["model"], model.state_dict())
+
+
+def test_the_summary_is_for_people(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.Linear(3, 2), "n": 1}, tmp_path / "ck", step=7)
+    said = json.loads((tmp_path / "ck" / "dcp_plugin.json").read_text())
+    assert said["step"] == 7 and said["world_size"] == 1
+    assert said["tensors"] == 2 and said["values"] == 1
+    assert said["kinds"] == {"model": "module", "n": "value"}
+    assert said["versions"]["torch"] == torch.__version__
+    info = dcp.inspect(tmp_path / "ck")
+    assert [tensor.key for tensor in info.tensors] == ["model.weight", "model.bias"]
+    assert "step 7" in str(info)
+
+
+@pytest.mark.parametrize("driver", ["our writer and planner", "our writer", "our planner"])
+def test_stock_save_and_load_take_our_classes(tmp_path: Path, driver: str) -> None:
+    state = {"model": torch.nn.Linear(5, 3).state_dict(), "n": [1, 2]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if driver == "our planner":
+            stock.save(state, checkpoint_id=tmp_path / "ck", planner=dcp.ShardedSavePlanner())
+        else:
+            planner = dcp.ShardedSavePlanner() if "planner" in driver else None
+            stock.save(state, storage_writer=dcp.ShardedWriter(tmp_path / "ck"), planner=planner)
+        for reader, load_planner in (
+            (dcp.ShardedReader(tmp_path / "ck"), dcp.ShardedLoadPlanner()),
+            (dcp.ShardedReader(tmp_path / "ck"), None),
+            (stock.FileSystemReader(tmp_path / "ck"), dcp.ShardedLoadPlanner()),
+        ):
+            target = {"model": {"weight": torch.zeros(3, 5), "bias": torch.zeros(3)}, "n": None}
+            stock.load(target, storage_reader=reader, planner=load_planner)
+            assert_same(target["model"], state["model"])
+            assert target["n"] == [1, 2]
+    assert dcp.verify(tmp_path / "ck").ok
+
+
+def test_a_checkpoint_by_stock_torch_loads_through_us(tmp_path: Path) -> None:
+    model = torch.nn.Linear(5, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"model": model.state_dict(), "n": {"deep": [1, 2]}}, checkpoint_id=tmp_path / "ck")
+    other, state = torch.nn.Linear(5, 3), {"n": {}}
+    report = dcp.load({"model": other, **state}, tmp_path / "ck")
+    assert_same(other.state_dict(), model.state_dict())
+    assert state["n"] == {"deep": [1, 2]}
+    assert not report.missing
+    assert dcp.inspect(tmp_path / "ck").format == "stock"
+    verified = dcp.verify(tmp_path / "ck")
+    assert verified.ok and sorted(verified.unverified) == ["model.bias", "model.weight", "n.deep"]
+    assert dcp.latest(tmp_path) == tmp_path / "ck"
+
+
+def test_without_checksums_everything_still_loads_and_verify_says_so(tmp_path: Path) -> None:
+    dcp.save({"t": torch.arange(5)}, tmp_path / "ck", checksum=False)
+    target = torch.zeros(5, dtype=torch.int64)
+    dcp.load({"t": target}, tmp_path / "ck")
+    assert same_bytes(target, torch.arange(5))
+    assert dcp.verify(tmp_path / "ck").unverified == ["t"]

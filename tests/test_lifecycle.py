@@ -1,0 +1,117 @@
+"""Which checkpoint is the newest, which one to resume from, and which ones go."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import dcp_plugin as dcp
+from dcp_plugin.storage import commit
+
+
+def _save(path: Path, n: int, **options: object) -> Path:
+    dcp.save({"n": n}, path, step=n, **options)
+    return path
+
+
+def test_latest_is_the_one_published_last_wherever_it_lies(tmp_path: Path) -> None:
+    _save(tmp_path / "logs" / "version_1" / "checkpoints" / "step=9.ckpt", 9)
+    newest = _save(tmp_path / "logs" / "version_0" / "checkpoints" / "step=2.ckpt", 2)
+    assert dcp.latest(tmp_path) == newest
+    os.utime(tmp_path / "logs" / "version_1" / "checkpoints" / "step=9.ckpt")  # touched or copied: no change
+    assert dcp.latest(tmp_path) == newest
+    assert dcp.latest(newest) == newest, "a checkpoint is its own latest"
+    assert [state.step for state in dcp.list_checkpoints(tmp_path)] == [9, 2]
+
+
+def test_latest_of_nothing_is_none(tmp_path: Path) -> None:
+    assert dcp.latest(tmp_path) is None
+    assert dcp.latest(tmp_path / "not there") is None
+
+
+def test_a_damaged_summary_is_passed_over_with_its_reason(tmp_path: Path) -> None:
+    good = _save(tmp_path / "a", 1)
+    (_save(tmp_path / "b", 2) / "dcp_plugin.json").write_text("{")
+    assert dcp.latest(tmp_path) == good
+    assert "damaged" in next(state.reason for state in dcp.list_checkpoints(tmp_path) if not state.committed)
+
+
+@pytest.mark.parametrize("name", [".metadata", "dcp_plugin.json", "dcp_plugin.index"])
+def test_a_copy_that_misses_one_file_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    path = _save(tmp_path / "ck", 1)
+    (path / name).unlink()
+    assert dcp.latest(tmp_path) is None
+    with pytest.raises(dcp.CheckpointIncomplete, match="latest"):
+        dcp.load({"n": 0}, path)
+
+
+def test_resume_modes(tmp_path: Path) -> None:
+    assert dcp.resolve_resume("auto", tmp_path) is None
+    with pytest.raises(dcp.CheckpointNotFound, match="resume=must"):
+        dcp.resolve_resume("must", tmp_path)
+    path = _save(tmp_path / "ck", 1)
+    assert dcp.resolve_resume("auto", tmp_path) == path
+    assert dcp.resolve_resume("must", tmp_path) == path
+    assert dcp.resolve_resume("never", tmp_path) is None
+    assert dcp.resolve_resume(path, "elsewhere") == path
+    with pytest.raises(dcp.CheckpointNotFound, match="does not exist"):
+        dcp.resolve_resume(tmp_path / "typo", tmp_path)
+
+
+def test_must_names_what_was_passed_over(tmp_path: Path) -> None:
+    (_save(tmp_path / "ck", 1) / ".metadata").unlink()
+    with pytest.raises(dcp.CheckpointNotFound, match="Passed over: .*ck"):
+        dcp.resolve_resume("must", tmp_path)
+
+
+def test_a_plain_file_can_be_named_to_resume_from(tmp_path: Path) -> None:
+    (tmp_path / "single.ckpt").write_bytes(b"a Lightning file")
+    assert dcp.resolve_resume(tmp_path / "single.ckpt", tmp_path) == tmp_path / "single.ckpt"
+
+
+def test_keep_last_deletes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / ".metadata").write_bytes(b"")
+    for n in range(5):
+        _save(tmp_path / f"step-{n}", n, keep_last=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["foreign", "notes", "step-3", "step-4"]
+
+
+def test_remove_takes_directories_files_and_links(tmp_path: Path) -> None:
+    path = _save(tmp_path / "ck", 1)
+    (tmp_path / "last").symlink_to(path)
+    ours = dcp.Checkpointer()
+    ours.remove(tmp_path / "last")
+    assert path.is_dir()
+    ours.remove(path)
+    ours.remove(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_over_a_file_or_a_link_replaces_just_that(tmp_path: Path) -> None:
+    path = _save(tmp_path / "ck", 1)
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "single.ckpt").write_bytes(b"old")
+    _save(tmp_path / "link", 2)
+    _save(tmp_path / "single.ckpt", 3)
+    assert [dcp.inspect(tmp_path / name).step for name in ("ck", "link", "single.ckpt")] == [1, 2, 3]
+
+
+def test_no_name_in_the_workspace_repeats_the_checkpoints(tmp_path: Path) -> None:
+    reservation = commit.reserve(tmp_path / "hpc_ckpt_7.ckpt")
+    assert not any("ckpt" in name for name in os.listdir(tmp_path / commit.WORKSPACE))
+    assert json.loads(reservation.record.read_text())["target"] == "hpc_ckpt_7.ckpt"
+    commit.discard(reservation)
+
+
+def test_a_torn_record_is_swept(tmp_path: Path) -> None:
+    workspace = tmp_path / commit.WORKSPACE
+    (workspace / "0123.saving").mkdir(parents=True)
+    (workspace / "0123.json").write_bytes(b'{"targ')
+    _save(tmp_path / "ck", 1)
+    assert not workspace.exists()

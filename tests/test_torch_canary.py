@@ -1,0 +1,63 @@
+"""Fails loudly when a private name of torch that we depend on moves or changes its meaning."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_plugin import _torch
+from dcp_plugin.state import fsdp1
+from tests import launch
+from tests.compare import full, same_bytes
+
+
+def test_storage_info_has_the_fields_that_stock_readers_use() -> None:
+    info = _StorageInfo("file", 1, 2)
+    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("file", 1, 2, None)
+
+
+def test_save_takes_its_writer_as_an_argument_and_never_needs_the_payload() -> None:
+    names = list(inspect.signature(torch.serialization._save).parameters)
+    assert names == ["obj", "zip_file", "pickle_module", "pickle_protocol", "_disable_byteorder_record"]
+    records = _torch.pickled_tensor(torch.bfloat16, (2, 3))
+    assert list(records) == ["data.pkl", ".format_version", ".storage_alignment", "byteorder"]
+    buffer = io.BytesIO()
+    torch.save(torch.empty(2, 3, dtype=torch.bfloat16), buffer)
+    for data in records.values():
+        assert data in buffer.getvalue()
+
+
+def _dtensor_chunks() -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    return [(chunk.offsets, chunk.sizes) for chunk in _torch.sharded_value(value).chunks]
+
+
+def test_dtensor_tells_where_its_shard_is() -> None:
+    assert launch.run(_dtensor_chunks, 3) == [[((0,), (2,))], [((2,), (2,))], [((4,), (1,))]]
+    assert launch.run(_dtensor_chunks, 4)[3] == []
+
+
+def _fsdp1_internals() -> None:
+    model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=torch.device("cpu"), use_orig_params=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = fsdp1.flat_parameter_names(model)
+    assert [names[id(p)] for p in optimizer.param_groups[0]["params"]] == [["weight", "bias"]]
+    value = fsdp1.gather_module(model)["weight"]
+    local = [shard.tensor * 2 for shard in value.local_shards()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert same_bytes(full(_torch.sharded_like(value, local)), full(value) * 2)
+
+
+def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
+    launch.run(_fsdp1_internals, 2)

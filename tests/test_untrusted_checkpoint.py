@@ -1,0 +1,210 @@
+"""A checkpoint is untrusted input: nothing in it is executed, nothing outside its directory is read, damage is named.
+
+Every test here plants an attack or a defect in a real checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from safetensors import safe_open
+from safetensors.numpy import save as save_columns
+
+import dcp_plugin as dcp
+from dcp_plugin.storage import stock as stock_format
+from tests.compare import same_bytes
+
+
+class Attack:
+    """Unpickling this creates a file."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.proof),)
+
+
+def _stock_save(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save(state, checkpoint_id=path)
+
+
+def test_code_in_stock_metadata_is_not_executed(tmp_path: Path) -> None:
+    _stock_save({"t": torch.ones(3)}, tmp_path / "ck")
+    metadata = pickle.loads((tmp_path / "ck" / ".metadata").read_bytes())
+    metadata.planner_data = Attack(tmp_path / "owned")
+    (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(dcp.UnsafeCheckpoint, match="mkdir"):
+        dcp.load({"t": torch.zeros(3)}, tmp_path / "ck")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_code_in_a_stock_value_is_not_executed_unless_allowed(tmp_path: Path) -> None:
+    _stock_save({"n": Attack(tmp_path / "owned")}, tmp_path / "ck")
+    with pytest.raises(dcp.UnsafeCheckpoint, match="allow_pickle"):
+        dcp.load({"n": 0}, tmp_path / "ck")
+    assert not (tmp_path / "owned").exists()
+    dcp.load({"n": 0}, tmp_path / "ck", allow_pickle=("n",))
+    assert (tmp_path / "owned").exists()
+
+
+def test_our_own_checkpoint_never_opens_the_pickle(tmp_path: Path) -> None:
+    dcp.save({"t": torch.arange(3)}, tmp_path / "ck")
+    (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "owned")))
+    target = torch.zeros(3, dtype=torch.int64)
+    dcp.load({"t": target}, tmp_path / "ck")
+    assert same_bytes(target, torch.arange(3))
+    assert not (tmp_path / "owned").exists()
+
+
+def test_metadata_of_every_kind_of_stock_checkpoint_is_readable_without_pickle_tricks(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "m": model.state_dict(),
+        "o": optimizer.state_dict(),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "s": "x",
+    }
+    _stock_save(state, tmp_path / "ck")
+    assert set(stock_format.read_metadata(tmp_path / "ck").state_dict_metadata) >= {"m.weight", "half", "s"}
+
+
+Columns = dict[str, np.ndarray[Any, Any]]
+
+
+def _forge(path: Path, change: Callable[[Columns, dict[str, str]], None]) -> None:
+    """Rewrite the index with a change, and the summary so that its fingerprint fits: an attacker can do both."""
+    with safe_open(str(path / "dcp_plugin.index"), framework="numpy") as file:
+        about = dict(file.metadata())
+        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(columns, about)
+    data = save_columns(columns, metadata=about)
+    (path / "dcp_plugin.index").write_bytes(data)
+    summary = json.loads((path / "dcp_plugin.json").read_text())
+    summary["index_sha256"] = hashlib.sha256(data).hexdigest()
+    (path / "dcp_plugin.json").write_text(json.dumps(summary))
+
+
+def _set(column: str, position: Any, value: int) -> Callable[[Columns, dict[str, str]], None]:
+    def change(columns: Columns, about: dict[str, str]) -> None:
+        columns[column][position] = value
+
+    return change
+
+
+def _about(name: str, replace: str, by: str) -> Callable[[Columns, dict[str, str]], None]:
+    def change(columns: Columns, about: dict[str, str]) -> None:
+        assert replace in about[name]
+        about[name] = about[name].replace(replace, by)
+
+    return change
+
+
+def _drop(column: str) -> Callable[[Columns, dict[str, str]], None]:
+    return lambda columns, about: columns.update({column: columns[column][:-1]})
+
+
+FORGERIES = {
+    "leaves the directory": (_about("files", "__0_0.distcp", "../secret"), "leaves the checkpoint"),
+    "absolute path": (_about("files", "__0_0.distcp", "/etc/passwd"), "leaves the checkpoint"),
+    "missing data file": (_about("files", "__0_0.distcp", "__9_9.distcp"), "is missing"),
+    "beyond the end of the file": (_set("place", (0, 0), 1 << 40), "outside its file"),
+    "negative offset": (_set("place", (0, 0), -64), "outside its file"),
+    "offset that overflows": (_set("place", (0, 1), (1 << 63) - 1), "outside its file"),
+    "payload beyond its item": (_set("place", (0, 3), 1 << 20), "outside its file or item"),
+    "overlapping items": (_set("place", (1, 0), 8), "overlaps"),
+    "chunk outside its tensor": (_set("box", 0, 3), "outside its shape"),
+    "negative chunk": (_set("box", 1, -4), "outside its shape"),
+    "another shape": (_set("shape", 0, 9), "do not add up"),
+    "another dtype": (_about("dtypes", "int64", "int8"), "wrong size"),
+    "no such dtype": (_about("dtypes", "int64", "load"), "unknown dtype"),
+    "file number out of range": (_set("file", 0, 7), "does not list"),
+    "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
+    "columns of different length": (_drop("ndim"), "differ in length"),
+    "absurd block size": (_about("block_size", "1048576", "1"), "block size"),
+    "a future format": (_about("format_version", "1", "99"), "Upgrade"),
+    "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
+    "no metadata": (lambda columns, about: about.clear(), "format"),
+    "missing column": (lambda columns, about: columns.pop("box"), "damaged"),
+    "wrong column type": (lambda columns, about: columns.update(file=columns["file"].astype(np.int64)), "column file"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_index_is_refused_before_anything_is_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_bytes(b"\0" * 4096)
+    dcp.save({"a": torch.arange(4), "b": torch.arange(5)}, tmp_path / "ck")
+    change, words = FORGERIES[name]
+    _forge(tmp_path / "ck", change)
+    target = torch.full((4,), 7)
+    with pytest.raises(dcp.CheckpointCorrupt, match=words):
+        dcp.load({"a": target}, tmp_path / "ck")
+    assert same_bytes(target, torch.full((4,), 7))
+
+
+def test_an_index_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(4)}, tmp_path / "one")
+    dcp.save({"a": torch.arange(5)}, tmp_path / "other")
+    (tmp_path / "one" / "dcp_plugin.index").write_bytes((tmp_path / "other" / "dcp_plugin.index").read_bytes())
+    with pytest.raises(dcp.CheckpointCorrupt, match="SHA-256"):
+        dcp.load({"a": torch.zeros(4)}, tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"\xff" * 100, b"\xff" * 7 + b"\x7f" + b"{}", b"{}" * 50], ids=["empty", "ff", "huge header", "text"]
+)
+def test_junk_in_place_of_any_file_of_ours_is_corrupt_and_nothing_else(tmp_path: Path, junk: bytes) -> None:
+    for name in ("dcp_plugin.index", "dcp_plugin.json", "__0_0.distcp"):
+        path = tmp_path / name.strip("_.")
+        dcp.save({"a": torch.arange(4)}, path)
+        (path / name).write_bytes(junk)
+        if name == "dcp_plugin.index":
+            _fix_fingerprint(path, junk)
+        with pytest.raises(dcp.CheckpointCorrupt):
+            dcp.load({"a": torch.zeros(4)}, path)
+
+
+def _fix_fingerprint(path: Path, data: bytes) -> None:
+    summary = json.loads((path / "dcp_plugin.json").read_text())
+    summary["index_sha256"] = hashlib.sha256(data).hexdigest()
+    (path / "dcp_plugin.json").write_text(json.dumps(summary))
+
+
+def test_every_single_flipped_byte_of_the_data_is_found_by_verify(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(100), "n": {"x": 1}}, tmp_path / "ck")
+    file = tmp_path / "ck" / "__0_0.distcp"
+    good = file.read_bytes()
+    index = dcp.ShardedReader(tmp_path / "ck").index
+    inside = np.zeros(len(good), bool)
+    for start, length in index.columns["place"][:, :2].tolist():
+        inside[start : start + length] = True
+    for position in [*range(0, len(good), 13), len(good) - 1]:
+        bad = bytearray(good)
+        bad[position] ^= 0x10
+        file.write_bytes(bad)
+        found = not dcp.verify(tmp_path / "ck").ok
+        assert found == bool(inside[position]), f"byte {position}"
+
+
+def test_truncated_data_is_named(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(100)}, tmp_path / "ck")
+    file = tmp_path / "ck" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_0\.distcp is truncated"):
+        dcp.load({"a": torch.zeros(100)}, tmp_path / "ck")
