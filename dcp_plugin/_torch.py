@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,9 +65,10 @@ def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTe
     The public ``init_from_local_shards`` gathers metadata from all ranks for every tensor.
     """
     shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, value.local_shards(), strict=True)]
-    metadata = value.metadata()
+    metadata = value.metadata()  # that of ``value`` itself, which keeps its dtype
     if tensors:
-        metadata.tensor_properties.dtype = tensors[0].dtype
+        properties = replace(metadata.tensor_properties, dtype=tensors[0].dtype)
+        metadata = replace(metadata, tensor_properties=properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=value._process_group
     )

@@ -1,4 +1,4 @@
-"""A save that is killed: the torn directory is never chosen, the earlier checkpoint is whole, the next save cleans up."""
+"""A killed save: the torn directory is never chosen, the earlier checkpoint is whole, the next save cleans up."""
 
 from __future__ import annotations
 

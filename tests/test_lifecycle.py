@@ -63,7 +63,7 @@ def test_resume_modes(tmp_path: Path) -> None:
 
 def test_must_names_what_was_passed_over(tmp_path: Path) -> None:
     (_save(tmp_path / "ck", 1) / ".metadata").unlink()
-    with pytest.raises(dcp.CheckpointNotFound, match="Passed over: .*ck"):
+    with pytest.raises(dcp.CheckpointNotFound, match=r"Passed over: .*ck"):
         dcp.resolve_resume("must", tmp_path)
 
 

@@ -61,8 +61,8 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def apply_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what :func:`gather_optimizer` returned, or the same for another layout, into any optimizer. Collective."""
-    with _quiet():
-        set_optimizer_state_dict(module, optimizer, state)
+    with _quiet():  # not strict: a parameter that never got a gradient has no state, then and now
+        set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
     names = flat_parameter_names(module)
     for parameter in list(optimizer.state):
         if not any(name in state["state"] for name in names[id(parameter)]):

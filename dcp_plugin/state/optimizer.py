@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_plugin._torch import ShardedTensor, sharded_like
+from dcp_plugin._torch import ShardedTensor, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import parameter_names, parameters_by_name
@@ -165,7 +165,7 @@ class OptimizerLoad:
     def _allocate(self, fqn: str, entry: StoredTensor) -> Any:
         """A tensor for a slot that the optimizer does not have yet: laid out like the parameter if it has its shape."""
         like = self._layouts[fqn]
-        if entry.shape == tuple(like.size()):
+        if entry.shape == sharded_value(like).shape:  # a ShardedTensor warns when asked for its size
             if isinstance(like, ShardedTensor):
                 local = [torch.empty_like(shard.tensor, dtype=entry.dtype) for shard in like.local_shards()]
                 return sharded_like(like, local)
