@@ -217,7 +217,7 @@ class Checkpointer:
         facts: dict[str, Any] = {}
         failure: Exception | None = None
         try:
-            parts = parts_of(state)
+            parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, paths = gather_state(parts)
             flat = encode_state(leaves, self.config.allow_pickle)
             facts = {"kinds": {part.name: part.kind for part in parts}, "layouts": layouts_of(leaves)}
@@ -316,26 +316,27 @@ class _Load:
                 alike = [name for name, kind in kinds.items() if kind == part.kind and name not in names]
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
                     sources[part.name] = alike[0]
-                    warnings.warn(
-                        f"{self._path} has no {part.name!r}; loading its only {part.kind}, {alike[0]!r}, into it.",
-                        stacklevel=4,
-                    )
+                    self._warn(f"{self._path} has no {part.name!r}; its only {part.kind}, {alike[0]!r}, is loaded.")
         return sources
 
     def _want(self, parts: list[Part], sources: dict[str, str], index: CheckpointIndex) -> dict[str, Wanted]:
         wanted = {}
-        problems = []
+        problems: list[str] = []
         for part in parts:
             source = sources[part.name]
             stored = stored_under(index, source)
             depth = len(source.split("."))
             paths = {key: index.path_of(join(source, key))[depth:] for key in stored}
             want = wanted[part.name] = part.want(stored, paths)
-            self._report.missing.extend(join(source, key) for key in want.missing)
-            self._report.unexpected.extend(join(source, key) for key in want.unexpected)
-        if self._strict:
-            problems = [f"{key} is not in the checkpoint{nearest(key, index)}" for key in self._report.missing]
-            problems += [f"{key} is only in the checkpoint" for key in self._report.unexpected]
+            missing = [join(source, key) for key in want.missing]
+            unexpected = [join(source, key) for key in want.unexpected]
+            self._report.missing.extend(missing)
+            self._report.unexpected.extend(unexpected)
+            if want.tolerated and (missing or unexpected):
+                self._warn(f"{self._path} and {part.name!r} differ in {_some(missing + unexpected)}: {want.tolerated}.")
+            elif self._strict:
+                problems += [f"{key} is not in the checkpoint{nearest(key, index)}" for key in missing]
+                problems += [f"{key} is only in the checkpoint" for key in unexpected]
         self._plan(wanted, sources, index, problems)
         return wanted
 
@@ -355,8 +356,9 @@ class _Load:
         except CheckpointMismatch as error:
             problems = [str(error), *problems]
         if problems:
-            shown = "; ".join(problems[:50]) + (f"; and {len(problems) - 50} more" if len(problems) > 50 else "")
-            raise CheckpointMismatch(f"{self._path} does not fit the state: {shown}. strict=False loads what fits.")
+            raise CheckpointMismatch(
+                f"{self._path} does not fit the state: {_some(problems, 50, '; ')}. strict=False loads what fits."
+            )
         self._report.cast.extend(self._planner.cast)
 
     def _read(
@@ -372,7 +374,16 @@ class _Load:
             for name, want in wanted.items()
         }
 
+    def _warn(self, message: str) -> None:
+        if self._ranks.rank == 0:
+            warnings.warn(message, stacklevel=2)
+
     @staticmethod
     def _take(parts: list[Part], filled: dict[str, dict[str, Any]]) -> None:
         for part in parts:
             part.take(filled[part.name])
+
+
+def _some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
+    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more

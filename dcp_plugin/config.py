@@ -46,6 +46,10 @@ class CheckpointConfig:
     """Show a progress line on rank 0 for whatever takes longer than a second. ``"auto"``: when stderr is a
     terminal."""
 
+    stock_aliases: bool | Literal["auto"] = "auto"
+    """Store an optimizer's param groups also under the keys where stock code that does not flatten them looks.
+    A few bytes; the tensors are shared."""
+
     allow_pickle: tuple[str, ...] = ()
     """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a
     checkpoint from somebody else."""

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from dcp_plugin._torch import sharded_value
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, unflatten_optimizer
 from tests.compare import full_state
 
 WORLD_SIZE = {
@@ -26,16 +29,18 @@ WORLD_SIZE = {
     "fsdp2@3": 3,
     "fsdp2@4": 4,
     "fsdp2_hsdp": 4,
+    "tp": 2,
+    "fsdp2_tp": 4,
 }
 
 
 class Net(nn.Module):
-    """Uneven sizes (5 and 7 rows over 2 to 4 ranks), a tensor with fewer rows than ranks, a buffer, a scalar."""
+    """Uneven sizes (5 and 10 rows over 2 to 4 ranks), a tensor with fewer rows than ranks, a buffer, a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp = nn.Linear(6, 7)
-        self.block = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
+        self.inp = nn.Linear(6, 10)
+        self.block = nn.Sequential(nn.Linear(10, 5), nn.LayerNorm(5))
         self.out = nn.Linear(5, 1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -73,6 +78,42 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         return full_state({**state, **{f"optim.{key}": value for key, value in flat.items()}})
 
 
+def put_in_memory(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give a fresh model and optimizer a whole state without any checkpoint: the reference for a load. Collective."""
+    weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    slots = {key.removeprefix("optim."): value for key, value in state.items() if key.startswith("optim.")}
+    if layout == "fsdp2_tp":  # stock refuses to cut 5 rows for _StridedShard
+        _copy_boxes(model, optimizer, weights, slots)
+        return
+    options = StateDictOptions(full_state_dict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        set_model_state_dict(model, weights, options=options)
+        set_optimizer_state_dict(model, optimizer, unflatten_optimizer(slots), options=options)
+
+
+def _copy_boxes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, Any], slots: dict[str, Any]
+) -> None:
+    def fill(target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        for chunk in sharded_value(target).chunks:
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            chunk.tensor.copy_(whole[box])
+        return target
+
+    for name, value in model.state_dict().items():
+        fill(value, weights[name])
+    names = dict(model.named_parameters())
+    for name, saved in unflatten_optimizer(slots)["state"].items():
+        like = names[name].detach()
+        optimizer.state[names[name]] = {
+            slot: fill(torch.empty_like(like), value) if value.shape == like.shape else value.clone()
+            for slot, value in saved.items()
+        }
+    fields = {field: value for field, value in unflatten_optimizer(slots)["param_groups"][0].items() if field != "params"}
+    optimizer.param_groups[0].update(fields)
+
+
 def _fsdp1(module: nn.Module, **options: Any) -> nn.Module:
     options = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
     module.block = FullyShardedDataParallel(module.block, **options)
@@ -90,6 +131,17 @@ def _fsdp2(module: nn.Module, mesh: Any = None) -> nn.Module:
     return module
 
 
+def _tp(module: nn.Module, mesh: Any = None) -> nn.Module:
+    """Column-wise, then row-wise: a weight sharded by rows, one by columns, a replicated bias, plain norms."""
+    mesh = mesh or init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return parallelize_module(module, mesh["tp"], {"inp": ColwiseParallel(), "block.0": RowwiseParallel()})
+
+
+def _fsdp2_tp(module: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return _fsdp2(_tp(module, mesh), mesh["dp"])
+
+
 def _mesh_2x2() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -102,4 +154,6 @@ _WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1_hsdp": _fsdp1_hsdp,
     "fsdp2": _fsdp2,
     "fsdp2_hsdp": lambda module: _fsdp2(module, _mesh_2x2()),
+    "tp": _tp,
+    "fsdp2_tp": _fsdp2_tp,
 }

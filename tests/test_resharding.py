@@ -1,9 +1,10 @@
-"""What one layout saved, every other loads: byte for byte, model and optimizer, into a fresh optimizer."""
+"""What one layout saved, every other loads byte for byte, and trains on as if it had had that state in memory."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as stock
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
-from tests.layouts import WORLD_SIZE, build, train, whole_state
+from tests.layouts import WORLD_SIZE, build, put_in_memory, train, whole_state
 
 
 def _save(root: Path, layouts: list[str]) -> None:
@@ -33,7 +34,15 @@ def _load(root: Path, layouts: list[str]) -> None:
             assert not report.missing and not report.unexpected and not report.cast
             saved = torch.load(root / f"{source}.pt", weights_only=True)
             assert_same(saved, whole_state(model, optimizer))
-            train(model, optimizer, 1)
+            reference = build(layout, seed=2)
+            put_in_memory(layout, *reference, saved)
+            assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
+            assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Stock's in-memory loading makes lists of the betas."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _load_over_trained_state(root: Path, layouts: list[str]) -> None:

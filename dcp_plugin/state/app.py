@@ -20,7 +20,7 @@ from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import finish_in_place, gather_module, split_tensors
 from dcp_plugin.state.names import parameter_names
-from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer
+from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list
 from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredTensor
 from dcp_plugin.types import KeyPath
 
@@ -33,6 +33,8 @@ class Wanted:
     """Tensors to fill; None for other values, which are replaced by what was read."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    tolerated: str = ""
+    """If missing and unexpected keys are no error, what they mean, for a warning."""
 
 
 class Part(Protocol):
@@ -51,8 +53,11 @@ class Part(Protocol):
         """Make the object what was read: the targets of :meth:`want`, filled."""
 
 
-def parts_of(state: Mapping[str, Any]) -> list[Part]:
+def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]:
     """The parts of a state, modules before what may need them.
+
+    Args:
+        stock_aliases: Whether optimizers give their param groups under stock's keys too.
 
     Raises:
         CheckpointMismatch: An optimizer's parameters are in no module of the state.
@@ -65,7 +70,7 @@ def parts_of(state: Mapping[str, Any]) -> list[Part]:
         if isinstance(value, nn.Module):
             continue
         if isinstance(value, torch.optim.Optimizer):
-            parts.append(_OptimizerPart(name, _module_of(name, value, modules), value))
+            parts.append(_OptimizerPart(name, _module_of(name, value, modules), value, stock_aliases))
         elif is_tensor(value) or not isinstance(value, (Mapping, Stateful)):
             parts.append(_ValuePart(name, owner, path[-1]))
         elif isinstance(value, Mapping):
@@ -175,19 +180,33 @@ class _ModulePart:
 class _OptimizerPart:
     kind = "optimizer"
 
-    def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
         self.name = name
         self._module = module
         self._optimizer = optimizer
+        self._stock_aliases = stock_aliases
         self._load: OptimizerLoad | None = None
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        state = flatten_optimizer(gather_optimizer(self._module, self._optimizer))
-        return state, {key: (key,) for key in state}
+        nested = gather_optimizer(self._module, self._optimizer)
+        state = flatten_optimizer(nested)
+        paths: dict[str, KeyPath] = {key: (key,) for key in state}
+        if self._stock_aliases:
+            listed, listed_paths = group_list(nested)
+            if not listed.keys() & state.keys():  # a parameter may really be called "0"
+                state.update(listed)
+                paths.update(listed_paths)
+        return state, paths
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        self._load = OptimizerLoad(self._module, self._optimizer, stored)
-        return Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
+        self._load = OptimizerLoad(self._module, self._optimizer, stored, paths)
+        wanted = Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
+        if stored and not self._load.foreign:
+            wanted.tolerated = (
+                "parameters that are trained now and were not then start with fresh optimizer state, and the state of "
+                "those that are not trained now is left out"
+            )
+        return wanted
 
     def take(self, filled: dict[str, Any]) -> None:
         assert self._load is not None

@@ -9,6 +9,9 @@ state and hyper-parameters are keyed by the FQN of the parameter:
 
 This is what ``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch gives; unlike that one it is
 made without stepping a fresh optimizer, so a save changes nothing, and a failed load leaves no trace.
+
+Stock code that does not flatten looks for the groups as a list, ``param_groups.<number>.<field>``. Those keys are
+stored too (:func:`group_list`). We read them only from checkpoints that have nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import parameter_names, parameters_by_name
 from dcp_plugin.storage.index import Entry, StoredTensor
+from dcp_plugin.types import KeyPath
 
 Nested = dict[str, Any]
 """``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``"""
@@ -56,6 +60,17 @@ def flatten_optimizer(nested: Nested) -> dict[str, Any]:
     return flat
 
 
+def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """The param groups under the keys where stock code looks for them, with their paths."""
+    leaves: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    for number, group in enumerate(nested["param_groups"]):
+        for field, value in group.items():
+            leaves[f"param_groups.{number}.{field}"] = value
+            paths[f"param_groups.{number}.{field}"] = ("param_groups", number, field)
+    return leaves, paths
+
+
 def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     """The inverse of :func:`flatten_optimizer`; parameters with equal hyper-parameters share a group."""
     state: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -81,11 +96,18 @@ class OptimizerLoad:
 
     Args:
         stored: The entries of the checkpoint by key relative to the optimizer (``state.<FQN>.<slot>`` …).
+        paths: The path of each key, relative too; without it, no group list is recognised.
 
     Making one is collective if the module contains FSDP1.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Entry]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stored: Mapping[str, Entry],
+        paths: Mapping[str, KeyPath] | None = None,
+    ) -> None:
         self._module = module
         self._optimizer = optimizer
         self._fsdp1 = fsdp1.contains_fsdp1(module)
@@ -93,20 +115,27 @@ class OptimizerLoad:
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = self._group_names()
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
-        self._hyper: dict[str, list[str]] = defaultdict(list)
+        self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
+        self._group_list: dict[str, Entry] = {}
         for key, entry in stored.items():
             kind, fqn, name = split_key(key)
             if kind == "state":
                 self._slots[fqn][name] = entry
-            elif kind == "param_groups":
-                self._hyper[fqn].append(name)
+            elif any(isinstance(part, int) for part in (paths or {}).get(key, ())):
+                self._group_list[key] = entry
+            else:
+                self._hyper[fqn][name] = entry
         known = set(self._slots) | set(self._hyper)
-        here = {fqn for names in self._groups for fqn in names}
-        self.missing = [f"param_groups.{fqn}" for fqn in sorted(here - known)]
-        """Parameters of the optimizer that the checkpoint's optimizer had not."""
-        self.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - here)]
-        """Parameters of the checkpoint's optimizer that the optimizer has not."""
-        self._here = here
+        self._here = {fqn for names in self._groups for fqn in names}
+        self.foreign = bool(known) and not known & self._here
+        """Whether nothing in the checkpoint belongs to this optimizer."""
+        listed_only = bool(self._group_list) and not self._hyper  # then it is not known which parameters there were
+        self.missing = [] if listed_only else [f"param_groups.{fqn}" for fqn in sorted(self._here - known)]
+        """Parameters of the optimizer that the checkpoint's optimizer had not: unfrozen since, for one."""
+        self.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - self._here)]
+        """Parameters of the checkpoint's optimizer that the optimizer has not: frozen since, for one."""
+        if self._hyper:
+            self._group_list = {}
 
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
@@ -120,7 +149,9 @@ class OptimizerLoad:
                     targets[f"state.{fqn}.{slot}"] = existing if usable else self._allocate(fqn, entry)
                 else:
                     targets[f"state.{fqn}.{slot}"] = None
-            targets.update({f"param_groups.{fqn}.{field}": None for field in self._hyper.get(fqn, ())})
+            for field, entry in self._hyper.get(fqn, {}).items():
+                targets[f"param_groups.{fqn}.{field}"] = _room_for(entry)
+        targets.update({key: _room_for(entry) for key, entry in self._group_list.items()})
         return targets
 
     def commit(self, filled: Mapping[str, Any]) -> None:
@@ -131,9 +162,14 @@ class OptimizerLoad:
         """
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         fields: dict[str, dict[str, Any]] = defaultdict(dict)
+        listed: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, value in filled.items():
             kind, fqn, name = split_key(key)
-            (state if kind == "state" else fields)[fqn][name] = value
+            where = state if kind == "state" else listed if key in self._group_list else fields
+            where[fqn][name] = value
+        for group in listed.values():
+            for fqn in group.get("params", ()):
+                fields[fqn] = _fields(group)
         groups = [self._group_fields(number, names, fields) for number, names in enumerate(self._groups)]
         if self._fsdp1:
             nested_groups = [
@@ -149,7 +185,8 @@ class OptimizerLoad:
                     self._optimizer.state[parameter] = state[names[id(parameter)]]
                 else:  # the checkpoint's optimizer had no state for it: it never got a gradient there
                     self._optimizer.state.pop(parameter, None)
-            group.update(new)
+            for field, value in new.items():
+                group[field] = _keep_tensor(group.get(field), value)
 
     def _group_names(self) -> list[list[str]]:
         if self._fsdp1:
@@ -211,6 +248,17 @@ def _names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, 
 
 def _parameter_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     return {key: slots for key, slots in optimizer.state.items() if isinstance(key, torch.Tensor)}
+
+
+def _room_for(entry: Entry) -> torch.Tensor | None:
+    return torch.empty(entry.shape, dtype=entry.dtype) if isinstance(entry, StoredTensor) else None
+
+
+def _keep_tensor(current: Any, value: Any) -> Any:
+    """A tensor learning rate stays the same tensor (captured graphs and schedulers hold it), a float stays a float."""
+    if isinstance(current, torch.Tensor):
+        return current.copy_(torch.as_tensor(value))
+    return value.item() if isinstance(value, torch.Tensor) and isinstance(current, (int, float)) else value
 
 
 def _fields(group: Mapping[str, Any]) -> dict[str, Any]:
