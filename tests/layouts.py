@@ -110,7 +110,9 @@ def _copy_boxes(
             slot: fill(torch.empty_like(like), value) if value.shape == like.shape else value.clone()
             for slot, value in saved.items()
         }
-    fields = {field: value for field, value in unflatten_optimizer(slots)["param_groups"][0].items() if field != "params"}
+    fields = {
+        field: value for field, value in unflatten_optimizer(slots)["param_groups"][0].items() if field != "params"
+    }
     optimizer.param_groups[0].update(fields)
 
 

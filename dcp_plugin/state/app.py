@@ -18,7 +18,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
-from dcp_plugin.state.module import finish_in_place, gather_module, split_tensors
+from dcp_plugin.state.module import finish_in_place, gather_module, materialise, split_tensors
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list
 from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredTensor
@@ -47,7 +47,7 @@ class Part(Protocol):
         """Leaves by key relative to the name, and their paths below it."""
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        """Decide what to read, given what is stored under the name. Changes nothing."""
+        """Decide what to read, given what is stored under the name. Changes no value; meta tensors get memory."""
 
     def take(self, filled: dict[str, Any]) -> None:
         """Make the object what was read: the targets of :meth:`want`, filled."""
@@ -163,6 +163,7 @@ class _ModulePart:
         return state, {key: (key,) for key in state}
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        materialise(self._module)
         self._template = gather_module(self._module)
         tensors, others = split_tensors(self._template)
         wanted = Wanted({**tensors, **dict.fromkeys(others)})

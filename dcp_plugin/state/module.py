@@ -7,11 +7,13 @@ them (DTensors where they are sharded), and filling a view loads the parameter. 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
-from dcp_plugin._torch import is_tensor
+from dcp_plugin._torch import DTensor, is_tensor
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import CleanNames
 
@@ -42,6 +44,35 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in module.state_dict()}
     module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()}, strict=strict)
+
+
+def materialise(module: nn.Module) -> None:
+    """Give memory to what is on the meta device, so that a load can fill it. Parameters stay the same objects, for
+    optimizers that hold them and for modules that share them.
+
+    The memory is on the device of a DTensor's mesh, else torch's default device. Buffers that are not persistent are
+    in no checkpoint: they get memory without values, and a warning names them.
+    """
+    clean = CleanNames(module)
+    in_checkpoints = set(module.state_dict())
+    lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for child in module.modules():
+            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+                if tensor.is_meta:
+                    on_mesh = isinstance(tensor, DTensor)
+                    device = tensor.device_mesh.device_type if on_mesh else torch.get_default_device()
+                    child.to_empty(device=device, recurse=False)
+                    break
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+    if lost:
+        warnings.warn(
+            f"these buffers were on the meta device and are in no checkpoint; initialise them yourself: {', '.join(lost)}",
+            stacklevel=2,
+        )
 
 
 def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[str, Any]) -> None:

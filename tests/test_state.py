@@ -1,0 +1,506 @@
+"""Modules and optimizers of every kind keep every bit of their state, under the names of the unwrapped module."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dcp_plugin as dcp
+from dcp_plugin.state import apply_module, flatten_optimizer, gather_module, gather_optimizer
+from tests import launch
+from tests.compare import assert_same, full_state, same_bytes
+from tests.layouts import Net, train, whole_state
+
+NAMES = list(Net().state_dict())
+
+
+def _step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(3))).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _round_trip(path: Path, state: dict[str, Any], target: dict[str, Any], **options: Any) -> dcp.LoadReport:
+    dcp.save(state, path)
+    return dcp.load(target, path, **options)
+
+
+# Names
+
+
+def _wrapped_names() -> None:
+    cpu = torch.device("cpu")
+
+    def fsdp1(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=cpu, use_orig_params=True)
+
+    def inner(wrap: Any) -> nn.Module:
+        model = Net()
+        model.block = wrap(model.block)
+        return model
+
+    wrapped = {
+        "DDP": DistributedDataParallel(Net()),
+        "checkpointing": inner(checkpoint_wrapper),
+        "checkpointing in compile in DDP": DistributedDataParallel(torch.compile(inner(checkpoint_wrapper))),
+        "compile around DDP": torch.compile(DistributedDataParallel(Net())),
+        "compile inside": inner(torch.compile),
+        "FSDP1 around checkpointing": fsdp1(inner(lambda block: fsdp1(checkpoint_wrapper(block)))),
+        "checkpointing around FSDP1": fsdp1(inner(lambda block: checkpoint_wrapper(fsdp1(block)))),
+        "FSDP1 in compile": torch.compile(fsdp1(inner(fsdp1))),
+        "DDP inside a module": nn.ModuleDict({"net": DistributedDataParallel(Net())}),
+        "FSDP2 in compile": torch.compile(fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for how, model in wrapped.items():
+            prefix = "net." if isinstance(model, nn.ModuleDict) else ""
+            assert sorted(gather_module(model)) == sorted(prefix + name for name in NAMES), how
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            named = {name for group in gather_optimizer(model, optimizer)["param_groups"] for name in group["params"]}
+            assert named == {prefix + name for name in NAMES if name != "steps"}, how
+            values = {key: torch.ones_like(value) for key, value in full_state(gather_module(model)).items()}
+            if "FSDP" not in how:
+                apply_module(model, values)
+                assert_same(full_state(gather_module(model)), values)
+
+
+def test_names_are_those_of_the_unwrapped_module_whatever_the_nesting() -> None:
+    launch.run(_wrapped_names, 2)
+
+
+def test_a_module_of_ones_own_called_module_keeps_its_name(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
+    assert list(gather_module(model)) == ["module.module.weight", "module.module.bias"]
+
+
+# Meshes and wrappers beyond the matrix
+
+
+def _more_wrappers(root: Path) -> None:
+    cpu = torch.device("cpu")
+    mesh = init_device_mesh("cpu", (2,))
+
+    def part_only(model: nn.Module) -> nn.Module:
+        fully_shard(model.block, mesh=mesh)  # the rest stays plain, as replicated as the user keeps it
+        return model
+
+    def fsdp1(**options: Any) -> Any:
+        return lambda model: FullyShardedDataParallel(model, device_id=cpu, **options)
+
+    wraps = {
+        "root only": lambda model: fully_shard(model, mesh=mesh),
+        "submodule only": part_only,
+        "grad op": fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True),
+        "grad op flat": fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+        "no shard": fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True),
+        "no shard flat": fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD),
+    }
+    warnings.simplefilter("ignore")
+
+    def make(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = wraps[name](Net())
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    saved = {}
+    for name in wraps:
+        model, optimizer = make(name, 0)
+        train(model, optimizer, 2)
+        dcp.save({"model": model, "optim": optimizer}, root / name)
+        saved[name] = whole_state(model, optimizer)
+    for name in wraps:
+        for source in wraps:
+            model, optimizer = make(name, 1)
+            dcp.load({"model": model, "optim": optimizer}, root / source)
+            assert_same(saved[source], whole_state(model, optimizer))
+
+
+def test_every_sharding_strategy_of_fsdp1_and_partial_fsdp2_interchange(tmp_path: Path) -> None:
+    launch.run(_more_wrappers, 2, tmp_path)
+
+
+# Optimizers
+
+
+class RowColumn(torch.optim.Optimizer):
+    """State that is not shaped like its parameter, and state that is no tensor, as in Adafactor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(row=torch.zeros(p.shape[:1]), kind="factored", step=0)
+                        state["col"] = torch.zeros(p.shape[-1:])
+                    state["step"] += 1
+                    state["row"] += p.grad.reshape(p.shape[0], -1).square().mean(1)
+                    state["col"] += p.grad.reshape(-1, p.shape[-1]).square().mean(0)
+                    p.data.sub_(p.grad, alpha=group["lr"])
+
+
+OPTIMIZERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "SGD momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "Adam amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
+    "AdamW tensor lr": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01)),
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+    "Adafactor": torch.optim.Adafactor,
+    "row and column": RowColumn,
+    "NAdam": torch.optim.NAdam,
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_comes_back_into_a_fresh_one(tmp_path: Path, name: str) -> None:
+    model, other = Net(), Net()
+    optimizer, fresh = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](other.parameters())
+    _step(model, optimizer)
+    _round_trip(tmp_path / "ck", {"model": model, "optim": optimizer}, {"model": other, "optim": fresh})
+    assert_same(_flat(other, fresh), _flat(model, optimizer))
+    _step(model, optimizer)
+    _step(other, fresh)
+    assert_same(_flat(other, fresh), _flat(model, optimizer))
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def _flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return flatten_optimizer(gather_optimizer(model, optimizer))
+
+
+def _groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1, "name": "matrices"},
+            {
+                "params": [p for p in model.parameters() if p.ndim < 2],
+                "weight_decay": 0.0,
+                "lr": 0.5,
+                "name": "vectors",
+            },
+        ]
+    )
+
+
+def test_several_groups_keep_their_hyper_parameters_in_another_order(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer, fresh = _groups(model), _groups(other)
+    fresh.param_groups.reverse()
+    _step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.123
+    _round_trip(tmp_path / "ck", {"model": model, "optim": optimizer}, {"model": other, "optim": fresh})
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in fresh.param_groups] == [
+        ("vectors", 0.5, 0.0),
+        ("matrices", 0.123, 0.1),
+    ]
+
+
+def test_groups_that_were_different_cannot_become_one(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    fresh = torch.optim.AdamW(other.parameters())
+    with pytest.raises(dcp.CheckpointMismatch, match="had different"):
+        _round_trip(tmp_path / "ck", {"model": model, "optim": _groups(model)}, {"model": other, "optim": fresh})
+    assert not fresh.state
+
+
+def test_several_optimizers_of_one_model_are_told_apart_by_their_parameters(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, Any, Any]:
+        model = Net()
+        return model, torch.optim.Adam(model.inp.parameters()), torch.optim.SGD(model.out.parameters(), momentum=0.9)
+
+    model, one, two = make()
+    _step(model, one, two)
+    other, fresh_one, fresh_two = make()
+    _round_trip(
+        tmp_path / "ck",
+        {"model": model, "optim_0": one, "optim_1": two},
+        {"model": other, "optim_1": fresh_two, "optim_0": fresh_one},
+    )
+    assert_same(_flat(other, fresh_one), _flat(model, one))
+    assert_same(_flat(other, fresh_two), _flat(model, two))
+
+
+def test_a_tensor_learning_rate_stays_the_same_tensor(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    rate = optimizer.param_groups[0]["lr"]
+    rate.fill_(9)
+    dcp.load({"model": model, "optim": optimizer}, tmp_path / "ck")
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.25
+    plain = torch.optim.AdamW(model.parameters(), lr=3.0)
+    dcp.load({"model": model, "optim": plain}, tmp_path / "ck")
+    assert plain.param_groups[0]["lr"] == 0.25 and isinstance(plain.param_groups[0]["lr"], float)
+
+
+def test_a_save_changes_nothing_not_even_a_fresh_optimizer(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+    assert_same(before, model.state_dict())
+    assert same_bytes(random, torch.get_rng_state())
+    _step(model, optimizer)
+    dcp.load({"model": model, "optim": optimizer}, tmp_path / "ck")
+    assert not optimizer.state, "the checkpoint's optimizer had no state"
+
+
+def _fsdp1_save_changes_nothing(root: Path) -> None:
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dcp.save({"model": model, "optim": optimizer}, root / "ck")
+    assert not optimizer.state
+
+
+def test_a_save_of_a_fresh_optimizer_under_fsdp1_does_not_step_it(tmp_path: Path) -> None:
+    launch.run(_fsdp1_save_changes_nothing, 2, tmp_path)
+
+
+def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(dcp.CheckpointMismatch, match="Save the module with it"):
+        dcp.save({"model": Net(), "optim": optimizer}, tmp_path / "ck")
+
+
+# What trains and what does not
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    model.inp.requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_inside_and_outside_of_the_optimizer(tmp_path: Path) -> None:
+    for inside in (True, False):
+
+        def make(inside: bool = inside) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = _frozen(Net())
+            return model, torch.optim.AdamW([p for p in model.parameters() if inside or p.requires_grad])
+
+        model, optimizer = make()
+        _step(model, optimizer)
+        other, fresh = make()
+        report = _round_trip(tmp_path / str(inside), {"m": model, "o": optimizer}, {"m": other, "o": fresh})
+        assert not report.missing and not report.unexpected
+        assert_same(_flat(other, fresh), _flat(model, optimizer))
+        assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_parameter_without_gradient_has_no_state_after_the_load_either(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        model.unused = nn.Linear(2, 2)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    _step(model, optimizer)
+    other, fresh = make()
+    _round_trip(tmp_path / "ck", {"model": model, "optim": optimizer}, {"model": other, "optim": fresh})
+    assert other.unused.weight not in fresh.state
+    assert_same(_flat(other, fresh), _flat(model, optimizer))
+
+
+def test_unfreezing_and_freezing_after_the_checkpoint_is_reported_and_not_fatal(tmp_path: Path) -> None:
+    model = _frozen(Net())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    _step(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "frozen")
+    thawed = Net()
+    fresh = torch.optim.AdamW(thawed.parameters())
+    with pytest.warns(UserWarning, match="fresh optimizer state"):
+        report = dcp.load({"model": thawed, "optim": fresh}, tmp_path / "frozen")
+    assert report.missing == ["optim.param_groups.inp.bias", "optim.param_groups.inp.weight"]
+    assert thawed.inp.weight not in fresh.state and thawed.out.weight in fresh.state
+    _step(thawed, fresh)
+    dcp.save({"model": thawed, "optim": fresh}, tmp_path / "thawed")
+    with pytest.warns(UserWarning, match="left out"):
+        report = dcp.load({"model": model, "optim": optimizer}, tmp_path / "thawed")
+    assert report.unexpected == ["optim.param_groups.inp.bias", "optim.param_groups.inp.weight"]
+
+
+# Modules
+
+
+class Odd(nn.Module):
+    """Tied weights, buffers of both kinds, extra state, an empty parameter, a scalar one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("kept", torch.randn(3))
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.extra: Any = {"calls": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_ties_buffers_extra_state_and_odd_shapes(tmp_path: Path) -> None:
+    model, other = Odd(), Odd()
+    model.extra = {"calls": 7, "list": [1, 2]}
+    scratch = other.scratch.clone()
+    _round_trip(tmp_path / "ck", {"model": model}, {"model": other})
+    assert other.head.weight is other.embed.weight, "still tied"
+    assert_same(dict(other.named_parameters()), dict(model.named_parameters()))
+    assert same_bytes(other.kept, model.kept)
+    assert same_bytes(other.scratch, scratch), "not persistent: not stored"
+    assert other.extra == {"calls": 7, "list": [1, 2]}
+    assert "model.scratch" not in [tensor.key for tensor in dcp.inspect(tmp_path / "ck").tensors]
+
+
+def _odd_sharded(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(Odd(), nn.Linear(2, 1))
+        del model[0].scale  # FSDP2 does not shard scalars
+        return fully_shard(model, mesh=mesh)
+
+    model, other = make(0), make(1)
+    model[0].extra = {"calls": 3}
+    dcp.save({"model": model}, root / "ck")
+    dcp.load({"model": other}, root / "ck")
+    assert_same(_tensors_of(other), _tensors_of(model))
+    assert other[0].extra == {"calls": 3}
+    assert other[0].head.weight is other[0].embed.weight
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in full_state(gather_module(model)).items() if isinstance(v, torch.Tensor)}
+
+
+def test_odd_modules_sharded_over_more_ranks_than_rows(tmp_path: Path) -> None:
+    launch.run(_odd_sharded, 3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool], ids=str
+)
+def test_modules_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.w = nn.Parameter(torch.randn(5, 3).to(dtype), requires_grad=False)
+        model.register_buffer("b", torch.randn(4).to(dtype))
+        return model
+
+    model, other = make(), make()
+    report = _round_trip(tmp_path / "ck", {"model": model}, {"model": other})
+    assert not report.cast
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_meta_model_is_materialised_by_the_load(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    with torch.device("meta"):
+        other = Net()
+    fresh = torch.optim.AdamW(other.parameters())
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck")
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(_flat(other, fresh), _flat(model, optimizer))
+    _step(model, optimizer)
+    _step(other, fresh)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_meta_buffer_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
+    dcp.save({"model": Odd()}, tmp_path / "ck")
+    with torch.device("meta"):
+        other = Odd()
+    with pytest.warns(UserWarning, match="scratch"):
+        dcp.load({"model": other}, tmp_path / "ck")
+    assert other.head.weight is other.embed.weight
+
+
+def _meta_sharded(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Net(), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dcp.save({"model": model, "optim": optimizer}, root / "ck")
+    with torch.device("meta"):
+        other = Net()
+    fully_shard(other.block, mesh=mesh)
+    fully_shard(other, mesh=mesh)
+    fresh = torch.optim.AdamW(other.parameters())
+    dcp.load({"model": other, "optim": fresh}, root / "ck")
+    assert train(model, optimizer, 2) == train(other, fresh, 2)
+    assert_same(whole_state(other, fresh), whole_state(model, optimizer))
+
+
+def test_a_meta_model_under_fsdp2_is_materialised_by_the_load(tmp_path: Path) -> None:
+    launch.run(_meta_sharded, 2, tmp_path)
+
+
+# Whole states
+
+
+def test_other_names_find_the_only_module_and_optimizer_and_say_so(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    _step(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    with pytest.warns(UserWarning, match=r"no '(net|adam)'; its only (module|optimizer)"):
+        dcp.load({"net": other, "adam": fresh}, tmp_path / "ck")
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(_flat(other, fresh), _flat(model, optimizer))
+
+
+class Counter:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "history": {"values": [self.n] * 2, "tensor": torch.full((2,), self.n)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert same_bytes(state["history"]["tensor"], torch.full((2,), state["n"]))
+        self.n = state["n"]
+
+
+def test_stateful_objects_and_nested_states(tmp_path: Path) -> None:
+    def make(n: int) -> dict[str, Any]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=n)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {
+            "train": {"net": model, "opt": optimizer, "sched": scheduler},
+            "counter": Counter(n),
+            "t": torch.full((2,), n),
+        }
+
+    state, target = make(3), make(5)
+    _round_trip(tmp_path / "ck", state, target)
+    assert target["counter"].n == 3
+    assert_same(target["train"]["net"].state_dict(), state["train"]["net"].state_dict())
+    assert target["train"]["opt"].param_groups[0]["lr"] == 3
+    assert target["train"]["sched"].state_dict() == state["train"]["sched"].state_dict()
+    assert same_bytes(target["t"], torch.full((2,), 3))
