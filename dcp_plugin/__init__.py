@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from dcp_plugin.inspection import inspect, verify
     from dcp_plugin.lifecycle import latest, list_checkpoints, resolve_resume
+    from dcp_plugin.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.storage.reader import ShardedReader
@@ -48,6 +49,7 @@ _HOMES = {
     ),
     "dcp_plugin.inspection": ("inspect", "verify"),
     "dcp_plugin.lifecycle": ("latest", "list_checkpoints", "resolve_resume"),
+    "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
@@ -67,6 +69,7 @@ __all__ = [
     "CheckpointState",
     "Checkpointer",
     "LoadReport",
+    "PartialLoad",
     "RankFailure",
     "SaveFailed",
     "SaveHandle",

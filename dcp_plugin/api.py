@@ -7,6 +7,7 @@ from typing import Any
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.types import LoadReport
 
 
@@ -33,6 +34,7 @@ def save(
 def load(
     state: Mapping[str, Any],
     path: PathLike,
+    partial: PartialLoad | None = None,
     strict: bool = True,
     config: CheckpointConfig | None = None,
     **overrides: Any,
@@ -40,6 +42,6 @@ def load(
     """Load the checkpoint ``path`` into ``state``, in place. Collective. See :meth:`Checkpointer.load`."""
     checkpointer = Checkpointer(config, **overrides)
     try:
-        return checkpointer.load(state, path, strict)
+        return checkpointer.load(state, path, partial, strict)
     finally:
         checkpointer.close()

@@ -26,6 +26,7 @@ from dcp_plugin import lifecycle, progress
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
@@ -146,7 +147,9 @@ class Checkpointer:
         self._thread.start()
         return handle
 
-    def load(self, state: Mapping[str, Any], path: PathLike, strict: bool = True) -> LoadReport:
+    def load(
+        self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+    ) -> LoadReport:
         """Load a checkpoint into ``state``, in place. Collective.
 
         Modules and optimizers may be wrapped and distributed in another way than those that were saved. Tensors are
@@ -157,6 +160,7 @@ class Checkpointer:
         fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
 
         Args:
+            partial: Which keys of ``state`` to load; the others keep their values.
             strict: Whether missing and unexpected keys of modules and optimizers, and missing ones of anything else,
                 are errors.
 
@@ -165,7 +169,9 @@ class Checkpointer:
             CheckpointMismatch: Naming all keys that do not fit.
         """
         self.wait()
-        return _Load(self._meet(), self.config, Path(os.path.abspath(path)), strict).run(state)
+        return _Load(self._meet(), self.config, Path(os.path.abspath(path)), partial or PartialLoad(), strict).run(
+            state
+        )
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
@@ -289,9 +295,10 @@ class Checkpointer:
 class _Load:
     """One load, step by step."""
 
-    def __init__(self, ranks: Ranks, config: CheckpointConfig, path: Path, strict: bool) -> None:
+    def __init__(self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad, strict: bool) -> None:
         self._ranks = ranks
         self._config = config
+        self._partial = partial
         self._strict = strict
         self._path = path
         self._reader = ShardedReader(path, io_threads=config.io_threads, verify=config.verify_on_load)
@@ -322,14 +329,17 @@ class _Load:
     def _want(self, parts: list[Part], sources: dict[str, str], index: CheckpointIndex) -> dict[str, Wanted]:
         wanted = {}
         problems: list[str] = []
+        keys: list[str] = []
         for part in parts:
             source = sources[part.name]
             stored = stored_under(index, source)
             depth = len(source.split("."))
             paths = {key: index.path_of(join(source, key))[depth:] for key in stored}
             want = wanted[part.name] = part.want(stored, paths)
-            missing = [join(source, key) for key in want.missing]
-            unexpected = [join(source, key) for key in want.unexpected]
+            keys += [join(part.name, key) for key in (*want.targets, *want.missing)]
+            want.targets = {key: target for key, target in want.targets.items() if self._selected(part, key)}
+            missing = [join(source, key) for key in want.missing if self._selected(part, key)]
+            unexpected = [join(source, key) for key in want.unexpected if self._selected(part, key)]
             self._report.missing.extend(missing)
             self._report.unexpected.extend(unexpected)
             if want.tolerated and (missing or unexpected):
@@ -337,8 +347,13 @@ class _Load:
             elif self._strict:
                 problems += [f"{key} is not in the checkpoint{nearest(key, index)}" for key in missing]
                 problems += [f"{key} is only in the checkpoint" for key in unexpected]
+        if self._partial != PartialLoad():
+            self._partial.check(keys)
         self._plan(wanted, sources, index, problems)
         return wanted
+
+    def _selected(self, part: Part, key: str) -> bool:
+        return self._partial.selects(join(part.name, key))
 
     def _plan(
         self, wanted: dict[str, Wanted], sources: dict[str, str], index: CheckpointIndex, problems: list[str]
@@ -381,7 +396,8 @@ class _Load:
     @staticmethod
     def _take(parts: list[Part], filled: dict[str, dict[str, Any]]) -> None:
         for part in parts:
-            part.take(filled[part.name])
+            if filled[part.name]:
+                part.take(filled[part.name])
 
 
 def _some(items: list[str], limit: int = 8, separator: str = ", ") -> str:

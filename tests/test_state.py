@@ -504,3 +504,52 @@ def test_stateful_objects_and_nested_states(tmp_path: Path) -> None:
     assert target["train"]["opt"].param_groups[0]["lr"] == 3
     assert target["train"]["sched"].state_dict() == state["train"]["sched"].state_dict()
     assert same_bytes(target["t"], torch.full((2,), 3))
+
+
+# Partial loads
+
+
+def _partial_case(tmp_path: Path) -> tuple[Any, ...]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer, "extra": {"a": {"x": 1, "y": 2}}}, tmp_path / "ck")
+    other = Net()
+    fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
+    _step(other, fresh)
+    return model, optimizer, other, fresh
+
+
+def test_a_partial_load_fills_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    model, optimizer, other, fresh = _partial_case(tmp_path)
+    before, slots = copy.deepcopy(other.state_dict()), copy.deepcopy(_flat(other, fresh))
+    extra: dict[str, Any] = {"a": {"x": 0, "y": 0}}
+    state = {"model": other, "optim": fresh, "extra": extra}
+    partial = dcp.PartialLoad(include=("model.block.*", "optim.state.inp.*", "extra.a.x"), exclude=("*.bias", "*.step"))
+    report = dcp.load(state, tmp_path / "ck", partial)
+    assert sorted(report.loaded) == [
+        "extra.a.x",
+        "model.block.0.weight",
+        "model.block.1.weight",
+        "optim.state.inp.bias.exp_avg",
+        "optim.state.inp.bias.exp_avg_sq",
+        "optim.state.inp.weight.exp_avg",
+        "optim.state.inp.weight.exp_avg_sq",
+    ]
+    assert extra == {"a": {"x": 1, "y": 0}}
+    for mine, source, old in (
+        (other.state_dict(), model.state_dict(), before),
+        (_flat(other, fresh), _flat(model, optimizer), slots),
+    ):
+        for key, value in mine.items():
+            loaded = f"model.{key}" in report.loaded or f"optim.{key}" in report.loaded
+            assert same_bytes(value, source[key] if loaded else old[key]), key
+
+
+def test_a_glob_that_matches_nothing_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    model, _, other, fresh = _partial_case(tmp_path)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(dcp.CheckpointMismatch, match=r"model\.blok\.\*.*look like model\.block"):
+        dcp.load({"model": other, "optim": fresh}, tmp_path / "ck", dcp.PartialLoad(include="model.blok.*"))
+    assert_same(before, other.state_dict())
+    assert not same_bytes(model.inp.weight, other.inp.weight)

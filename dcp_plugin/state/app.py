@@ -279,7 +279,16 @@ class _MappingPart(_TreePart):
 
     def take(self, filled: dict[str, Any]) -> None:
         if isinstance(self._value, MutableMapping):
-            self._value.update(self.tree(filled))
+            _update(self._value, self.tree(filled))
+
+
+def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
+    """Replace what the tree has, keep the rest; nested mappings stay the same objects."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and isinstance(target.get(key), MutableMapping):
+            _update(target[key], value)
+        else:
+            target[key] = value
 
 
 class _ValuePart(_TreePart):

@@ -62,8 +62,9 @@ def materialise(module: nn.Module) -> None:
         for child in module.modules():
             for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
                 if tensor.is_meta:
-                    on_mesh = isinstance(tensor, DTensor)
-                    device = tensor.device_mesh.device_type if on_mesh else torch.get_default_device()
+                    value: Any = tensor
+                    sharded = isinstance(value, DTensor)
+                    device = value.device_mesh.device_type if sharded else torch.get_default_device()
                     child.to_empty(device=device, recurse=False)
                     break
     finally:

@@ -155,7 +155,9 @@ class OptimizerLoad:
         return targets
 
     def commit(self, filled: Mapping[str, Any]) -> None:
-        """Give the optimizer what was read. Collective if the module contains FSDP1.
+        """Give the optimizer what was read; parameters of which nothing was read keep what they have.
+
+        Collective if the module contains FSDP1.
 
         Raises:
             CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
@@ -170,20 +172,27 @@ class OptimizerLoad:
         for group in listed.values():
             for fqn in group.get("params", ()):
                 fields[fqn] = _fields(group)
+        touched = state.keys() | fields.keys()
         groups = [self._group_fields(number, names, fields) for number, names in enumerate(self._groups)]
         if self._fsdp1:
             nested_groups = [
                 {**_fields(group), **new, "params": names}
                 for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
             ]
+            if touched != self._here:
+                now = fsdp1.gather_optimizer(self._module, self._optimizer)["state"]
+                state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
             fsdp1.apply_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
             return
         names = _names_of(self._module, self._optimizer)
         for group, new in zip(self._optimizer.param_groups, groups, strict=True):
             for parameter in group["params"]:
-                if names[id(parameter)] in state:
-                    self._optimizer.state[parameter] = state[names[id(parameter)]]
-                else:  # the checkpoint's optimizer had no state for it: it never got a gradient there
+                fqn = names[id(parameter)]
+                if fqn in state:
+                    complete = state[fqn].keys() == self._slots[fqn].keys()
+                    kept = {} if complete else self._optimizer.state.get(parameter, {})
+                    self._optimizer.state[parameter] = {**kept, **state[fqn]}
+                elif fqn in touched and fqn not in self._slots:  # it never got a gradient before the checkpoint
                     self._optimizer.state.pop(parameter, None)
             for field, value in new.items():
                 group[field] = _keep_tensor(group.get(field), value)
