@@ -1,0 +1,123 @@
+"""On a GPU: device tensors, NCCL, fused optimizers, CPU-offloaded FSDP. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.compare import assert_same
+from tests.layouts import Net, whole_state
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _fsdp2(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cuda", (1,))
+    fully_shard(model.block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "fsdp1": lambda model: FullyShardedDataParallel(model, use_orig_params=True),
+    "fsdp1 flat": FullyShardedDataParallel,
+    "fsdp1 offloaded": lambda model: FullyShardedDataParallel(
+        model, cpu_offload=CPUOffload(True), use_orig_params=True
+    ),
+    "fsdp2": _fsdp2,
+    "fsdp2 offloaded": lambda model: _fsdp2(model, offload_policy=CPUOffloadPolicy()),
+    "compiled": torch.compile,
+}
+
+
+def _make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = WRAPS[kind](Net().cuda())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused="offloaded" not in kind)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(8, 6, generator=generator).cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_nccl(function: Callable[..., None], *args: Any) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
+    warnings.simplefilter("ignore")
+    function(*args)
+
+
+def _matrix(root: Path) -> None:
+    saved = {}
+    for kind in WRAPS:
+        model, optimizer = _make(kind, 0)
+        _train(model, optimizer, 3)
+        dcp.save({"model": model, "optim": optimizer}, root / kind)
+        saved[kind] = whole_state(model, optimizer)
+    for kind in WRAPS:
+        for source in WRAPS:
+            model, optimizer = _make(kind, 1)
+            dcp.load({"model": model, "optim": optimizer}, root / source)
+            state = whole_state(model, optimizer)
+            hyper = [key for key in state if key.endswith(".fused")]  # differs for the offloaded ones
+            assert_same(
+                {key: value for key, value in state.items() if key not in hyper},
+                {key: value for key, value in saved[source].items() if key not in hyper},
+            )
+            devices = {slot.device.type for slots in optimizer.state.values() for slot in slots.values()}
+            assert devices <= {"cpu", "cuda"}
+            if source == kind:
+                _train(model, optimizer, 1)
+
+
+def test_every_wrapper_on_a_gpu_loads_what_any_other_saved(tmp_path: Path) -> None:
+    launch.run(_with_nccl, 1, _matrix, tmp_path, timeout=170)
+
+
+def _async(root: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    model, optimizer = _make("fsdp2", 0)
+    expected = []
+    for step in range(3):
+        _train(model, optimizer, 1, seed=step)
+        expected.append(whole_state(model, optimizer))
+        ours.save({"model": model, "optim": optimizer}, root / str(step), step)
+        _train(model, optimizer, 3, seed=step)
+    ours.close()
+    for step, state in enumerate(expected):
+        other, fresh = _make("fsdp2", 1)
+        dcp.load({"model": other, "optim": fresh}, root / str(step))
+        assert_same(whole_state(other, fresh), state)
+
+
+def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path) -> None:
+    launch.run(_with_nccl, 1, _async, tmp_path)
+
+
+def test_what_a_gpu_saved_loads_on_the_host_and_back(tmp_path: Path) -> None:
+    big = torch.randn(3 << 19, dtype=torch.float64, device="cuda")
+    dcp.save({"t": big, "half": big.bfloat16(), "turned": big.reshape(512, -1).t()}, tmp_path / "ck")
+    target = {
+        "t": torch.zeros_like(big, device="cpu"),
+        "half": torch.zeros_like(big, dtype=torch.bfloat16),
+        "turned": torch.zeros(big.numel() // 512, 512, dtype=torch.float64, device="cuda"),
+    }
+    dcp.load(target, tmp_path / "ck")
+    assert_same(target, {"t": big, "half": big.bfloat16(), "turned": big.reshape(512, -1).t()})
