@@ -10,7 +10,6 @@ three times in a load: to agree that all can read, that all have read, and that 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin._torch import is_tensor, sharded_value
-from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest
@@ -132,7 +131,7 @@ class Checkpointer:
         """
         self.wait()
         ranks = self._meet()
-        job = self._gather(state, Path(os.path.abspath(path)), step)
+        job = self._gather(state, local_path(path), step)
         handle = SaveHandle(job.path, step)
         if not self.config.async_save:
             with progress.progress_line(job.path, self._shows_progress(ranks)):
@@ -169,14 +168,12 @@ class Checkpointer:
             CheckpointMismatch: Naming all keys that do not fit.
         """
         self.wait()
-        return _Load(self._meet(), self.config, Path(os.path.abspath(path)), partial or PartialLoad(), strict).run(
-            state
-        )
+        return _Load(self._meet(), self.config, local_path(path), partial or PartialLoad(), strict).run(state)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
         handle = self._in_flight
-        if handle is not None and handle.path == Path(os.path.abspath(path)):
+        if handle is not None and handle.path == local_path(path):
             handle._done.wait()
         lifecycle.remove(path)
 
@@ -270,7 +267,10 @@ class Checkpointer:
         def publish(results: list[Any]) -> None:
             writer.finish(metadata[0], results)
             if self.config.keep_last is not None:
-                lifecycle.prune(job.path, self.config.keep_last)
+                try:
+                    lifecycle.prune(job.path, self.config.keep_last)
+                except OSError as error:  # the new checkpoint is published; old ones that stay do no harm
+                    logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
 
         try:
             plan = ranks.scatter(f"plan the save of {job.path}", plan_local, plan_global)

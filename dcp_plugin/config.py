@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -85,3 +86,14 @@ class CheckpointConfig:
 
 
 PathLike = str | os.PathLike[str]
+
+
+def local_path(path: PathLike) -> Path:
+    """An absolute path, links kept.
+
+    Raises:
+        ValueError: It is a URL. Without this, ``s3://bucket/x`` would become a directory called ``s3:``.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(f"{os.fspath(path)} is a URL; checkpoints need a file system that all ranks mount.")
+    return Path(os.path.abspath(path))

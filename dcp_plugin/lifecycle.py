@@ -5,24 +5,39 @@ How it becomes real, and how a crash is recovered from, is told in :mod:`dcp_plu
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dcp_plugin.config import PathLike
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.config import PathLike, local_path
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.storage import commit
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.summary import Summary
 from dcp_plugin.types import CheckpointState
+
+logger = logging.getLogger("dcp_plugin")
 
 _DEPTH = 6
 """How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
 
 
 def latest(root: PathLike) -> Path | None:
-    """The newest committed checkpoint at or below ``root``; None if there is none. Never a torn one."""
-    committed = [state for state in list_checkpoints(root) if state.committed]
-    return max(committed, key=lambda state: (state.time, state.step or -1)).path if committed else None
+    """The newest committed checkpoint at or below ``root``; None if there is none. Never a torn one.
+
+    A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over
+    with a warning in the log.
+    """
+    for state in reversed(list_checkpoints(root)):
+        if state.committed:
+            try:
+                ShardedReader(state.path).index  # noqa: B018 - opening it compares all files with their sizes
+            except CheckpointError as error:
+                logger.warning("passing over %s: %s", state.path, error)
+            else:
+                return state.path
+    return None
 
 
 def list_checkpoints(root: PathLike) -> list[CheckpointState]:
@@ -30,7 +45,7 @@ def list_checkpoints(root: PathLike) -> list[CheckpointState]:
 
     Links are not followed. What a crash left in flight is listed as not committed.
     """
-    return sorted(_scan(Path(os.path.abspath(root)), _DEPTH), key=lambda state: state.time)
+    return sorted(_scan(local_path(root), _DEPTH), key=lambda state: (state.time, state.step or -1))
 
 
 def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
@@ -54,7 +69,7 @@ def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
             passed_over = f" Passed over: {'; '.join(torn)}." if torn else ""
             raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{passed_over}")
         return found
-    path = commit.locate(Path(os.path.abspath(resume)))
+    path = commit.locate(local_path(resume))
     reason = commit.uncommitted_reason(path) if path.is_dir() else ""
     if reason:
         raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
@@ -79,7 +94,7 @@ def prune(newest: Path, keep: int) -> None:
 
 def remove(path: PathLike) -> None:
     """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
-    commit.remove(Path(os.path.abspath(path)))
+    commit.remove(local_path(path))
 
 
 def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:
@@ -107,7 +122,7 @@ def _state_of(path: Path) -> CheckpointState | None:
         written = path.stat().st_mtime
         step = None
         if not reason and (path / commit.SUMMARY).exists():
-            summary = _summary(path)
+            summary = Summary.read(path / commit.SUMMARY)
             written, step = summary.time, summary.step
     except CheckpointCorrupt as error:
         return CheckpointState(path, False, str(error), None, written)
@@ -125,9 +140,3 @@ def _in_flight(workspace: Path) -> Iterator[CheckpointState]:
                 yield CheckpointState(path, False, reason, None, path.stat().st_mtime)
             elif path.suffix == ".aside" and (state := _state_of(path)) is not None:
                 yield state
-
-
-def _summary(path: Path):  # type: ignore[no-untyped-def]
-    from dcp_plugin.storage.summary import Summary  # imports torch, which a look at directories does not need
-
-    return Summary.read(path / commit.SUMMARY)

@@ -1,4 +1,4 @@
-"""On a GPU: device tensors, NCCL, fused optimizers, CPU-offloaded FSDP. Skipped, with the reason, where there is none."""
+"""On a GPU: device tensors, NCCL, fused optimizers, CPU-offloaded FSDP. Skipped where there is none."""
 
 from __future__ import annotations
 

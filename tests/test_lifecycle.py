@@ -115,3 +115,19 @@ def test_a_torn_record_is_swept(tmp_path: Path) -> None:
     (workspace / "0123.json").write_bytes(b'{"targ')
     _save(tmp_path / "ck", 1)
     assert not workspace.exists()
+
+
+def test_latest_passes_over_a_checkpoint_whose_copy_was_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = _save(tmp_path / "a", 1)
+    file = _save(tmp_path / "b", 2) / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert dcp.latest(tmp_path) == good
+    assert "truncated" in caplog.text
+
+
+def test_a_url_is_refused_and_makes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: dcp.save({"n": 1}, "s3://bucket/ck"), lambda: dcp.latest("s3://bucket")):
+        with pytest.raises(ValueError, match="URL"):
+            call()
+    assert not list(tmp_path.iterdir())

@@ -208,3 +208,22 @@ def test_truncated_data_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_0\.distcp is truncated"):
         dcp.load({"a": torch.zeros(100)}, tmp_path / "ck")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kinds": 3}, {"kinds": {"a": 1}}, {"step": "x"}, {"time": None}, {"format": "other"}, {"versions": 1}],
+    ids=str,
+)
+def test_a_forged_summary_is_corrupt_and_nothing_else(tmp_path: Path, change: dict[str, Any]) -> None:
+    dcp.save({"a": torch.arange(4)}, tmp_path / "ck")
+    summary = json.loads((tmp_path / "ck" / "dcp_plugin.json").read_text())
+    (tmp_path / "ck" / "dcp_plugin.json").write_text(json.dumps({**summary, **change}))
+    with pytest.raises(dcp.CheckpointCorrupt):
+        dcp.load({"a": torch.zeros(4)}, tmp_path / "ck")
+    assert dcp.latest(tmp_path) is None
+
+
+def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
+    with pytest.raises(dcp.CheckpointMismatch, match=r"extra\.s is a sparse"):
+        dcp.save({"extra": {"s": torch.eye(3).to_sparse()}}, tmp_path / "ck")

@@ -71,7 +71,7 @@ def materialise(module: nn.Module) -> None:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     if lost:
         warnings.warn(
-            f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them yourself",
+            f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them",
             stacklevel=2,
         )
 

@@ -15,8 +15,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,16 +30,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_plugin._torch import StorageInfo, load_bytes
+from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.storage import commit, stock
-from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
+from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredValue
 from dcp_plugin.storage.summary import Summary, fingerprint
 from dcp_plugin.types import Shape
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A planner's read and where it is; a value has no chunk."""
+
+    item: ReadItem
+    location: Location
+    chunk: StoredChunk | None = None
+    dtype: torch.dtype = torch.uint8
 
 
 class ShardedReader(StorageReader):
@@ -55,7 +66,7 @@ class ShardedReader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, io_threads: int = 2, verify: bool = True) -> None:
-        self.path = Path(os.path.abspath(path))
+        self.path = local_path(path)
         self._io_threads = io_threads
         self._verify = verify
         self._index: CheckpointIndex | None = None
@@ -86,7 +97,7 @@ class ShardedReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = Path(os.path.abspath(checkpoint_id))
+            self.path = local_path(checkpoint_id)
         self._index = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -102,10 +113,11 @@ class ShardedReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[ReadItem, StoredChunk | None, Location]]] = defaultdict(list)
+        by_file: dict[str, list[_Read]] = defaultdict(list)
+        entries = {key: self.index[key] for key in {item.storage_index.fqn for item in plan.items}}
         for item in plan.items:
-            chunk, location = self._find(item)
-            by_file[location.file].append((item, chunk, location))
+            read = self._find(item, entries[item.storage_index.fqn])
+            by_file[read.location.file].append(read)
         with ThreadPoolExecutor(self._io_threads, thread_name_prefix="dcp-read") as pool:
             jobs = [pool.submit(self._read_file, name, wanted, planner) for name, wanted in by_file.items()]
             for job in jobs:
@@ -150,36 +162,32 @@ class ShardedReader(StorageReader):
             return str(error)
         return ""
 
-    def _find(self, item: ReadItem) -> tuple[StoredChunk | None, Location]:
-        entry = self.index[item.storage_index.fqn]
+    def _find(self, item: ReadItem, entry: Entry) -> _Read:
+        """The stored chunk that a read is about; planners tell its offset and a hint at its position."""
         if isinstance(entry, StoredValue):
-            return None, entry.location
-        hint = item.storage_index.index
-        offset = tuple(item.storage_index.offset or ())
-        if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == offset:
-            return entry.chunks[hint], entry.chunks[hint].location
-        for chunk in entry.chunks:
+            return _Read(item, entry.location)
+        offset, hint = tuple(item.storage_index.offset or ()), item.storage_index.index or 0
+        for chunk in (*entry.chunks[hint : hint + 1], *entry.chunks):
             if chunk.offsets == offset:
-                return chunk, chunk.location
+                return _Read(item, chunk.location, chunk, entry.dtype)
         raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
 
-    def _read_file(
-        self, name: str, wanted: list[tuple[ReadItem, StoredChunk | None, Location]], planner: LoadPlanner
-    ) -> int:
+    def _read_file(self, name: str, wanted: list[_Read], planner: LoadPlanner) -> int:
         count = 0
         with open(self.path / name, "rb") as file:
-            for item, chunk, location in sorted(wanted, key=lambda entry: entry[2].offset):
-                key = item.storage_index.fqn
-                if item.type == LoadItemType.BYTE_IO:
-                    data = self._read_bytes(file.fileno(), key, location)
-                    planner.load_bytes(item, io.BytesIO(data))
+            for read in sorted(wanted, key=lambda read: read.location.offset):
+                if read.chunk is None:
+                    data = self._read_bytes(file.fileno(), read.item.storage_index.fqn, read.location)
+                    planner.load_bytes(read.item, io.BytesIO(data))
                     count += len(data)
                 else:
-                    assert chunk is not None
-                    count += self._read_tensor(file.fileno(), key, item, chunk, planner)
+                    count += self._read_tensor(file.fileno(), read.item, read.chunk, read.dtype, planner)
         return count
 
-    def _read_tensor(self, fd: int, key: str, item: ReadItem, chunk: StoredChunk, planner: LoadPlanner) -> int:
+    def _read_tensor(
+        self, fd: int, item: ReadItem, chunk: StoredChunk, dtype: torch.dtype, planner: LoadPlanner
+    ) -> int:
+        key = item.storage_index.fqn
         target = planner.resolve_tensor(item).detach()
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if chunk.location.payload_offset is None:
@@ -189,9 +197,7 @@ class ShardedReader(StorageReader):
             target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
             count = chunk.location.length
         else:
-            entry = self.index[key]
-            assert not isinstance(entry, StoredValue)
-            count = self._read_box(fd, key, entry.dtype, chunk, offsets, lengths, target)
+            count = self._read_box(fd, key, dtype, chunk, offsets, lengths, target)
         planner.commit_tensor(item, target)
         return count
 

@@ -58,7 +58,9 @@ class Summary:
             said = json.loads(data)
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
             summary = cls(**known)
-            float(summary.time), int(summary.world_size)
+            float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
+            if not all(isinstance(text, str) for text in (summary.index_sha256, *summary.kinds.values())):
+                raise ValueError("fingerprint and kinds are text")
             if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
         except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from dcp_plugin import progress
 from dcp_plugin._torch import StorageInfo
+from dcp_plugin.config import local_path
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.storage import commit, files
 from dcp_plugin.storage.framing import ALIGNMENT, frame
@@ -87,7 +88,7 @@ class ShardedWriter(StorageWriter):
         checksum: bool = True,
         **facts: Any,
     ) -> None:
-        self.path = Path(os.path.abspath(path))
+        self.path = local_path(path)
         self._step = step
         self._io_threads = io_threads
         self._checksum = checksum
@@ -100,7 +101,7 @@ class ShardedWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = Path(os.path.abspath(checkpoint_id))
+            self.path = local_path(checkpoint_id)
         self._reservation = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,48 @@
+# make test    all tests              make lint    ruff and mypy
+# make demo    the demonstration      make bench   every benchmark of benchmarks/
+# make clean   remove what these made
+#
+# Each makes .venv first, unless it is up to date, with the versions of constraints.txt. Settings:
+#   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
+#   PIP_ARGS="..."              more arguments for pip, say another index
+#   ARGS="-k resume -x"         more arguments for pytest
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help test lint demo bench clean
+
+help:
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+# A file of benchmarks/ is one benchmark, but for those that start with an underscore.
+bench: $(READY)
+	@for file in benchmarks/[!_]*.py; do \
+		name=$$(basename "$$file" .py); echo "== $$name"; $(BIN)/python -m benchmarks "$$name" || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (once; this takes a few minutes) ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+		-c constraints.txt -e ".[dev,examples,accelerate,cli]"
+	@touch $@

@@ -1,0 +1,160 @@
+"""The one place for Lightning's private names, each with the reason why no public one does.
+
+``tests/lightning/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+FitLoopState = dict[str, Any]
+"""``checkpoint["loops"]["fit_loop"]``: the counters of the training, by attribute path."""
+
+
+def unwrapped(io: CheckpointIO | None) -> CheckpointIO | None:
+    """What is inside ``AsyncCheckpointIO`` and its like; their base class is not exported."""
+    while isinstance(io, _WrappingCheckpointIO):
+        io = io.checkpoint_io
+    return io
+
+
+def trainer_under_construction() -> Trainer | None:
+    """The Trainer that asks for callbacks right now. Lightning calls a callbacks factory without arguments, so only
+    the stack knows: factory <- entry point <- ``_load_external_callbacks`` <- ``_CallbackConnector``.
+    """
+    frame = sys._getframe(1)
+    for _ in range(6):
+        if frame.f_code.co_name == "on_trainer_init":
+            return getattr(frame.f_locals.get("self"), "trainer", None)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def take_callback_out(trainer: Trainer, callback: Callback) -> None:
+    """There is no public way. A new list, since Lightning is iterating over the old one."""
+    connected: Any = trainer
+    connected.callbacks = [other for other in connected.callbacks if other is not callback]
+
+
+def train_dataloaders(trainer: Trainer) -> list[Any]:
+    """The loaders of the training as Lightning iterates over them: flat, with its own sampler in place.
+    ``trainer.train_dataloader`` shows the user's nesting instead."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def set_epoch(trainer: Trainer, dataloader: Any) -> None:
+    """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it afterwards, too late for
+    ``StatefulDataLoader``, which asks the sampler for its order at once: it would repeat the order of epoch 0."""
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    _set_sampler_epoch(dataloader, epoch.processed)
+
+
+def inside_distributed_sampler(sampler: Any) -> Any:
+    """The user's sampler, which Lightning wraps on several ranks; None if this is not Lightning's wrapper."""
+    if not isinstance(sampler, DistributedSamplerWrapper):
+        return None
+    indices: Any = sampler.dataset
+    return indices._sampler
+
+
+def take_dataloader_states(state: FitLoopState) -> list[Any]:
+    """Remove the states of the train dataloaders, so that Lightning neither stores nor loads rank 0's for all."""
+    states: list[Any] = state["state_dict"].pop("combined_loader", [])
+    return states
+
+
+def put_dataloader_states(state: FitLoopState, states: list[Any]) -> None:
+    state["state_dict"]["combined_loader"] = states
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in the training loop a checkpoint was made."""
+
+    batches_done: int
+    """Batches of the current epoch that were trained on."""
+    between_epochs: bool
+    """The last batch of an epoch was done and nothing of the next one had begun."""
+    before_validation: bool
+    """Between epochs, but what belongs to the old one after its last batch was still to come: a validation."""
+    before_plateau_schedules: bool
+    """Between epochs, in the hooks of the epoch's end. Schedules on a metric are stepped after them."""
+
+
+def moment_of(state: FitLoopState) -> Moment:
+    batch, epoch = state["epoch_loop.batch_progress"], state["epoch_progress"]["current"]
+    done = batch["current"]["processed"]
+    between_epochs = (
+        batch["is_last_batch"] and batch["current"]["ready"] == done and epoch["ready"] == epoch["started"] > 0
+    )
+    return Moment(
+        batches_done=done,
+        between_epochs=between_epochs,
+        before_validation=between_epochs and batch["current"]["completed"] < done,
+        before_plateau_schedules=between_epochs and epoch["completed"] < epoch["processed"] == epoch["ready"],
+    )
+
+
+def complete_epoch(state: FitLoopState) -> None:
+    """Between two epochs, count the old one as completed, so that Lightning resumes with a plain new one.
+
+    Left to itself, Lightning 2.6 takes such a checkpoint for an unfinished epoch in three cases, all without a word:
+    with ``max_steps`` it trains one batch too many; saved after the last batch by ``every_n_train_steps`` with a
+    stateful dataloader it skips the next epoch; and a stateful dataloader's own shuffling starts over.
+    """
+    epoch, batch = state["epoch_progress"], state["epoch_loop.batch_progress"]
+    if epoch["current"]["processed"] < epoch["current"]["ready"]:  # saved before this last step was counted
+        state["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    for progress in (epoch["current"], epoch["total"], batch["current"], batch["total"]):
+        progress.update(started=progress["ready"], processed=progress["ready"], completed=progress["ready"])
+
+
+def plateau_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What schedules on a metric (``ReduceLROnPlateau``) would be stepped with if the epoch ended now, by number."""
+    return {
+        str(number): trainer.callback_metrics[config.monitor]
+        for number, config in enumerate(trainer.lr_scheduler_configs)
+        if config.reduce_on_plateau
+        and config.interval == "epoch"
+        and (trainer.current_epoch + 1) % config.frequency == 0
+        and config.monitor in trainer.callback_metrics
+    }
+
+
+def step_plateau_schedules(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """The steps that an interrupted epoch owed to them. Lightning does not save the metrics, so it leaves them out."""
+    for number, metric in metrics.items():
+        trainer.fit_loop.epoch_loop.scheduler_progress.increment_ready()
+        trainer.lightning_module.lr_scheduler_step(trainer.lr_scheduler_configs[int(number)].scheduler, metric)
+        trainer.fit_loop.epoch_loop.scheduler_progress.increment_completed()
+
+
+def skip_due_validation(trainer: Trainer) -> None:
+    """Count the validation at the end of the completed epoch as done, if there was to be one. Lightning does not make
+    up for it, but creates its iterators, which draw from the random generators as the validation itself did."""
+    epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None, "the training has started"
+    trainer.fit_loop.epoch_progress.current.completed -= 1  # the question is about the epoch that has just ended
+    due = epoch_loop._should_check_val_fx(fetcher)
+    trainer.fit_loop.epoch_progress.current.completed += 1
+    if due:
+        epoch_loop.val_loop.increment_progress_to_evaluation_end()
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Have the loops go on as in a run that was never interrupted: they call every hook of the new epoch and create
+    the iterators over the dataloaders at its start."""
+    fit_loop = trainer.fit_loop
+    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+        loop.on_iteration_done()

@@ -1,0 +1,77 @@
+"""Lightning's checkpoint dictionary and the named state that is stored, one into the other.
+
+| in the dictionary              | in the checkpoint                                      |
+|--------------------------------|--------------------------------------------------------|
+| ``state_dict``                 | ``model.<FQN>``                                        |
+| ``optimizer_states``           | ``optim.…``, or ``optim_0.…``, ``optim_1.…`` of several |
+| everything else, whoever added it | ``extra.…``                                         |
+
+What a value is, sharded or not, tensor or not, is left to the core: hooks may put anything anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from dcp_plugin.state import flatten_optimizer, unflatten_optimizer
+
+MODEL, EXTRA = "model", "extra"
+Checkpoint = dict[str, Any]
+
+
+def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The named state of a dictionary of Lightning's, or of any other (all of which is then extra)."""
+    extra = dict(checkpoint)
+    state: dict[str, Any] = {}
+    if "state_dict" in extra:
+        state[MODEL] = extra.pop("state_dict")
+    optimizers = extra.get("optimizer_states")
+    if optimizers and all(map(is_keyed_by_name, optimizers)):
+        del extra["optimizer_states"]
+        state.update(zip(optimizer_names(len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
+    for owner in (LightningModule, LightningDataModule):
+        if (key := owner.CHECKPOINT_HYPER_PARAMS_KEY) in extra:
+            extra[key] = _without_omegaconf(extra[key])
+        # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
+        extra.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
+    return {**state, EXTRA: extra}
+
+
+def from_state(state: dict[str, Any]) -> Checkpoint:
+    """The inverse of :func:`to_state`."""
+    checkpoint: Checkpoint = dict(state.get(EXTRA, {}))
+    if MODEL in state:
+        checkpoint["state_dict"] = state[MODEL]
+    if optimizers := optimizers_among(state):
+        checkpoint["optimizer_states"] = [unflatten_optimizer(state[name]) for name in optimizers]
+    return checkpoint
+
+
+def optimizer_names(count: int) -> list[str]:
+    return ["optim"] if count == 1 else [f"optim_{number}" for number in range(count)]
+
+
+def optimizers_among(names: Iterable[str]) -> list[str]:
+    """The names of optimizers, in the order of the optimizers."""
+    found = [name for name in names if name == "optim" or name.removeprefix("optim_").isdecimal()]
+    return sorted(found, key=lambda name: int(name.removeprefix("optim").removeprefix("_") or 0))
+
+
+def _without_omegaconf(value: Any) -> Any:
+    """Hydra's configurations as the dictionaries and lists that they were made of."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        return omegaconf.OmegaConf.to_container(value)
+    if isinstance(value, dict):
+        return {key: _without_omegaconf(item) for key, item in value.items()}
+    return value
+
+
+def is_keyed_by_name(optimizer_state: Any) -> bool:
+    """Whether an optimizer's state is keyed by FQN, as the promoted strategies make it, and not by number."""
+    groups = optimizer_state.get("param_groups", ()) if isinstance(optimizer_state, dict) else ()
+    return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])

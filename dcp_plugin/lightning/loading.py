@@ -1,0 +1,173 @@
+"""A load straight into the live model and optimizers, with Lightning's hooks in between reading and applying.
+
+The rule: whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks
+get the live tensors; afterwards only what they replaced or removed is put right, which is nothing for almost all.
+Only if the LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the
+previous values are kept until it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.inspection import inspect
+from dcp_plugin.lightning import layout
+from dcp_plugin.lightning.layout import EXTRA, MODEL, Checkpoint
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from dcp_plugin.state.module import finish_in_place
+from dcp_plugin.state.optimizer import OptimizerLoad
+
+Locals = dict[str, list[torch.Tensor]]
+"""Copies of this rank's parts of tensors, by key."""
+
+
+@dataclass
+class Loaded:
+    """A checkpoint after :func:`load`, before hooks have seen it."""
+
+    checkpoint: Checkpoint
+    """What Lightning and the hooks get."""
+    model: dict[str, Any]
+    """What the model has been given, to tell what hooks replaced."""
+    optimizers: list[dict[str, Any]]
+    """The same of each optimizer, flat."""
+    before: Locals | None
+    """The model's values before the load, if a hook may want them; freed when they are not needed any more."""
+
+
+def load(
+    path: Path,
+    checkpointer: Checkpointer,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    strict: bool,
+    hooked: bool,
+) -> Loaded:
+    """Read the checkpoint into ``model`` and ``optimizers``, and all else into the result. Collective.
+
+    Args:
+        strict: Whether keys that do not fit are an error; if ``hooked``, those of the model are judged later.
+        hooked: Whether the LightningModule's own hook runs before the model's state is applied.
+
+    Raises:
+        CheckpointMismatch: The checkpoint does not fit the model or the optimizers.
+    """
+    keys = _keys(path)
+    names = _optimizers_in(keys, path, len(optimizers))
+    checkpoint: Checkpoint = {}
+    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=False)), EXTRA: checkpoint}
+    before = _copies(gather_module(model)) if hooked else None
+    # What only the checkpoint has, for the hook: single values, read as a whole.
+    foreign = [key for key in keys.get(MODEL, ()) if before is not None and key not in before]
+    state.update({f"{MODEL}.{key}": None for key in foreign})
+    report = checkpointer.load(state, path, strict=strict and not hooked)
+    missing = set(report.missing)
+    if strict and any(key.partition(".")[0] in names for key in (*missing, *report.unexpected)):
+        raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
+    given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
+    checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
+    if names:
+        checkpoint["optimizer_states"] = [gather_optimizer(model, optimizer) for optimizer in optimizers]
+    given_optimizers = [flatten_optimizer(nested) for nested in checkpoint["optimizer_states"]] if names else []
+    return Loaded(checkpoint, given, given_optimizers, before)
+
+
+def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Make the model what the hooks left in ``state_dict``. Collective if there was a hook.
+
+    Raises:
+        CheckpointMismatch: Keys are missing or unexpected, if ``strict``, or a shape differs.
+    """
+    if loaded.before is None and all(state_dict.get(key) is value for key, value in loaded.model.items()):
+        return
+    live = gather_module(model)
+    missing, unexpected = sorted(live.keys() - state_dict.keys()), sorted(state_dict.keys() - live.keys())
+    if strict and (missing or unexpected):
+        raise CheckpointMismatch(
+            f"after on_load_checkpoint, the state_dict does not fit the model: missing {missing}, unexpected "
+            f"{unexpected}. Set strict_loading=False on the LightningModule to load what fits."
+        )
+    before, loaded.before = loaded.before or {}, None
+    values: dict[str, Any] = {}
+    for key, target in live.items():
+        if key in state_dict:
+            source = state_dict[key]
+            if not is_tensor(source):
+                values[key] = source
+            elif source is not loaded.model.get(key):
+                _fill(key, target, source)
+        elif key in before and is_tensor(target):
+            for chunk, copy in zip(sharded_value(target).chunks, before[key], strict=True):
+                chunk.tensor.copy_(copy)
+    finish_in_place(model, live, values)
+
+
+def apply_optimizers(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], loaded: Loaded, states: list[dict[str, Any]]
+) -> None:
+    """Make the optimizers what the hooks left in ``states``."""
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        if not layout.is_keyed_by_name(state):  # saved without the promoted strategy
+            optimizer.load_state_dict(state)
+            continue
+        flat = flatten_optimizer(state)
+        if number >= len(loaded.optimizers) or not _same(flat, loaded.optimizers[number]):
+            OptimizerLoad(model, optimizer, {}).commit(flat)
+
+
+def _keys(path: Path) -> dict[str, list[str]]:
+    """The keys of the checkpoint by name, without the name."""
+    info = inspect(path)
+    keys: dict[str, list[str]] = {}
+    for key in (*(tensor.key for tensor in info.tensors), *info.values):
+        name, _, rest = key.partition(".")
+        keys.setdefault(name, []).append(rest)
+    return keys
+
+
+def _optimizers_in(names: Iterable[str], path: Path, wanted: int) -> list[str]:
+    """The names of the optimizers to load; none if the checkpoint has only the weights."""
+    found = layout.optimizers_among(names)
+    if wanted and found and len(found) != wanted:
+        raise CheckpointMismatch(
+            f"{path} has the state of {len(found)} optimizer(s), this training has {wanted}. Resume with the "
+            "optimizers that the checkpoint was made with."
+        )
+    return found if wanted else []
+
+
+def _copies(state: Mapping[str, Any]) -> Locals:
+    return {
+        key: [chunk.tensor.clone() for chunk in sharded_value(value).chunks] if is_tensor(value) else []
+        for key, value in state.items()
+    }
+
+
+def _fill(key: str, target: Any, source: Any) -> None:
+    """Copy ``source``, whole or distributed like ``target``, into this rank's part of ``target``."""
+    mine, given = sharded_value(target), sharded_value(source)
+    if mine.shape != given.shape:
+        raise CheckpointMismatch(f"{key} has shape {mine.shape} in the model and {given.shape} in the state_dict")
+    for number, chunk in enumerate(mine.chunks):
+        if len(given.chunks) == 1 and given.chunks[0].sizes == given.shape:
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            chunk.tensor.copy_(given.chunks[0].tensor[box])
+        else:
+            chunk.tensor.copy_(given.chunks[number].tensor)
+
+
+def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        value is right[key] or (not is_tensor(value) and not is_tensor(right[key]) and value == right[key])
+        for key, value in left.items()
+    )

@@ -1,0 +1,178 @@
+"""How a training continues exactly where its checkpoint was made: random streams, dataloaders, loop counters.
+
+The order of events in a resumed ``fit`` is the whole difficulty, because creating an iterator over a dataloader
+draws from the random generators, and hooks may, too:
+
+1. ``Strategy.load_checkpoint``: :meth:`Resume.from_checkpoint` takes this rank's part out of the checkpoint.
+2. ``Strategy.process_dataloader``, the last public moment before Lightning creates the train iterators:
+   :meth:`Resume.prepare` gives each loader its epoch and its saved position.
+3. ``Strategy.on_train_start``, after all other hooks and before the first batch: :meth:`Resume.start` sets the
+   random generators. Between two epochs it also lets Lightning begin the new epoch in its ordinary way, which
+   creates new iterators, with the same draws as in a run that was never interrupted.
+
+States are kept per rank: the random streams by global rank, the loaders by the rank of their data, so that ranks
+which share their data (tensor parallelism) share the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from dcp_plugin.lightning import _lightning, rng
+from dcp_plugin.lightning._lightning import Moment
+
+Checkpoint = dict[str, Any]
+RNG, DATALOADERS, PLATEAU = "rng", "dataloaders", "plateau_metrics"
+
+
+def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
+    """Add this rank's random streams and dataloader states to a checkpoint of Lightning's, before it is saved."""
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    data_rank, _ = _data_rank(trainer)
+    if states := _lightning.take_dataloader_states(fit_loop):
+        checkpoint[DATALOADERS] = {str(data_rank): states}
+    if metrics := _lightning.plateau_metrics(trainer):
+        checkpoint[PLATEAU] = metrics
+    if with_rng:
+        loaders = _lightning.train_dataloaders(trainer)
+        checkpoint[RNG] = {
+            str(trainer.global_rank): {
+                "streams": rng.capture(trainer.strategy.root_device),
+                "loaders": [[generator.get_state() for generator in _generators(loader)] for loader in loaders],
+            }
+        }
+
+
+def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint as Lightning itself would have made it, on rank 0."""
+    checkpoint.pop(RNG, None)
+    checkpoint.pop(PLATEAU, None)
+    if states := checkpoint.pop(DATALOADERS, None):
+        _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
+    return checkpoint
+
+
+@dataclass
+class Resume:
+    """This rank's part of a checkpoint, until the training has reached the point at which it was made."""
+
+    rng: dict[str, Any] | None
+    new_rank: bool
+    """``rng`` is that of rank 0, because the checkpoint has none of this rank."""
+    positions: list[Any]
+    """The states of the stateful loaders that are still to come, in their order."""
+    saved_on: int
+    """Ranks with data of their own when the checkpoint was made; 0 if no loader had a state."""
+    moment: Moment
+    plateau_metrics: dict[str, Any]
+    placed: list[tuple[Any, Any]] = field(default_factory=list)
+    """Stateful loaders with the states they got."""
+    without_position: list[str] = field(default_factory=list)
+    """Loaders that start with their first batch."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, trainer: Trainer) -> Resume:
+        """Take this rank's part out of ``checkpoint``, so that the rest is what Lightning expects."""
+        rng_states: dict[str, Any] = checkpoint.pop(RNG, {})
+        loader_states: dict[str, Any] = checkpoint.pop(DATALOADERS, {})
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        moment = _lightning.moment_of(fit_loop)
+        if moment.between_epochs:
+            _lightning.complete_epoch(fit_loop)
+        mine = rng_states.get(str(trainer.global_rank))
+        data_rank, data_ranks = _data_rank(trainer)
+        if rng_states and trainer.world_size > len(rng_states):
+            rank_zero_info(
+                f"The checkpoint has the random states of {len(rng_states)} ranks: ranks {len(rng_states)} to "
+                f"{trainer.world_size - 1} start streams of their own, derived from rank 0's state and their number."
+            )
+        return cls(
+            rng=mine or rng_states.get("0"),
+            new_rank=mine is None,
+            positions=loader_states.get(str(data_rank), []) if len(loader_states) == data_ranks else [],
+            saved_on=len(loader_states),
+            moment=moment,
+            plateau_metrics=checkpoint.pop(PLATEAU, {}),
+        )
+
+    def prepare(self, trainer: Trainer, dataloader: Any) -> None:
+        """Give a train dataloader its epoch and position, before anything iterates over it."""
+        _lightning.set_epoch(trainer, dataloader)
+        if self.positions and hasattr(dataloader, "load_state_dict"):
+            self.placed.append((dataloader, self.positions.pop(0)))
+            dataloader.load_state_dict(self.placed[-1][1])
+        else:
+            self.without_position.append(type(dataloader).__name__)
+
+    def start(self, trainer: Trainer) -> None:
+        """The loops are about to take their first batch: continue the random streams."""
+        moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
+        if not moment.between_epochs and moment.batches_done:
+            self._say_what_is_lost(trainer)
+        if moment.between_epochs and reads_ahead:
+            # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
+            for loader, state in self.placed:
+                loader.load_state_dict(state)
+                iter(loader)
+        if self.rng is not None:
+            self._restore_rng(self.rng, trainer)
+        if moment.before_validation:
+            _lightning.skip_due_validation(trainer)
+        if moment.before_plateau_schedules:
+            _lightning.step_plateau_schedules(trainer, self.plateau_metrics)
+        if moment.between_epochs:
+            _lightning.end_restart(trainer)
+
+    def _restore_rng(self, state: dict[str, Any], trainer: Trainer) -> None:
+        if self.new_rank:
+            rng.derive(state["streams"], trainer.global_rank)
+            return
+        rng.restore(state["streams"], trainer.strategy.root_device)
+        for loader, saved in zip(_lightning.train_dataloaders(trainer), state["loaders"], strict=False):
+            for generator, generator_state in zip(_generators(loader), saved, strict=False):
+                generator.set_state(generator_state)
+
+    def _say_what_is_lost(self, trainer: Trainer) -> None:
+        _, data_ranks = _data_rank(trainer)
+        where = f"The checkpoint was made after batch {self.moment.batches_done} of an epoch, but "
+        lost = (
+            ", so the rest of this epoch repeats some samples and misses others; model, optimizer and counters are "
+            "exact. "
+        )
+        if self.saved_on and self.saved_on != data_ranks:
+            rank_zero_warn(
+                f"{where}the positions of the dataloaders are those of {self.saved_on} data-parallel ranks and this "
+                f"run has {data_ranks}: the dataloaders start again with their first batch{lost}To continue "
+                f"exactly, resume on {self.saved_on} ranks or from a checkpoint made at the end of an epoch."
+            )
+        elif self.without_position:
+            rank_zero_warn(
+                f"{where}it has no position of {' and '.join(sorted(set(self.without_position)))}, which starts again "
+                f"with its first batch{lost}To be able to continue exactly, train with torchdata's "
+                "StatefulDataLoader (same arguments) or resume from a checkpoint made at the end of an epoch."
+            )
+        elif trainer.num_training_batches == float("inf"):
+            rank_zero_warn(
+                f"{where}Lightning reads one batch ahead from a dataset without a length, so the saved position is "
+                "one batch late: each rank misses one batch; all else is exact. To continue exactly, give the dataset "
+                "a __len__ or the Trainer an integer limit_train_batches."
+            )
+
+
+def _data_rank(trainer: Trainer) -> tuple[int, int]:
+    """This rank's number among the ranks that see different data, and how many those are."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])
+
+
+def _generators(dataloader: Any) -> list[torch.Generator]:
+    """The loader's own random generators: what it draws from instead of the global one, and its samplers'."""
+    sampler = getattr(dataloader, "sampler", None)
+    inner = _lightning.inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in (dataloader, sampler, inner)]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

@@ -1,0 +1,211 @@
+"""Strategies that save and load with all ranks, straight from and into the live model and optimizers.
+
+A promoted strategy is a subclass of the user's own strategy class and nothing else: whatever that class does besides
+checkpoints stays as it is. It differs in what goes into a checkpoint (this rank's view of the state, by name), in
+who saves (all ranks), and in when it is loaded (after setup, when model and optimizers are wrapped and sharded).
+
+:func:`promote` changes the class of a strategy that exists already; that is what the callback does. The classes at
+the end of this module are the same for those who build their strategies themselves (Hydra, a swap-free taste).
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from dcp_plugin.config import PathLike
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.lightning import layout, loading, resume
+from dcp_plugin.lightning._lightning import unwrapped
+from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
+from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.loading import Loaded
+from dcp_plugin.lightning.resume import Resume
+from dcp_plugin.lightning.sampler import make_resumable
+from dcp_plugin.state import gather_module, gather_optimizer
+
+SUPPORTED = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+UNSUPPORTED = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
+
+
+def promote(strategy: Strategy) -> None:
+    """Make a strategy save and load with :class:`DCPCheckpointIO`. Does nothing to one that does already.
+
+    Raises:
+        CheckpointError: The strategy keeps its state in a way of its own.
+    """
+    strategy.__class__ = dcp_strategy_class(type(strategy))
+
+
+@functools.cache
+def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
+    """The promoted subclass of a strategy class; the class itself if it is one.
+
+    One base only: an instance can change its class only to one of the same memory layout.
+    """
+    if getattr(base, "promoted_by_dcp_plugin", False):
+        return base
+    if not issubclass(base, SUPPORTED) or issubclass(base, UNSUPPORTED):
+        raise CheckpointError(
+            f"DCPCheckpointIO does not support {base.__name__}: it keeps or writes its state in a way of its own. "
+            f"Use one of {', '.join(kind.__name__ for kind in SUPPORTED)} or a subclass, or take the plugin out."
+        )
+
+    class DCPStrategy(base):  # type: ignore[misc, valid-type]
+        promoted_by_dcp_plugin = True
+        checkpoint_io: CheckpointIO  # a property of the base
+        _dcp_loaded: Loaded | None = None
+        _dcp_resume: Resume | None = None
+
+        @property
+        def dcp_checkpoint_io(self) -> DCPCheckpointIO:
+            io = unwrapped(self.checkpoint_io)
+            if not isinstance(io, DCPCheckpointIO):  # a strategy of the classes below, without the plugin
+                io = DCPCheckpointIO()
+                self.checkpoint_io = io
+            io.serves_strategy = True
+            return io
+
+        @property
+        def restore_checkpoint_after_setup(self) -> bool:
+            return True
+
+        @property
+        def lightning_restore_optimizer(self) -> bool:
+            return True
+
+        # Save: Lightning asks for the parts, lets hooks change them, and hands the whole back on every rank.
+
+        def lightning_module_state_dict(self) -> dict[str, Any]:
+            return gather_module(self.model)
+
+        def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+            return gather_optimizer(self.model, _plain(optimizer))
+
+        def save_checkpoint(
+            self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None
+        ) -> None:
+            refuse_storage_options(storage_options)
+            io, trainer = self.dcp_checkpoint_io, self.lightning_module.trainer
+            path = Path(self.broadcast(filepath))
+            if self.is_global_zero:  # ModelCheckpoint links to it at once, also while it is saved in the background
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
+                resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
+            handle = io.save(layout.to_state(checkpoint), path, checkpoint.get("global_step"), self.world_size)
+            if trainer.state.stopped:  # nobody will wait for it later
+                handle.wait()
+
+        def remove_checkpoint(self, filepath: PathLike) -> None:
+            if self.is_global_zero:
+                self.dcp_checkpoint_io.remove_checkpoint(filepath)
+
+        # Load: read into model and optimizers, let hooks see and change the result, apply what they changed.
+
+        def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
+            self._dcp_loaded = self._dcp_resume = None
+            path = Path(self.broadcast(checkpoint_path))
+            if path.is_file():  # Lightning's own format: in Lightning's own way
+                checkpoint: Checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+                return checkpoint
+            io, module = self.dcp_checkpoint_io, self.lightning_module
+            io.wait()
+            fitting = module.trainer.state.fn == TrainerFn.FITTING
+            self._dcp_loaded = loading.load(
+                path,
+                io.checkpointer(self.world_size),
+                self.model,
+                self.optimizers if fitting else [],
+                strict=module.strict_loading,
+                hooked=is_overridden("on_load_checkpoint", module),
+            )
+            checkpoint = self._dcp_loaded.checkpoint
+            checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # if saved by another door
+            if fitting and "loops" in checkpoint:
+                self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
+            return checkpoint
+
+        def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
+            if self._dcp_loaded is None:
+                super().load_model_state_dict(checkpoint, strict=strict)
+            else:
+                loading.apply_model(self.model, self._dcp_loaded, checkpoint["state_dict"], strict)
+
+        def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
+            if self._dcp_loaded is None:
+                super().load_optimizer_state_dict(checkpoint)
+            else:
+                states = checkpoint["optimizer_states"]
+                loading.apply_optimizers(self.model, self.optimizers, self._dcp_loaded, states)
+            self._dcp_loaded = None
+
+        # The moments at which a resumed training picks up its thread, see resume.py.
+
+        def process_dataloader(self, dataloader: object) -> object:
+            dataloader = super().process_dataloader(dataloader)
+            trainer = self.lightning_module.trainer
+            if trainer.training:
+                make_resumable(dataloader)
+                if self._dcp_resume is not None:
+                    self._dcp_resume.prepare(trainer, dataloader)
+            return dataloader
+
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            pending, self._dcp_resume = self._dcp_resume, None
+            if pending is not None:
+                pending.start(self.lightning_module.trainer)
+
+        # The end: a save in flight is waited for, and its failure is heard of exactly once.
+
+        def on_train_end(self) -> None:
+            super().on_train_end()
+            self.dcp_checkpoint_io.wait()
+
+        def on_exception(self, exception: BaseException) -> None:
+            super().on_exception(exception)
+            try:
+                self.dcp_checkpoint_io.teardown()
+            except Exception as failure:  # whatever it is, what ends the training is the one to raise
+                exception.add_note(f"Besides, a checkpoint could not be saved: {failure}")
+                rank_zero_warn(f"A checkpoint could not be saved: {failure}")
+
+        def teardown(self) -> None:
+            self._dcp_loaded = self._dcp_resume = None
+            try:
+                super().teardown()
+            finally:
+                self.dcp_checkpoint_io.teardown()  # FSDP and ModelParallel forget it
+
+    DCPStrategy.__name__ = DCPStrategy.__qualname__ = f"DCP{base.__name__}"
+    DCPStrategy.__doc__ = f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks."
+    return DCPStrategy
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+DCPSingleDeviceStrategy = dcp_strategy_class(SingleDeviceStrategy)
+DCPDDPStrategy = dcp_strategy_class(DDPStrategy)
+DCPFSDPStrategy = dcp_strategy_class(FSDPStrategy)
+DCPModelParallelStrategy = dcp_strategy_class(ModelParallelStrategy)

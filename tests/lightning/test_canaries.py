@@ -1,0 +1,187 @@
+"""What the door relies on inside of Lightning. If one of these fails, Lightning has changed: see ``_lightning.py``.
+
+The entry point and the question which Trainer asks are covered by ``test_promotion.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+
+
+@pytest.mark.parametrize(
+    "name", ["names", "hooks", "loop_state", "restart", "dataloaders", "distributed_sampler", "rng_while_saving"]
+)
+def test_lightning_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
+    launch.run(globals()[f"_{name}"], 1, tmp_path)
+
+
+def _names(root: Path) -> None:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.trainer.trainer import Trainer
+
+    assert issubclass(AsyncCheckpointIO, _WrappingCheckpointIO)
+    assert issubclass(_WrappingCheckpointIO, CheckpointIO)
+    for hook in (
+        "lightning_module_state_dict", "optimizer_state", "save_checkpoint", "load_checkpoint", "remove_checkpoint",
+        "load_model_state_dict", "load_optimizer_state_dict", "process_dataloader", "on_train_start", "on_train_end",
+        "on_exception", "teardown", "restore_checkpoint_after_setup", "lightning_restore_optimizer",
+    ):  # fmt: skip
+        assert hasattr(Strategy, hook), hook
+    assert "strategy.restore_checkpoint_after_setup" in inspect.getsource(Trainer._run)
+
+
+def _hooks(root: Path) -> None:
+    """The order of what a resumed fit does; resume.py hangs on it."""
+    from tests.lightning import training as t
+
+    t.trainer_for("single", t.checkpoints(root, "single", "plain"), max_epochs=1).fit(
+        t.Model(), t.plain_loader("single")
+    )
+    order = []
+
+    class Watched(t.Model):
+        def on_train_start(self) -> None:
+            order.append("module.on_train_start")
+
+    trainer = t.trainer_for("single", plugin=True, max_epochs=2)
+    strategy: Any = trainer.strategy
+    for name in (
+        "setup",
+        "load_checkpoint",
+        "load_model_state_dict",
+        "load_optimizer_state_dict",
+        "process_dataloader",
+    ):
+        _record(strategy, name, order)
+    _record(strategy, "on_train_start", order)
+    iterate, loader = t.DataLoader.__iter__, t.plain_loader("single")
+    t.DataLoader.__iter__ = lambda self: order.append("iter") or iterate(self)  # type: ignore[func-returns-value]
+    trainer.fit(Watched(), loader, ckpt_path=str(root / "single-plain" / "step=3.ckpt"))
+    assert order == [
+        "setup", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "process_dataloader", "iter",
+        "module.on_train_start", "on_train_start", "iter",
+    ]  # fmt: skip
+
+
+def _record(owner: Any, name: str, order: list[str]) -> None:
+    """Instance attributes win over methods of the class that the strategy is promoted to."""
+    setattr(owner, name, lambda *a, **k: order.append(name) or getattr(type(owner), name)(owner, *a, **k))
+
+
+def _loop_state(root: Path) -> None:
+    """The counters that complete_epoch rewrites, at the two moments that it knows."""
+    from lightning.pytorch.callbacks import Callback
+
+    from dcp_plugin.lightning import _lightning
+    from tests.lightning import training as t
+
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen[f"batch {args[-1]}"] = trainer.fit_loop.state_dict()
+
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            seen["epoch"] = trainer.fit_loop.state_dict()
+
+        def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+            seen[f"start {trainer.current_epoch}"] = trainer.fit_loop.state_dict()
+
+    t.trainer_for("single", [Look()], max_epochs=2, max_steps=-1).fit(t.Model(), t.plain_loader("single"))
+    moments = {name: _lightning.moment_of(state) for name, state in seen.items()}
+    between = {name: moment.between_epochs for name, moment in moments.items()}
+    assert between == {
+        "start 0": False, "batch 0": False, "batch 1": False, "batch 2": True, "epoch": True, "start 1": False,
+    }  # fmt: skip
+    assert [moments[f"batch {number}"].batches_done for number in range(3)] == [1, 2, 3]
+    assert [name for name, moment in moments.items() if moment.before_validation] == ["batch 2"]
+    assert [name for name, moment in moments.items() if moment.before_plateau_schedules] == ["epoch"]
+    for state in (seen["batch 2"], seen["epoch"]):
+        _lightning.complete_epoch(state)
+        assert set(state["epoch_progress"]["current"].values()) == {2}
+        assert set(state["epoch_loop.batch_progress"]["total"].values()) == {6}
+        assert state["epoch_loop.state_dict"] == {"_batches_that_stepped": 6}
+
+
+def _restart(root: Path) -> None:
+    """Why complete_epoch exists: Lightning by itself trains a step too many here. If this fails, rejoice and delete."""
+    from tests.lightning import training as t
+
+    class Counted(t.Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.indices = [*getattr(self, "indices", []), batch_idx]
+            return super().training_step(batch, batch_idx)
+
+    first = t.trainer_for("single", max_epochs=1)
+    first.fit(t.Model(), t.plain_loader("single"))
+    first.fit_loop.epoch_progress.current.completed -= 1  # as on_train_epoch_end sees it
+    first.fit_loop.epoch_progress.total.completed -= 1
+    first.save_checkpoint(root / "stock.ckpt")
+    model = Counted()
+    t.trainer_for("single").fit(model, t.plain_loader("single"), ckpt_path=str(root / "stock.ckpt"))
+    assert model.indices[0] == 3, "an epoch of three batches has no fourth"
+
+
+def _dataloaders(root: Path) -> None:
+    from dcp_plugin.lightning import _lightning
+    from tests.lightning import training as t
+
+    trainer, loaders = (
+        t.trainer_for("single", max_steps=1),
+        {"a": t.stateful_loader("single"), "b": t.plain_loader("single")},
+    )
+    trainer.fit(t.Model(), {"only": loaders["a"]}["only"])
+    assert _lightning.train_dataloaders(trainer) == [loaders["a"]]
+    state = trainer.fit_loop.state_dict()
+    states = _lightning.take_dataloader_states(state)
+    assert len(states) == 1
+    assert _lightning.take_dataloader_states(state) == []
+    loop = trainer.fit_loop
+    loop.load_state_dict(trainer.fit_loop.state_dict())
+    assert loop.restarting
+    assert loop.is_resuming
+    _lightning.end_restart(trainer)
+    for inner in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        assert not (inner.restarting or inner.is_resuming)
+        assert not inner._loaded_from_state_dict
+    assert callable(loop.epoch_loop._should_check_val_fx)
+    assert callable(loop.epoch_loop.val_loop.increment_progress_to_evaluation_end)
+
+
+def _distributed_sampler(root: Path) -> None:
+    """What Lightning puts into a stateful dataloader on several ranks, and that it has no state."""
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    from dcp_plugin.lightning import _lightning
+    from tests.lightning import training as t
+
+    inner = t.stateful_loader("single").sampler
+    wrapper = DistributedSamplerWrapper(inner, num_replicas=2, rank=0, shuffle=True)
+    assert not hasattr(wrapper, "state_dict")
+    assert _lightning.inside_distributed_sampler(wrapper) is inner
+    assert _lightning.inside_distributed_sampler(inner) is None
+
+
+def _rng_while_saving(root: Path) -> None:
+    """A save draws no random numbers, in Lightning, in torchdata or here."""
+    import torch
+    from lightning.pytorch.callbacks import Callback
+
+    from tests.lightning import training as t
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            before = torch.get_rng_state()
+            trainer.save_checkpoint(root / "checkpoint")
+            assert torch.equal(before, torch.get_rng_state())
+
+    t.trainer_for("single", [Save()], plugin=True).fit(t.Model(), t.stateful_loader("single"))

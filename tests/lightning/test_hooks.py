@@ -1,0 +1,196 @@
+"""What users' hooks do to a checkpoint has its effect, on one rank and on sharded models alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import launch
+from tests.compare import assert_same, full, same_bytes
+from tests.lightning import WORLD_SIZE
+
+on_one_rank_and_sharded = pytest.mark.parametrize("layouts", [("single",), ("fsdp1", "fsdp2")], ids="+".join)
+
+
+def _run(work: Callable[[Path, str], None], layouts: tuple[str, ...], root: Path) -> None:
+    launch.run(_each, WORLD_SIZE[layouts[0]], work, layouts, root)
+
+
+def _each(work: Callable[[Path, str], None], layouts: tuple[str, ...], root: Path) -> None:
+    for layout in layouts:
+        work(root, layout)
+
+
+def _saved(t: Any, root: Path, layout: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    """A checkpoint of three steps, and the whole state in it."""
+    trainer = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3, **options)
+    trainer.fit(t.Model(layout), t.plain_loader(layout))
+    return str(root / f"{layout}-plain" / "step=3.ckpt"), t.whole_state(trainer)
+
+
+def _resumed(t: Any, layout: str, path: str, model: Any, *callbacks: Any) -> dict[str, Any]:
+    look = t.AtTrainStart()
+    trainer = t.trainer_for(layout, [*callbacks, look], plugin=True)
+    trainer.fit(model, t.plain_loader(layout), ckpt_path=path)
+    return look.state
+
+
+@on_one_rank_and_sharded
+def test_on_load_checkpoint_may_remove_rename_and_replace(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_edit_the_model, layouts, tmp_path)
+
+
+def _edit_the_model(root: Path, layout: str) -> None:
+    from tests.lightning import training as t
+
+    class Editing(t.Model):
+        strict_loading = False
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            state["old.name"] = state.pop("net.body.0.bias")
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            assert "net.body.0.bias" not in state
+            state["net.body.0.bias"] = state.pop("old.name")
+            state["net.head.bias"] = torch.full((1,), 7.0)
+            del state["net.head.weight"]
+
+    first = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
+    first.fit(Editing(layout), t.plain_loader(layout))
+    saved = t.whole_state(first)
+    model = Editing(layout, seed=5)
+    fresh = {f"model.{key}": value.clone() for key, value in model.state_dict().items()}
+    loaded = _resumed(t, layout, str(root / f"{layout}-plain" / "step=3.ckpt"), model)
+    expected = {
+        **saved,
+        "model.net.head.bias": torch.full((1,), 7.0),
+        "model.net.head.weight": fresh["model.net.head.weight"],
+    }
+    assert_same(expected, loaded)
+
+
+@on_one_rank_and_sharded
+def test_a_callback_may_change_the_optimizer_state(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_edit_the_optimizer, layouts, tmp_path)
+
+
+def _edit_the_optimizer(root: Path, layout: str) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from tests.lightning import training as t
+
+    class Warmer(Callback):
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            for group in checkpoint["optimizer_states"][0]["param_groups"]:
+                group["weight_decay"] = 0.5
+
+    path, saved = _saved(t, root, layout)
+    loaded = _resumed(t, layout, path, t.Model(layout, seed=5), Warmer())
+    assert_same({key: 0.5 if key.endswith(".weight_decay") else value for key, value in saved.items()}, loaded)
+
+
+@on_one_rank_and_sharded
+def test_strict_loading_decides_about_a_new_parameter(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_add_a_parameter, layouts, tmp_path)
+
+
+def _add_a_parameter(root: Path, layout: str) -> None:
+    from dcp_plugin import CheckpointMismatch
+    from tests.lightning import training as t
+
+    class Adapted(t.Model):
+        def __init__(self, layout: str, seed: int) -> None:
+            super().__init__(layout, seed)
+            self.net.head.adapter = torch.nn.Linear(1, 1)
+
+    path, saved = _saved(t, root, layout)
+    with pytest.raises(CheckpointMismatch, match="adapter"):
+        _resumed(t, layout, path, Adapted(layout, seed=5))
+    model = Adapted(layout, seed=5)
+    model.strict_loading = False
+    loaded = _resumed(t, layout, path, model)
+    assert all(same_bytes(value, loaded[key]) for key, value in saved.items())
+    assert "model.net.head.adapter.weight" in loaded
+
+
+@on_one_rank_and_sharded
+def test_tensors_that_hooks_add_come_back_whole(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_add_tensors, layouts, tmp_path)
+
+
+def _add_tensors(root: Path, layout: str) -> None:
+    from tests.lightning import training as t
+
+    class Averaging(t.Model):
+        average: Any = None
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            weights = checkpoint["state_dict"]["net.body.0.weight"]  # sharded, if the model is
+            checkpoint["averages"] = {"of": {"weight": weights}, "count": 3, "plain": torch.arange(3)}
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.average = checkpoint["averages"]
+
+    trainer = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
+    trainer.fit(Averaging(layout), t.plain_loader(layout))
+    saved = t.whole_state(trainer)
+    model = Averaging(layout, seed=5)
+    _resumed(t, layout, str(root / f"{layout}-plain" / "step=3.ckpt"), model)
+    assert same_bytes(full(model.average["of"]["weight"]), saved["model.net.body.0.weight"])
+    assert model.average["count"] == 3
+    assert same_bytes(model.average["plain"], torch.arange(3))
+
+
+def test_hyper_parameters_of_hydra_are_saved(tmp_path: Path) -> None:
+    launch.run(_hyper_parameters, 1, tmp_path)
+
+
+def _hyper_parameters(root: Path) -> None:
+    from omegaconf import OmegaConf
+
+    from tests.lightning import training as t
+
+    class Configured(t.Model):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    plain = {"width": 7, "betas": [0.9, 0.95]}
+    hydra = OmegaConf.create(plain)
+    for config, expected in ((hydra, plain), ({"optimizer": hydra}, {"optimizer": plain})):
+        trainer = t.trainer_for("single", plugin=True, max_steps=1)
+        trainer.fit(Configured(config), t.plain_loader("single"))
+        trainer.save_checkpoint(root / "checkpoint")
+        assert t.DCPCheckpointIO().load_checkpoint(root / "checkpoint")["hyper_parameters"] == expected
+
+
+@on_one_rank_and_sharded
+def test_weights_only_is_enough_to_validate_and_not_to_resume(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_weights_only, layouts, tmp_path)
+
+
+def _weights_only(root: Path, layout: str) -> None:
+    from tests.lightning import training as t
+
+    class Validated(t.Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
+
+    callbacks = t.checkpoints(root, layout, "plain")
+    callbacks[0].save_weights_only = True
+    trainer = t.trainer_for(layout, callbacks, max_steps=3)
+    trainer.fit(Validated(layout), t.plain_loader(layout))
+    path = str(root / f"{layout}-plain" / "step=3.ckpt")
+    measured = [
+        t.trainer_for(layout, plugin=True).validate(Validated(layout, seed), t.plain_loader(layout), ckpt_path=path)
+        for seed in (5, 6)
+    ]
+    assert measured[0] == measured[1]
+    with pytest.raises(KeyError, match="save_weights_only"):
+        _resumed(t, layout, path, t.Model(layout, seed=5))

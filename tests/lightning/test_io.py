@@ -1,0 +1,85 @@
+"""The plugin as the bare ``CheckpointIO`` that it is, too: called by one process, without a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import launch
+from tests.compare import assert_same
+
+
+def test_a_bare_plugin_saves_and_loads_any_dictionary(tmp_path: Path) -> None:
+    launch.run(_any_dictionary, 1, tmp_path)
+
+
+def _any_dictionary(root: Path) -> None:
+    from tests.lightning import training as t
+
+    io = t.DCPCheckpointIO(async_save=True)
+    weights = t.Model().state_dict()  # what ddp_spawn saves to bring the weights home
+    io.save_checkpoint(weights, root / "weights")
+    assert_same(weights, io.load_checkpoint(root / "weights"))
+    io.remove_checkpoint(root / "weights")
+    assert not (root / "weights").exists()
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint(weights, root / "weights", storage_options={})
+
+
+def test_on_two_ranks_rank_0_alone_may_save(tmp_path: Path) -> None:
+    launch.run(_rank_0_alone, 2, tmp_path)
+
+
+def _rank_0_alone(root: Path) -> None:
+    from tests.lightning import training as t
+
+    if torch.distributed.get_rank() == 0:
+        io = t.DCPCheckpointIO()
+        with pytest.warns(UserWarning, match="rank 0 alone"):
+            io.save_checkpoint({"weight": torch.ones(2)}, root / "weights")
+        assert_same({"weight": torch.ones(2)}, io.load_checkpoint(root / "weights"))
+
+
+def test_a_bare_plugin_reads_what_all_ranks_saved(tmp_path: Path) -> None:
+    launch.run(_read_sharded, 2, tmp_path)
+
+
+def _read_sharded(root: Path) -> None:
+    from dcp_plugin.state import flatten_optimizer
+    from tests.lightning import training as t
+
+    trainer = t.trainer_for("fsdp2", t.checkpoints(root, "fsdp2", "stateful"), max_steps=3)
+    trainer.fit(t.Model("fsdp2"), t.stateful_loader("fsdp2"))
+    saved = t.whole_state(trainer)
+    checkpoint = t.DCPCheckpointIO().load_checkpoint(root / "fsdp2-stateful" / "step=3.ckpt")
+    assert checkpoint["global_step"] == 3
+    assert checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert checkpoint["lr_schedulers"][0]["last_epoch"] == 3
+    loaded = {f"model.{key}": value for key, value in checkpoint["state_dict"].items()}
+    flat = flatten_optimizer(checkpoint["optimizer_states"][0])
+    assert_same(saved, {**loaded, **{f"optim.{key}": value for key, value in flat.items()}})
+
+
+def test_the_plugin_resumes_a_file_of_lightnings_own(tmp_path: Path) -> None:
+    launch.run(_lightnings_file, 1, tmp_path)
+
+
+def _lightnings_file(root: Path) -> None:
+    from tests.lightning import training as t
+
+    straight, model = t.trainer_for("single"), t.Model()
+    straight.fit(model, t.plain_loader("single"))
+    first = t.trainer_for("single", max_epochs=1)
+    first.fit(t.Model(), t.plain_loader("single"))
+    first.save_checkpoint(root / "stock.ckpt")
+    saved = t.whole_state(first)
+    look = t.AtTrainStart()
+    t.trainer_for("single", [look], plugin=True).fit(
+        t.Model(seed=5), t.plain_loader("single"), ckpt_path=str(root / "stock.ckpt")
+    )
+    assert_same(saved, look.state)
+    io = t.DCPCheckpointIO()
+    io.remove_checkpoint(root / "stock.ckpt")
+    assert not (root / "stock.ckpt").exists()

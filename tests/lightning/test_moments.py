@@ -1,0 +1,117 @@
+"""At whatever moment of an epoch a checkpoint is made, the training goes on as if nothing had been.
+
+The hooks here draw random numbers, too, as augmentations and noise schedules do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests import launch
+
+MOMENTS = {
+    "the end of an epoch": (3, {"every_n_epochs": 1}),
+    "its last batch, before the validation": (3, {"every_n_train_steps": 3}),
+    "its middle": (4, {"every_n_train_steps": 4}),
+}
+
+
+class Stream(IterableDataset[list[torch.Tensor]]):
+    """Samples without a length, drawn from the global generator; three batches of two."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        while self.position < 6:
+            self.position += 1
+            yield [torch.randn(6)]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def _loader(t: Any, kind: str) -> Any:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "plain": lambda: t.plain_loader("single"),
+        "plain with a generator": lambda: t.DataLoader(t.data(6), batch_size=2, shuffle=True, generator=generator),
+        "stateful": lambda: t.stateful_loader("single", 3),
+        "stateful without length": lambda: t.StatefulDataLoader(Stream(), batch_size=2),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["plain", "plain with a generator", "stateful", "stateful without length"])
+def test_a_training_goes_on_as_if_nothing_had_been(tmp_path: Path, kind: str) -> None:
+    launch.run(_at_every_moment, 1, tmp_path, kind)
+
+
+def _at_every_moment(root: Path, kind: str) -> None:
+    wrong = []
+    cases = itertools.product(MOMENTS, ({"max_epochs": 3, "max_steps": -1}, {"max_steps": 9}), (False, True))
+    for number, (moment, limit, validated) in enumerate(cases):
+        if moment == "its middle" and kind != "stateful":
+            continue  # a plain loader cannot, and Lightning reads one batch ahead of a stream: both are warned about
+        step, when = MOMENTS[moment]
+        straight = _train(root / str(number), kind, when, limit, validated, seed=0)
+        path = root / str(number) / f"step={step}.ckpt"
+        resumed = _train(root / "resumed", kind, when, limit, validated, seed=9, ckpt_path=str(path))
+        if straight["losses"][step:] != resumed["losses"] or straight["loops"] != resumed["loops"]:
+            wrong.append((moment, limit, validated))
+    assert not wrong
+
+
+def _train(
+    root: Path, kind: str, when: dict[str, int], limit: dict[str, int], validated: bool, seed: int, **fit: Any
+) -> dict[str, Any]:
+    """Nine steps, or from a checkpoint to the ninth: the losses, and where the loops ended."""
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    from tests.lightning import training as t
+
+    class Noise(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            torch.rand(3)
+
+        def on_train_epoch_start(self, *args: Any) -> None:
+            torch.rand(2), random.random()
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            random.random()
+
+    class Model(t.Model):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("mean", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            if "every_n_epochs" not in when:  # Lightning steps no schedule on a metric of an epoch that was cut short
+                return made
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made["optimizer"], patience=0, threshold=10.0)
+            return [made["optimizer"]], [made["lr_scheduler"], {"scheduler": plateau, "monitor": "mean"}]
+
+    model = Model(seed=seed)
+    random.seed(seed)
+    validation = t.DataLoader(t.data(4), batch_size=2) if validated else None
+    trainer = t.trainer_for("single", [Noise(), ModelCheckpoint(root, "{step}", save_top_k=-1, **when)], **limit)
+    trainer.fit(model, _loader(t, kind), validation, **fit)
+    loops = trainer.fit_loop.state_dict()
+    del loops["state_dict"]  # the dataloader's
+    return {"losses": model.losses, "loops": loops}

@@ -1,0 +1,151 @@
+"""Who gets the callback, whose strategy is promoted, and what is said if neither happens."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+
+def test_the_entry_point_imports_nothing_and_gives_nothing_to_others() -> None:
+    code = (
+        "import sys, dcp_plugin._entry_points as e;"
+        "assert e.lightning_callbacks() == e.pytorch_lightning_callbacks() == [];"
+        "assert not {'torch', 'lightning', 'dcp_plugin.lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trainer_without_the_plugin_is_untouched() -> None:
+    launch.run(_without_plugin, 1)
+
+
+def _without_plugin() -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    from tests.lightning import training as t
+
+    original = callback_connector._load_external_callbacks
+    callback_connector._load_external_callbacks = lambda group: []
+    untouched = [type(callback) for callback in pl.Trainer(accelerator="cpu").callbacks]
+    callback_connector._load_external_callbacks = original
+
+    in_another_trainer = t.DCPCheckpointIO()
+    pl.Trainer(accelerator="cpu", plugins=[in_another_trainer])
+    assert [type(callback) for callback in pl.Trainer(accelerator="cpu").callbacks] == untouched
+    trainer = t.trainer_for("single", max_steps=1)
+    trainer.fit(t.Model(), t.plain_loader("single"))
+    assert type(trainer.strategy) is SingleDeviceStrategy
+
+
+def test_a_callback_that_does_not_know_its_trainer_takes_itself_out() -> None:
+    launch.run(_callback_in_the_wrong_trainer, 1)
+
+
+def _callback_in_the_wrong_trainer() -> None:
+    from dcp_plugin.lightning import DCPCallback, callback
+    from tests.lightning import training as t
+
+    in_another_trainer = t.DCPCheckpointIO()
+    callback.trainer_under_construction = lambda: None
+    trainer = t.trainer_for("single", max_steps=1)
+    assert any(isinstance(one, DCPCallback) for one in trainer.callbacks), in_another_trainer
+    trainer.fit(t.Model(), t.plain_loader("single"))
+    assert not any(isinstance(one, DCPCallback) for one in trainer.callbacks)
+
+
+def test_the_plugin_promotes_the_strategy_to_a_subclass_of_its_own_class() -> None:
+    launch.run(_promoted, 1)
+
+
+def _promoted() -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from dcp_plugin.lightning import DCPCallback, DCPSingleDeviceStrategy
+    from tests.lightning import training as t
+
+    trainer = t.trainer_for("single", [DCPCallback()], plugin=True, max_steps=1)  # on top of the entry point's
+    strategy = trainer.strategy
+    trainer.fit(t.Model(), t.plain_loader("single"))
+    assert trainer.strategy is strategy
+    assert type(strategy).__mro__[:2] == (DCPSingleDeviceStrategy, SingleDeviceStrategy)
+    trainer.fit(t.Model(), t.plain_loader("single"))  # a second fit finds it promoted
+    assert pickle.loads(pickle.dumps(DCPSingleDeviceStrategy)) is DCPSingleDeviceStrategy
+
+
+def test_a_strategy_built_by_hand_needs_neither_callback_nor_plugin(tmp_path: Path) -> None:
+    launch.run(_by_hand, 1, tmp_path)
+
+
+def _by_hand(root: Path) -> None:
+    import lightning.pytorch as pl
+
+    import dcp_plugin as dcp
+    from dcp_plugin.lightning import DCPSingleDeviceStrategy
+    from tests.lightning import training as t
+
+    strategy = DCPSingleDeviceStrategy("cpu")
+    trainer = pl.Trainer(strategy=strategy, max_steps=1, callbacks=t.checkpoints(root, "single", "plain"), logger=False)
+    trainer.fit(t.Model(), t.plain_loader("single"))
+    assert dcp.inspect(root / "single-plain" / "step=1.ckpt").step == 1
+
+
+def test_without_its_callback_the_plugin_says_that_rank_0_is_alone(tmp_path: Path) -> None:
+    said, also_said = launch.run(_not_promoted, 2, tmp_path)
+    assert len(said) == 1
+    assert "callbacks=[DCPCallback()]" in said[0]
+    assert also_said == []
+
+
+def _not_promoted(root: Path) -> list[str]:
+    from dcp_plugin.lightning import DCPCallback
+    from tests.lightning import training as t
+
+    trainer = t.trainer_for("ddp", t.checkpoints(root, "ddp", "plain"))
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, DCPCallback)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
+    return [str(warning.message) for warning in caught if "DCPCheckpointIO" in str(warning.message)]
+
+
+def test_a_wrapper_around_the_plugin_is_said_to_be_of_no_use(tmp_path: Path) -> None:
+    (said,) = launch.run(_wrapped, 1, tmp_path)
+    assert len(said) == 1
+    assert "async_save=True" in said[0]
+
+
+def _wrapped(root: Path) -> list[str]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    from tests.lightning import training as t
+
+    io = AsyncCheckpointIO(t.DCPCheckpointIO())
+    trainer = pl.Trainer(accelerator="cpu", plugins=[io], max_steps=1, logger=False, default_root_dir=root)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(t.Model(), t.plain_loader("single"))
+    return [str(warning.message) for warning in caught if "AsyncCheckpointIO" in str(warning.message)]
+
+
+def test_strategies_with_a_format_of_their_own_are_refused() -> None:
+    launch.run(_refused, 1)
+
+
+def _refused() -> None:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from dcp_plugin import CheckpointError
+    from dcp_plugin.lightning import dcp_strategy_class
+
+    with pytest.raises(CheckpointError, match="does not support DeepSpeedStrategy"):
+        dcp_strategy_class(DeepSpeedStrategy)
