@@ -127,7 +127,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
         if isinstance(leaf, (ShardedValue, EncodedValue)):
             flat[key] = leaf
         elif is_tensor(leaf):
-            if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_quantized):
+            if type(leaf) is torch.Tensor and (leaf.layout != torch.strided or leaf.is_quantized):
                 raise CheckpointMismatch(f"{key} is a sparse or quantized tensor, which is not supported: densify it")
             flat[key] = sharded_value(leaf)
         else:
