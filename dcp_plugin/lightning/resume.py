@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dcp_plugin.lightning import _lightning, rng
 from dcp_plugin.lightning._lightning import Moment
@@ -112,7 +113,7 @@ class Resume:
     def start(self, trainer: Trainer) -> None:
         """The loops are about to take their first batch: continue the random streams."""
         moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
-        if not moment.between_epochs and moment.batches_done:
+        if not moment.between_epochs and moment.batches_done and not _keeps_its_own_position(trainer):
             self._say_what_is_lost(trainer)
         if moment.between_epochs and reads_ahead:
             # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
@@ -162,6 +163,12 @@ class Resume:
                 "one batch late: each rank misses one batch; all else is exact. To continue exactly, give the dataset "
                 "a __len__ or the Trainer an integer limit_train_batches."
             )
+
+
+def _keeps_its_own_position(trainer: Trainer) -> bool:
+    """Whether the datamodule saves and loads state of its own: then where the data goes on is its business."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    return datamodule is not None and is_overridden("state_dict", datamodule, LightningDataModule)
 
 
 def _data_rank(trainer: Trainer) -> tuple[int, int]:
