@@ -112,7 +112,8 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
 def stored_under(index: CheckpointIndex, name: str) -> dict[str, Entry]:
     """The entries under a name, by relative key. The name itself, if it is a key, is relative key ``""``."""
     prefix = f"{name}."
-    return {key[len(prefix) :]: index[key] for key in index if key == name or key.startswith(prefix)}
+    keys = [name, *index.under(prefix)] if name in index else index.under(prefix)
+    return {key[len(prefix) :]: index[key] for key in keys}
 
 
 def join(name: str, key: str) -> str:

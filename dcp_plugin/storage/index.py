@@ -27,7 +27,9 @@ anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a
 
 from __future__ import annotations
 
+import functools
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -107,6 +109,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._file_names = list(files)
         self._dtypes = dtypes
         self._paths = paths
+        self._entries: dict[str, Entry] = {}
         self._slots = {key: i for i, key in enumerate(_split_keys(columns["keys"], columns["key_ends"]))}
         ndim = columns["ndim"].astype(np.int64)
         chunk_ends = columns["chunk_ends"]
@@ -116,7 +119,11 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._block_starts = np.concatenate(([0], columns["block_ends"]))
 
     def __getitem__(self, key: str) -> Entry:
-        slot = self._slots[key]
+        if key not in self._entries:
+            self._entries[key] = self._entry(self._slots[key])
+        return self._entries[key]
+
+    def _entry(self, slot: int) -> Entry:
         first, last = int(self._chunk_starts[slot]), int(self._chunk_starts[slot + 1])
         if self.columns["dtype"][slot] == _NO_TENSOR:
             return StoredValue(self._location(first))
@@ -134,6 +141,16 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def under(self, prefix: str) -> list[str]:
+        """The keys that start with ``prefix``, in the order of the index."""
+        first = bisect_left(self._sorted, prefix)
+        last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
+        return sorted(self._sorted[first:last], key=self._slots.__getitem__)
+
+    @functools.cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._slots)
 
     def path_of(self, key: str) -> KeyPath:
         """Where the key sits in the nested state: its first segment and the rest, unless stored otherwise."""
