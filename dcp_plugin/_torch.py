@@ -27,8 +27,10 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, ShardedTensor))
 
 
-def sharded_value(value: torch.Tensor | ShardedTensor) -> ShardedValue:
+def sharded_value(value: torch.Tensor | ShardedTensor, any_rank: bool = False) -> ShardedValue:
     """The chunks of a tensor, DTensor or ShardedTensor that live on this rank, as views.
+
+    ``any_rank`` is about plain tensors; meshes say themselves who holds the same bytes.
 
     Where a DTensor's shard sits is told by the protocol that DCP itself uses (``DTensor.__create_chunk_list__``);
     the public ``compute_local_shape_and_global_offset`` does not exist.
@@ -39,12 +41,12 @@ def sharded_value(value: torch.Tensor | ShardedTensor) -> ShardedValue:
             LocalChunk(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach())
             for shard in value.local_shards()
         )
-        return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
+        return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks, any_rank=True)
     if isinstance(value, DTensor):
-        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value))
+        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value), any_rank=True)
     tensor = value.detach()
     shape = tuple(tensor.shape)
-    return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),))
+    return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)
 
 
 def _dtensor_chunks(value: DTensor) -> tuple[LocalChunk, ...]:
@@ -95,5 +97,5 @@ def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, byte
     return writer.records
 
 
-def load_bytes(data: bytes, weights_only: bool) -> Any:
+def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)

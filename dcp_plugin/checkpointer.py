@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin._torch import is_tensor, sharded_value
@@ -129,8 +129,7 @@ class Checkpointer:
                 raised for an earlier background save that failed.
             UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
         """
-        self.wait()
-        ranks = self._meet()
+        ranks = self._meet_again()
         job = self._gather(state, local_path(path), step)
         handle = SaveHandle(job.path, step)
         if not self.config.async_save:
@@ -212,6 +211,20 @@ class Checkpointer:
             self._ranks = Ranks.of_default_group(self.config.timeout)
         return self._ranks
 
+    def _meet_again(self) -> Ranks:
+        """The group of ranks, after the save in flight. Its failure is known to all ranks, but some may have been told
+        through their handle: then all raise if any has not."""
+        previous = self._in_flight
+        told: Exception | None = None
+        try:
+            self.wait()
+        except Exception as error:
+            told = error
+        ranks = self._meet()
+        if previous is not None and previous.exception() is not None:
+            ranks.agree("start a save", lambda: _raise(told))
+        return ranks
+
     def _gather(self, state: Mapping[str, Any], path: Path, step: int | None) -> _Job:
         """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
         began = time.monotonic()
@@ -223,7 +236,10 @@ class Checkpointer:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, paths = gather_state(parts)
             flat = encode_state(leaves, self.config.allow_pickle)
-            facts = {"kinds": {part.name: part.kind for part in parts}, "layouts": layouts_of(leaves)}
+            facts = {
+                "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
+                "layouts": layouts_of(leaves),
+            }
             if self.config.async_save:
                 flat = self._buffers.copy(flat)
         except Exception as error:
@@ -281,11 +297,11 @@ class Checkpointer:
                 raise
             raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
         seconds = time.monotonic() - job.began
-        progress.emit(
-            progress.SaveFinished(
-                job.path, job.step, writer.bytes_written, seconds, seconds if blocked is None else blocked
-            )
-        )
+        waited = seconds if blocked is None else blocked
+        try:
+            progress.emit(progress.SaveFinished(job.path, job.step, writer.bytes_written, seconds, waited))
+        except Exception:
+            logger.exception("a subscriber failed after %s was published", job.path)
 
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
@@ -303,16 +319,37 @@ class _Load:
         self._path = path
         self._reader = ShardedReader(path, io_threads=config.io_threads, verify=config.verify_on_load)
         self._report = LoadReport(path)
+        self._said: list[str] = []
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
-        parts, index = self._ranks.agree(f"open {self._path}", lambda: (parts_of(state), self._reader.index))
-        sources = self._sources(parts, index)
+        parts: list[Part] = []
+        self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
+        index = self._reader.index
+        sources = self._sources(parts)
         wanted = self._ranks.agree(f"compare {self._path} with the state", lambda: self._want(parts, sources, index))
-        filled = self._ranks.agree(f"read {self._path}", lambda: self._read(wanted, sources, index))
+        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, wanted, sources))
+        filled = self._ranks.agree(f"read {self._path}", lambda: self._read_tensors(wanted, sources))
         self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, filled))
+        if self._ranks.rank == 0:
+            for message in self._said:  # last: a warning that is an error stops nobody half-way
+                warnings.warn(message, stacklevel=3)
         return replace(self._report, bytes_read=self._reader.bytes_read)
 
-    def _sources(self, parts: list[Part], index: CheckpointIndex) -> dict[str, str]:
+    def _open(self, state: Mapping[str, Any], parts: list[Part]) -> tuple[str, str]:
+        parts.extend(parts_of(state))
+        return str(self._reader.path), self._reader.fingerprint
+
+    @staticmethod
+    def _all_the_same(opened: list[tuple[str, str]]) -> None:
+        first = opened[0]
+        for rank, other in enumerate(opened):
+            if other[1] != first[1]:
+                raise CheckpointMismatch(
+                    f"rank 0 loads {first[0]} and rank {rank} {other[0]}, which is another checkpoint. Decide "
+                    f"on rank 0 what to load, and broadcast it."
+                )
+
+    def _sources(self, parts: list[Part]) -> dict[str, str]:
         """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
         kinds = self._reader.summary.kinds if self._reader.summary else {}
         names = {part.name for part in parts}
@@ -323,7 +360,9 @@ class _Load:
                 alike = [name for name, kind in kinds.items() if kind == part.kind and name not in names]
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
                     sources[part.name] = alike[0]
-                    self._warn(f"{self._path} has no {part.name!r}; its only {part.kind}, {alike[0]!r}, is loaded.")
+                    self._said.append(
+                        f"{self._path} has no {part.name!r}; its only {part.kind}, {alike[0]!r}, is loaded."
+                    )
         return sources
 
     def _want(self, parts: list[Part], sources: dict[str, str], index: CheckpointIndex) -> dict[str, Wanted]:
@@ -343,7 +382,8 @@ class _Load:
             self._report.missing.extend(missing)
             self._report.unexpected.extend(unexpected)
             if want.tolerated and (missing or unexpected):
-                self._warn(f"{self._path} and {part.name!r} differ in {_some(missing + unexpected)}: {want.tolerated}.")
+                differ = _some(missing + unexpected)
+                self._said.append(f"{self._path} and {part.name!r} differ in {differ}: {want.tolerated}.")
             elif self._strict:
                 problems += [f"{key} is not in the checkpoint{nearest(key, index)}" for key in missing]
                 problems += [f"{key} is only in the checkpoint" for key in unexpected]
@@ -376,10 +416,19 @@ class _Load:
             )
         self._report.cast.extend(self._planner.cast)
 
-    def _read(
-        self, wanted: dict[str, Wanted], sources: dict[str, str], index: CheckpointIndex
-    ) -> dict[str, dict[str, Any]]:
-        self._reader.read_data(self._items, self._planner).wait()
+    def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, str]) -> None:
+        """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
+        self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
+        for part in parts:
+            targets = wanted[part.name].targets
+            keys = [key for key, target in targets.items() if not is_tensor(target)]
+            part.check({key: self._targets[join(sources[part.name], key)] for key in keys})
+
+    def _only(self, kind: LoadItemType) -> LoadPlan:
+        return replace(self._items, items=[item for item in self._items.items if item.type == kind])
+
+    def _read_tensors(self, wanted: dict[str, Wanted], sources: dict[str, str]) -> dict[str, dict[str, Any]]:
+        self._reader.read_data(self._only(LoadItemType.TENSOR), self._planner).wait()
         self._report.loaded.extend(self._targets)
         return {
             name: {
@@ -388,10 +437,6 @@ class _Load:
             }
             for name, want in wanted.items()
         }
-
-    def _warn(self, message: str) -> None:
-        if self._ranks.rank == 0:
-            warnings.warn(message, stacklevel=2)
 
     @staticmethod
     def _take(parts: list[Part], filled: dict[str, dict[str, Any]]) -> None:
@@ -403,3 +448,8 @@ class _Load:
 def _some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
     more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -44,7 +44,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
 def verify(path: PathLike, io_threads: int = 2) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum.
 
-    Damage is reported, not raised. Items without checksums (a stock checkpoint's) are only parsed, and listed.
+    Damage is reported, not raised. Items without checksums (a stock checkpoint's) are only read, and listed.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.

@@ -88,7 +88,8 @@ def prune(newest: Path, keep: int) -> None:
         for state in (_state_of(path) for path in newest.parent.iterdir() if path.is_dir() and not path.is_symlink())
         if state is not None and state.committed and (state.path / commit.SUMMARY).exists()
     ]
-    for state in sorted(siblings, key=lambda state: state.time, reverse=True)[keep:]:
+    others = [state for state in siblings if state.path != newest]
+    for state in sorted(others, key=lambda state: state.time, reverse=True)[keep - 1 :]:
         commit.remove(state.path)
 
 

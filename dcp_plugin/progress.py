@@ -1,7 +1,8 @@
 """Events of a save: what is written, how much of it, how long it took.
 
 Subscribers are called on every rank, in the thread where the event happens, and must be quick. A subscriber that
-raises makes the save fail. The progress line for people (rank 0) is itself a subscriber.
+raises before the checkpoint is published makes the save fail; after that, its error is logged. The progress line for
+people (rank 0) is itself a subscriber.
 """
 
 from __future__ import annotations

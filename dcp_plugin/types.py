@@ -34,6 +34,9 @@ class ShardedValue:
     shape: Shape
     dtype: torch.dtype
     chunks: tuple[LocalChunk, ...]
+    any_rank: bool = False
+    """Ranks that hold the same chunk hold the same bytes, so any of them may write it, or a part of it. Otherwise the
+    first one writes: buffers under DDP, for one, differ between ranks, and rank 0's are those that count."""
 
 
 @dataclass(frozen=True)

@@ -198,3 +198,53 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.Checkpointer(chekcsum=True)
     with pytest.raises(ValueError, match="io_threads must be at least 1"):
         dcp.CheckpointConfig(io_threads=0)
+
+
+def _different_checkpoints(root: Path) -> None:
+    for name in ("a", "b"):
+        dcp.save({"t": torch.full((3,), ord(name))}, root / name)
+    mine = root / ("a" if dist.get_rank() == 0 else "b")
+    target = torch.zeros(3, dtype=torch.int64)
+    _raises(dcp.CheckpointMismatch, lambda: dcp.load({"t": target}, mine), "rank 1", "another checkpoint")
+    assert not target.any()
+
+
+def test_ranks_that_load_different_checkpoints_are_stopped(tmp_path: Path) -> None:
+    launch.run(_different_checkpoints, 2, tmp_path)
+
+
+def _told_through_the_handle_on_one_rank(root: Path) -> None:
+    def fail(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten):
+            raise OSError("bad disk")
+
+    ours = dcp.Checkpointer(async_save=True, timeout=20)
+    unsubscribe = progress.subscribe(fail)
+    handle = ours.save({"t": torch.ones(3)}, root / "a")
+    if dist.get_rank() == 0:
+        _raises(dcp.SaveFailed, handle.wait, "bad disk")
+    handle._done.wait()
+    unsubscribe()
+    began = time.monotonic()
+    _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, root / "b"), "bad disk")
+    assert time.monotonic() - began < 10
+    ours.save({"t": torch.ones(3)}, root / "c")
+    ours.close()
+
+
+def test_a_failure_that_one_rank_knows_already_stops_the_next_save_on_all(tmp_path: Path) -> None:
+    launch.run(_told_through_the_handle_on_one_rank, 2, tmp_path)
+
+
+def _subscriber_fails_at_the_end(root: Path) -> None:
+    def fail(event: progress.Event) -> None:
+        if isinstance(event, progress.SaveFinished) and dist.get_rank() == 1:
+            raise RuntimeError("a bug of somebody's")
+
+    progress.subscribe(fail)
+    dcp.save({"t": torch.ones(3)}, root / "ck")
+    assert (root / "ck").is_dir()
+
+
+def test_a_subscriber_that_fails_after_the_commit_fails_no_rank(tmp_path: Path) -> None:
+    launch.run(_subscriber_fails_at_the_end, 2, tmp_path)

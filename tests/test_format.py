@@ -152,7 +152,7 @@ def test_the_summary_is_for_people(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "ck" / "dcp_plugin.json").read_text())
     assert said["step"] == 7 and said["world_size"] == 1
     assert said["tensors"] == 2 and said["values"] == 1
-    assert said["kinds"] == {"model": "module", "n": "value"}
+    assert said["kinds"] == {"model": "module"}
     assert said["versions"]["torch"] == torch.__version__
     info = dcp.inspect(tmp_path / "ck")
     assert [tensor.key for tensor in info.tensors] == ["model.weight", "model.bias"]

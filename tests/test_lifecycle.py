@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.storage import commit
+from tests import launch
 
 
 def _save(path: Path, n: int, **options: object) -> Path:
@@ -96,7 +98,7 @@ def test_remove_takes_directories_files_and_links(tmp_path: Path) -> None:
 def test_a_save_over_a_file_or_a_link_replaces_just_that(tmp_path: Path) -> None:
     path = _save(tmp_path / "ck", 1)
     (tmp_path / "link").symlink_to(path)
-    (tmp_path / "single.ckpt").write_bytes(b"old")
+    torch.save({"old": 1}, tmp_path / "single.ckpt")
     _save(tmp_path / "link", 2)
     _save(tmp_path / "single.ckpt", 3)
     assert [dcp.inspect(tmp_path / name).step for name in ("ck", "link", "single.ckpt")] == [1, 2, 3]
@@ -131,3 +133,41 @@ def test_a_url_is_refused_and_makes_no_directory(tmp_path: Path, monkeypatch: py
         with pytest.raises(ValueError, match="URL"):
             call()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clock_that_was_set_back_neither_deletes_the_new_nor_prefers_the_old(tmp_path: Path) -> None:
+    old = _save(tmp_path / "step-1", 1)
+    summary = json.loads((old / "dcp_plugin.json").read_text())
+    (old / "dcp_plugin.json").write_text(json.dumps({**summary, "time": summary["time"] + 3600}))
+    new = _save(tmp_path / "step-2", 2)
+    assert dcp.latest(tmp_path) == new
+    newest = _save(tmp_path / "step-3", 3, keep_last=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    assert dcp.latest(tmp_path) == newest
+
+
+def test_a_flat_state_of_many_keys_has_a_small_summary(tmp_path: Path) -> None:
+    dcp.save({f"a.rather.long.name.of.a.parameter.{n}": n for n in range(3000)}, tmp_path / "ck")
+    assert (tmp_path / "ck" / "dcp_plugin.json").stat().st_size < 2000
+    assert dcp.latest(tmp_path) == tmp_path / "ck"
+
+
+def _sweep_beside(path: Path) -> None:
+    _save(path, 1)
+
+
+def test_looking_for_the_latest_does_not_unlock_ones_own_save(tmp_path: Path) -> None:
+    reservation = commit.reserve(tmp_path / "mine")
+    assert dcp.latest(tmp_path) is None
+    assert "mine" in dcp.list_checkpoints(tmp_path)[0].reason
+    assert commit.locate(tmp_path / "mine") == tmp_path / "mine"
+    launch.run(_sweep_beside, 1, tmp_path / "other")
+    assert reservation.directory.is_dir()
+    commit.discard(reservation)
+
+
+def test_a_file_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(dcp.SaveFailed, match="no checkpoint"):
+        _save(tmp_path / "notes.txt", 1)
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp_plugin._torch import sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.planning.partition import MIN_SPLIT, Box, partition
@@ -63,7 +64,7 @@ def _plan(*states: dict[str, object]) -> tuple[list[list[tuple[str, tuple[int, .
 
 
 def test_a_large_replicated_tensor_is_split_by_rows_over_the_ranks_that_hold_it() -> None:
-    big = torch.zeros(1024, 1024)
+    big = sharded_value(torch.zeros(1024, 1024), any_rank=True)
     plans, metadata = _plan({"w": big}, {"w": big}, {"w": big})
     offsets = [plan[0][1][0] for plan in plans]
     assert offsets == [0, 341, 683]
@@ -72,7 +73,7 @@ def test_a_large_replicated_tensor_is_split_by_rows_over_the_ranks_that_hold_it(
 
 
 def test_tied_tensors_are_cut_at_the_same_places() -> None:
-    big = torch.zeros(1024, 1024)
+    big = sharded_value(torch.zeros(1024, 1024), any_rank=True)
     plans, _ = _plan({"a": big, "b": big}, {"a": big, "b": big})
     for plan in plans:
         assert {key for key, _ in plan} == {"a", "b"}
@@ -112,6 +113,16 @@ def test_flatten_is_undone_by_unflatten(tree: dict[str, object]) -> None:
 def test_two_leaves_of_one_key_are_refused() -> None:
     with pytest.raises(CheckpointMismatch, match=r"'a\.b'"):
         flatten({"a.b": 1, "a": {"b": 2}})
+
+
+def test_a_plain_tensor_may_differ_between_ranks_and_is_written_by_the_first() -> None:
+    plans, _ = _plan({"w": torch.zeros(1024, 1024)}, {"w": torch.ones(1024, 1024)})
+    assert [len(plan) for plan in plans] == [1, 0]
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(CheckpointMismatch, match=r"empty key at a"):
+        flatten({"a": {"": 1}})
 
 
 def test_every_rank_gets_a_plan_even_with_nothing_to_write() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import warnings
 from pathlib import Path
@@ -553,3 +554,202 @@ def test_a_glob_that_matches_nothing_is_an_error_with_a_hint(tmp_path: Path) -> 
         dcp.load({"model": other, "optim": fresh}, tmp_path / "ck", dcp.PartialLoad(include="model.blok.*"))
     assert_same(before, other.state_dict())
     assert not same_bytes(model.inp.weight, other.inp.weight)
+
+
+# What is not the memory of a parameter or buffer
+
+
+class Counting(nn.Module):
+    """Extra state that is a tensor, and state that ``state_dict`` copies, as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.n = 0
+        self.total = torch.zeros(())
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.n])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.n = int(state.item())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "total"] = self.total.clone()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if prefix + "total" in state_dict:
+            self.total = state_dict.pop(prefix + "total").clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+WRAPPERS = {
+    "plain": lambda m: m,
+    "compiled": lambda m: torch.compile(m, backend="eager"),
+    "checkpointed": checkpoint_wrapper,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_state_that_is_only_a_copy_in_the_state_dict_is_restored_too(tmp_path: Path, wrap: str) -> None:
+    model, other = Counting(), Counting()
+    model.n, model.total = 7, torch.tensor(3.5)
+    _round_trip(
+        tmp_path / "ck",
+        {"model": nn.Sequential(WRAPPERS[wrap](model))},
+        {"model": nn.Sequential(WRAPPERS[wrap](other))},
+    )
+    assert other.n == 7
+    assert same_bytes(other.total, model.total)
+    assert same_bytes(other.lin.weight, model.lin.weight)
+
+
+# What differs between ranks
+
+
+def _batch_norm(root: Path) -> None:
+    rank = torch.distributed.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.BatchNorm1d(400)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 400, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    optimizer.step()
+    mine = torch.full((200_000,), float(rank))
+    dcp.save({"model": model, "optim": optimizer, "mine": mine}, root / "ck")
+    buffers = [full_state(dict(model.module.named_buffers()))]
+    torch.distributed.broadcast_object_list(buffers)
+    other = nn.Sequential(nn.Linear(400, 400), nn.BatchNorm1d(400))
+    state = {"model": other, "mine": torch.ones(200_000)}
+    dcp.load(state, root / "ck")
+    assert_same(dict(other.named_buffers()), buffers[0])
+    assert same_bytes(state["mine"], torch.zeros(200_000)), "rank 0's, and no mixture"
+    sizes = [sum(f.stat().st_size for f in (root / "ck").glob(f"__{writer}_*.distcp")) for writer in (0, 1)]
+    assert sizes[1] > 900_000, f"parameters and their optimizer state are equal: both write, {sizes}"
+
+
+def test_buffers_under_ddp_are_those_of_rank_0_and_parameters_are_shared_out(tmp_path: Path) -> None:
+    launch.run(_batch_norm, 2, tmp_path)
+
+
+def _small_head(root: Path) -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 1))
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    model, optimizer = make(0)
+    model(torch.randn(4, 16, generator=torch.Generator().manual_seed(0))).sum().backward()
+    optimizer.step()
+    states = [len(optimizer.state)]
+    dcp.save({"model": model, "optim": optimizer}, root / "ck", timeout=30)
+    assert states == [len(optimizer.state)], "a save changes nothing"
+    other, fresh = make(1)
+    dcp.load({"model": other, "optim": fresh}, root / "ck", timeout=30)
+    assert_same(whole_state(other, fresh), whole_state(model, optimizer))
+
+
+def test_a_trainable_part_that_lies_on_one_fsdp1_rank_hangs_nobody(tmp_path: Path) -> None:
+    launch.run(_small_head, 2, tmp_path)
+
+
+# Optimizers that are odd
+
+
+class Slots(torch.optim.SGD):
+    def put(self, **slots: Any) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update({key: make(p) for key, make in slots.items()})
+
+
+def test_slots_with_dots_in_their_names_and_nested_plain_slots(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer, fresh = Slots(model.parameters(), lr=0.1), Slots(other.parameters(), lr=0.1)
+    optimizer.put(**{"m.v": torch.ones_like, "history": lambda p: [torch.ones(2), {"deep": 1}]})
+    report = _round_trip(tmp_path / "ck", {"model": model, "optim": optimizer}, {"model": other, "optim": fresh})
+    assert not report.unexpected
+    state = fresh.state[other.inp.weight]
+    assert set(state) == {"m.v", "history"}
+    assert same_bytes(state["m.v"], torch.ones_like(other.inp.weight))
+    assert same_bytes(state["history"][0], torch.ones(2)) and state["history"][1] == {"deep": 1}
+
+
+def _sharded_inside_a_slot(root: Path) -> None:
+    model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = Slots(model.parameters(), lr=0.1)
+    optimizer.put(history=lambda p: [torch.ones_like(p.detach())])
+    with pytest.raises(dcp.CheckpointMismatch, match=r"history is a list with sharded tensors inside"):
+        dcp.save({"model": model, "optim": optimizer}, root / "ck")
+
+
+def test_sharded_tensors_inside_of_a_slots_list_are_refused_and_not_lost(tmp_path: Path) -> None:
+    launch.run(_sharded_inside_a_slot, 2, tmp_path)
+
+
+def test_groups_that_do_not_fit_are_found_before_a_weight_is_overwritten(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(dcp.CheckpointMismatch, match="had different"):
+        _round_trip(
+            tmp_path / "ck",
+            {"model": model, "optim": _groups(model)},
+            {"model": other, "optim": torch.optim.AdamW(other.parameters())},
+        )
+    assert_same(other.state_dict(), before)
+
+
+# Plain state
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ({"history": [{"loss": 1.0}], "metrics": {"a": 1}}, {"history": [], "metrics": {}}),
+        ({"odd": {(0, 1): "x", None: 2}, "numbers": {2: "b", 0.5: "c", True: "d"}}, {}),
+        ({"count": collections.Counter({3: 2})}, {}),
+    ],
+    ids=["empty containers", "odd keys", "counter"],
+)
+def test_plain_state_comes_back_as_it_was(tmp_path: Path, saved: dict[Any, Any], target: dict[Any, Any]) -> None:
+    _round_trip(tmp_path / "ck", {"extra": saved}, {"extra": target})
+    assert target == saved
+    assert {key: type(value) for key, value in target.items()} == {key: type(value) for key, value in saved.items()}
+
+
+def test_a_multi_step_schedule_works_after_the_load(tmp_path: Path) -> None:
+    def make() -> Any:
+        optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+
+    one, other = make(), make()
+    _round_trip(tmp_path / "ck", {"sched": one}, {"sched": other})
+    assert other.state_dict() == one.state_dict()
+    assert type(other.milestones) is type(one.milestones)
+
+
+def test_names_that_overlap_are_refused(tmp_path: Path) -> None:
+    for state in ({"a": {"b": Net()}, "a.b": Net()}, {"model": Net(), "model.ema": Net()}):
+        with pytest.raises(dcp.CheckpointMismatch, match="overlap"):
+            dcp.save(state, tmp_path / "ck")
+
+
+def test_a_stateful_object_may_have_grown(tmp_path: Path) -> None:
+    class Log:
+        def __init__(self, n: int) -> None:
+            self.t = torch.arange(n)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"t": self.t}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.t = state["t"]
+
+    log = Log(0)
+    _round_trip(tmp_path / "ck", {"log": Log(5)}, {"log": log})
+    assert same_bytes(log.t, torch.arange(5))
+
+
+def test_a_dtype_that_cannot_hold_the_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(dcp.CheckpointMismatch, match=r"torch\.int64 here, which cannot hold"):
+        _round_trip(tmp_path / "ck", {"t": torch.tensor(0.7)}, {"t": torch.tensor(0)})

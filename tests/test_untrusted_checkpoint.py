@@ -227,3 +227,11 @@ def test_a_forged_summary_is_corrupt_and_nothing_else(tmp_path: Path, change: di
 def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointMismatch, match=r"extra\.s is a sparse"):
         dcp.save({"extra": {"s": torch.eye(3).to_sparse()}}, tmp_path / "ck")
+
+
+def test_a_data_file_that_links_out_of_the_directory_is_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(4)}, tmp_path / "ck")
+    os.rename(tmp_path / "ck" / "__0_0.distcp", tmp_path / "secret")
+    os.symlink(tmp_path / "secret", tmp_path / "ck" / "__0_0.distcp")
+    with pytest.raises(dcp.CheckpointCorrupt, match="leaves the checkpoint"):
+        dcp.load({"a": torch.zeros(4)}, tmp_path / "ck")

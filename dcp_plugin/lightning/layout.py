@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
 
-from dcp_plugin.state import flatten_optimizer, unflatten_optimizer
+from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 
 MODEL, EXTRA = "model", "extra"
 Checkpoint = dict[str, Any]
@@ -39,6 +40,13 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
         # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
         extra.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
     return {**state, EXTRA: extra}
+
+
+def shared_by_ranks(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The state with what DDP keeps equal marked, so that its ranks share the writing."""
+    marked = {MODEL: mark_parameters(model, state[MODEL])} if MODEL in state else {}
+    slots = {name: mark_slots(model, state[name]) for name in optimizers_among(state)}
+    return {**state, **marked, **slots}
 
 
 def from_state(state: dict[str, Any]) -> Checkpoint:

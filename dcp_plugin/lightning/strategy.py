@@ -111,7 +111,12 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 path.parent.mkdir(parents=True, exist_ok=True)
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
-            handle = io.save(layout.to_state(checkpoint), path, checkpoint.get("global_step"), self.world_size)
+            handle = io.save(
+                layout.shared_by_ranks(layout.to_state(checkpoint), self.model),
+                path,
+                checkpoint.get("global_step"),
+                self.world_size,
+            )
             if trainer.state.stopped:  # nobody will wait for it later
                 handle.wait()
 

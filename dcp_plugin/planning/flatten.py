@@ -6,10 +6,13 @@ mappings. Two things are kept that stock loses: empty containers, and mapping ke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dcp_plugin._torch import is_tensor
+import numpy as np
+
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.types import KeyPath
 
@@ -65,9 +68,12 @@ def _restore(node: Any) -> Any:
 
 
 def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, Mapping) and (value or not path):
+    if not path or _is_walked(value):
         for key, child in value.items():
-            yield from _walk((*path, _mapping_part(key)), child)
+            if key == "":
+                raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
+            part = _mapping_part(key)
+            yield from _walk((*path, str(key) if part is None else part), child)
     elif isinstance(value, list) and _holds_more(value):
         for position, child in enumerate(value):
             yield from _walk((*path, position), child)
@@ -78,12 +84,31 @@ def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
+def holds_sharded(value: Any) -> bool:
+    """Whether there is a DTensor or ShardedTensor in a container that is stored as one value."""
+    if isinstance(value, (DTensor, ShardedTensor)):
+        return True
+    children = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, (Mapping, list, tuple, set)) and any(holds_sharded(child) for child in children)
+
+
 def _mapping_part(key: Any) -> Any:
     if isinstance(key, str):
         return key
+    if isinstance(key, np.integer):
+        return ("k", int(key))
     if isinstance(key, (bool, int, float)):
         return ("k", key)
-    return str(key)
+    return None
+
+
+def _is_walked(value: Any) -> bool:
+    """Plain mappings are; a mapping with other keys than text and numbers, or of a class of its own such as a Counter,
+    only if it holds tensors, which a single value could not share out."""
+    if not isinstance(value, Mapping) or not value:
+        return False
+    plain = not isinstance(value, Counter) and all(_mapping_part(key) is not None for key in value)
+    return plain or _holds_tensors(value)
 
 
 def _holds_more(values: list[Any]) -> bool:

@@ -115,6 +115,8 @@ def _misfit(key: str, target: Any, stored: Any) -> Iterator[str]:
         yield f"{key} is a {type(target).__name__} here and a tensor in the checkpoint"
     elif isinstance(target, ShardedValue) and target.shape != tuple(stored.size):
         yield f"{key} has shape {target.shape} here and {tuple(stored.size)} in the checkpoint"
+    elif isinstance(target, ShardedValue) and not torch.can_cast(stored.properties.dtype, target.dtype):
+        yield f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.properties.dtype}"
 
 
 def nearest(key: str, stored: Iterable[str]) -> str:

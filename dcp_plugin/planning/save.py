@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.planning.partition import Box, partition
 from dcp_plugin.storage import values
 from dcp_plugin.storage.framing import MAX_PAYLOAD
@@ -131,6 +131,11 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
                 raise CheckpointMismatch(f"{key} is a sparse or quantized tensor, which is not supported: densify it")
             flat[key] = sharded_value(leaf)
         else:
+            if holds_sharded(leaf):
+                raise CheckpointMismatch(
+                    f"{key} is a {type(leaf).__name__} with sharded tensors inside; only one rank's part of them would "
+                    f"be stored. Keep sharded tensors in dicts or lists of the state, or directly in optimizer slots."
+                )
             try:
                 flat[key] = EncodedValue(values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle)))
             except UnsafeCheckpoint as error:
@@ -166,11 +171,12 @@ def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:
         data = BytesIOWriteData(len(value.data))
         return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=data)]
     properties = TensorProperties(dtype=value.dtype)
+    kind = WriteItemType.SHARD if value.any_rank else WriteItemType.TENSOR
     items = []
     for number, chunk in enumerate(value.chunks):
         box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         data_of = TensorWriteData(box, properties, torch.Size(value.shape))
-        items.append(WriteItem(MetadataIndex(key, box.offsets, number), WriteItemType.SHARD, tensor_data=data_of))
+        items.append(WriteItem(MetadataIndex(key, box.offsets, number), kind, tensor_data=data_of))
     return items
 
 
@@ -218,7 +224,8 @@ def _merge(plans: list[SavePlan]) -> tuple[dict[str, _Tensor], dict[str, _ValueW
                 )
             itemsize = data.properties.dtype.itemsize
             box = Box(key, tuple(data.chunk.offsets), tuple(data.chunk.sizes), itemsize)
-            tensor.holders[box].append(rank)
+            if item.type == WriteItemType.SHARD or not tensor.holders[box]:
+                tensor.holders[box].append(rank)
     for key, tensor in tensors.items():
         if key in value_writers:
             raise CheckpointMismatch(f"{key} is a tensor on some ranks and another value on others")

@@ -6,11 +6,12 @@ saves. Tied tensors stay tied in the copy.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dcp_plugin.types import EncodedValue, Flat, LocalChunk, ShardedValue, memory_of
+from dcp_plugin.types import EncodedValue, Flat, LocalChunk, memory_of
 
 
 class HostBuffers:
@@ -36,7 +37,7 @@ class HostBuffers:
                     copies[identity] = self._fill(previous.get((key, number)), source)
                     self._buffers[key, number] = copies[identity]
                 chunks.append(LocalChunk(chunk.offsets, chunk.sizes, copies[identity]))
-            snapshot[key] = ShardedValue(value.shape, value.dtype, tuple(chunks))
+            snapshot[key] = replace(value, chunks=tuple(chunks))
         return snapshot
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ of the mapping are the first segments of the keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,15 +15,16 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import finish_in_place, gather_module, materialise, split_tensors
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list
+from dcp_plugin.state.replicas import mark_parameters, mark_slots
 from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredTensor
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, ShardedValue
 
 
 @dataclass
@@ -49,6 +51,9 @@ class Part(Protocol):
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         """Decide what to read, given what is stored under the name. Changes no value; meta tensors get memory."""
 
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Look at the values that are no tensors before any tensor is overwritten; raise if they do not fit."""
+
     def take(self, filled: dict[str, Any]) -> None:
         """Make the object what was read: the targets of :meth:`want`, filled."""
 
@@ -60,13 +65,18 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
 
     Raises:
-        CheckpointMismatch: An optimizer's parameters are in no module of the state.
+        CheckpointMismatch: An optimizer's parameters are in no module of the state, or two names overlap.
     """
     found = list(_objects((), state))
-    modules = {".".join(path): value for path, _, value in found if isinstance(value, nn.Module)}
+    named = [".".join(map(str, path)) for path, _, _ in found]
+    for one, other in itertools.pairwise(sorted(named, key=lambda name: f"{name}.")):
+        if other == one or other.startswith(f"{one}."):
+            raise CheckpointMismatch(
+                f"the state has {one!r} and {other!r}, whose keys would overlap: rename one of them"
+            )
+    modules = {name: value for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, nn.Module)}
     parts: list[Part] = [_ModulePart(name, module) for name, module in modules.items()]
-    for path, owner, value in found:
-        name = ".".join(path)
+    for name, (path, owner, value) in zip(named, found, strict=True):
         if isinstance(value, nn.Module):
             continue
         if isinstance(value, torch.optim.Optimizer):
@@ -104,7 +114,7 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
             found.add(f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}")
         elif isinstance(leaf, ShardedTensor):
             found.add("ShardedTensor (FSDP1)")
-        elif is_tensor(leaf):
+        elif is_tensor(leaf) or isinstance(leaf, ShardedValue):
             found.add("replicated or single")
     return sorted(found)
 
@@ -120,13 +130,13 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if key else name
 
 
-def _objects(path: tuple[str, ...], node: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     """(path, the mapping it is in, object) of each part. Mappings are entered if they hold live objects."""
     for key, value in node.items():
         if isinstance(value, Mapping) and _holds_objects(value):
-            yield from _objects((*path, str(key)), value)
+            yield from _objects((*path, key), value)
         else:
-            yield (*path, str(key)), node, value
+            yield (*path, key), node, value
 
 
 def _holds_objects(node: Mapping[str, Any]) -> bool:
@@ -160,7 +170,7 @@ class _ModulePart:
         self._template: dict[str, Any] = {}
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        state = gather_module(self._module)
+        state = mark_parameters(self._module, gather_module(self._module))
         return state, {key: (key,) for key in state}
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
@@ -173,6 +183,9 @@ class _ModulePart:
         for key in wanted.missing:
             del wanted.targets[key]
         return wanted
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Any value is fine."""
 
     def take(self, filled: dict[str, Any]) -> None:
         values = {key: value for key, value in filled.items() if not is_tensor(value)}
@@ -191,7 +204,7 @@ class _OptimizerPart:
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self._module, self._optimizer)
-        state = flatten_optimizer(nested)
+        state = mark_slots(self._module, flatten_optimizer(nested))
         paths: dict[str, KeyPath] = {key: (key,) for key in state}
         if self._stock_aliases:
             listed, listed_paths = group_list(nested)
@@ -210,6 +223,10 @@ class _OptimizerPart:
             )
         return wanted
 
+    def check(self, values: Mapping[str, Any]) -> None:
+        assert self._load is not None
+        self._load.check(values)
+
     def take(self, filled: dict[str, Any]) -> None:
         assert self._load is not None
         self._load.commit(filled)
@@ -219,6 +236,8 @@ class _TreePart:
     """Common to data and Stateful objects: the checkpoint says what is there, the object only offers memory for it."""
 
     kind = "value"
+    may_grow = False
+    """Whether a tensor may have another shape than in the checkpoint."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -233,11 +252,20 @@ class _TreePart:
         for key, entry in stored.items():
             mine = current.get(key)
             if isinstance(entry, StoredTensor):
-                wanted.targets[key] = mine if is_tensor(mine) else torch.empty(entry.shape, dtype=entry.dtype)
+                wanted.targets[key] = self._memory_for(entry, mine)
             else:
                 wanted.targets[key] = None
         self._paths = dict(paths)
         return wanted
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Any value is fine."""
+
+    def _memory_for(self, entry: StoredTensor, mine: Any) -> Any:
+        """The object's own tensor, or a new one where it has none to offer."""
+        if is_tensor(mine) and (not self.may_grow or sharded_value(mine).shape == entry.shape):
+            return mine
+        return torch.empty(entry.shape, dtype=entry.dtype)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """The structure may differ from the checkpoint's; that nothing is stored at all is a miss."""
@@ -254,6 +282,7 @@ def _flatten_or_empty(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 class _StatefulPart(_TreePart):
     kind = "stateful"
+    may_grow = True
 
     def __init__(self, name: str, value: Any) -> None:
         super().__init__(name)
@@ -275,8 +304,15 @@ class _MappingPart(_TreePart):
         return _flatten_or_empty(self._value)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """Whoever names the keys of a mapping wants all of them; an empty mapping takes what comes."""
-        return [key for key in current if key and key not in stored] if stored else [""]
+        """Whoever names the keys of a mapping wants all of them; an empty container takes what comes."""
+        if not stored:
+            return [""]
+        empty = {key for key, value in current.items() if isinstance(value, (Mapping, list)) and not value}
+        return [
+            key
+            for key in current
+            if key and key not in stored and not (key in empty and any(other.startswith(f"{key}.") for other in stored))
+        ]
 
     def take(self, filled: dict[str, Any]) -> None:
         if isinstance(self._value, MutableMapping):
@@ -295,17 +331,15 @@ def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
 class _ValuePart(_TreePart):
     """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
 
-    def __init__(self, name: str, owner: Any, key: str) -> None:
+    def __init__(self, name: str, owner: Any, key: Any) -> None:
         super().__init__(name)
         self._owner = owner
         self._key = key
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        leaves, paths = flatten({self._key: self._owner[self._key]})
-        cut = len(self._key) + 1
-        return {key[cut:]: leaf for key, leaf in leaves.items()}, {key[cut:]: path[1:] for key, path in paths.items()}
+        leaves, paths = flatten({"it": self._owner[self._key]})
+        return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
 
     def take(self, filled: dict[str, Any]) -> None:
-        if filled:
-            paths = {key: (self._key, *self._paths[key]) for key in filled}
-            self._owner[self._key] = unflatten(filled, paths)[self._key]
+        paths = {key: ("it", *self._paths[key]) for key in filled}
+        self._owner[self._key] = unflatten(filled, paths)["it"]

@@ -4,8 +4,8 @@
 (DTensors with a device mesh), and they must be loaded through it. All of that goes through the public
 ``torch.distributed.checkpoint.state_dict`` functions; what those get wrong is put right here:
 
-- ``get_optimizer_state_dict`` steps a fresh optimizer to invent its state. A save must not change anything, so it is
-  not called then.
+- ``get_optimizer_state_dict`` steps a fresh optimizer to invent its state, on each rank that has none. A save must not
+  change anything, so FSDP is asked directly.
 - ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
 """
 
@@ -17,15 +17,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 
 from dcp_plugin.state.names import CleanNames
 
@@ -50,10 +55,11 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None
 def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective."""
     clean = CleanNames(module)
-    if not any(optimizer.state.values()):
+    if not _any_rank_has_state(module, optimizer):
         return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
-    with _quiet():
-        gathered: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+    sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with _quiet(), FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *sharded):
+        gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer)
     state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
     groups = [{**group, "params": [clean(name) for name in group["params"]]} for group in gathered["param_groups"]]
     return {"state": state, "param_groups": groups}
@@ -67,6 +73,14 @@ def apply_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: 
     for parameter in list(optimizer.state):
         if not any(name in state["state"] for name in names[id(parameter)]):
             del optimizer.state[parameter]
+
+
+def _any_rank_has_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """All of a small trainable part may lie on one rank; the others must take part in gathering its state."""
+    wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
+    found = torch.tensor(int(any(optimizer.state.values())), device=wrapper.compute_device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return bool(found.item())
 
 
 def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

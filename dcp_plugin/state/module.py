@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin._torch import DTensor, is_tensor
+from dcp_plugin._torch import DTensor, is_tensor, sharded_value
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import CleanNames
+from dcp_plugin.types import memory_of
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:
@@ -79,12 +81,39 @@ def materialise(module: nn.Module) -> None:
 def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[str, Any]) -> None:
     """Complete a load whose tensors were filled through ``template``, which :func:`gather_module` returned.
 
-    ``values`` is what the template has besides tensors (extra state), from the checkpoint.
+    What is not the memory of a parameter or buffer was filled as a copy, and goes through ``load_state_dict``: extra
+    state, metrics, and everything under FSDP1. For the rest the load is done, without hooks of ``load_state_dict``.
+
+    Args:
+        values: What the template has besides tensors, from the checkpoint.
     """
-    if fsdp1.contains_fsdp1(module):
-        apply_module(module, {**template, **values}, strict=False)
-    elif values:
-        apply_module(module, values, strict=False)
+    if not fsdp1.contains_fsdp1(module):
+        template = {key: value for key, value in template.items() if not _is_own_memory(module, key, value)}
+    loaded = {**template, **values}
+    if loaded:
+        apply_module(module, loaded, strict=False)
+
+
+def _is_own_memory(module: nn.Module, key: str, value: Any) -> bool:
+    """Whether a tensor of the state dict is the parameter or buffer of its name, and not a copy of something."""
+    owner_name, _, name = key.rpartition(".")
+    owner = _unwrapped(module)
+    for part in filter(None, owner_name.split(".")):
+        owner = _unwrapped(getattr(owner, part, None))
+    own = getattr(owner, name, None)
+    return is_tensor(value) and isinstance(own, torch.Tensor) and _memory(own) == _memory(value)
+
+
+def _unwrapped(module: Any) -> Any:
+    """What is inside the wrappers that clean names leave out."""
+    for segment in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
+        if isinstance(module, nn.Module) and segment in dict(module.named_children()):
+            return _unwrapped(getattr(module, segment))
+    return _unwrapped(module.module) if isinstance(module, DistributedDataParallel) else module
+
+
+def _memory(tensor: Any) -> list[Any]:
+    return [memory_of(chunk.tensor) for chunk in sharded_value(tensor).chunks]
 
 
 def split_tensors(state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -114,11 +114,12 @@ class OptimizerLoad:
         # What has the shape of a parameter is sharded like it.
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = self._group_names()
+        self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._group_list: dict[str, Entry] = {}
         for key, entry in stored.items():
-            kind, fqn, name = split_key(key)
+            kind, fqn, name = self._split(key)
             if kind == "state":
                 self._slots[fqn][name] = entry
             elif any(isinstance(part, int) for part in (paths or {}).get(key, ())):
@@ -126,7 +127,6 @@ class OptimizerLoad:
             else:
                 self._hyper[fqn][name] = entry
         known = set(self._slots) | set(self._hyper)
-        self._here = {fqn for names in self._groups for fqn in names}
         self.foreign = bool(known) and not known & self._here
         """Whether nothing in the checkpoint belongs to this optimizer."""
         listed_only = bool(self._group_list) and not self._hyper  # then it is not known which parameters there were
@@ -154,6 +154,16 @@ class OptimizerLoad:
         targets.update({key: _room_for(entry) for key, entry in self._group_list.items()})
         return targets
 
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Whether the hyper-parameters fit the groups.
+
+        Raises:
+            CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
+        """
+        _, fields = self._sort(values)
+        for number, names in enumerate(self._groups):
+            self._group_fields(number, names, fields)
+
     def commit(self, filled: Mapping[str, Any]) -> None:
         """Give the optimizer what was read; parameters of which nothing was read keep what they have.
 
@@ -162,16 +172,7 @@ class OptimizerLoad:
         Raises:
             CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
         """
-        state: dict[str, dict[str, Any]] = defaultdict(dict)
-        fields: dict[str, dict[str, Any]] = defaultdict(dict)
-        listed: dict[str, dict[str, Any]] = defaultdict(dict)
-        for key, value in filled.items():
-            kind, fqn, name = split_key(key)
-            where = state if kind == "state" else listed if key in self._group_list else fields
-            where[fqn][name] = value
-        for group in listed.values():
-            for fqn in group.get("params", ()):
-                fields[fqn] = _fields(group)
+        state, fields = self._sort(filled)
         touched = state.keys() | fields.keys()
         groups = [self._group_fields(number, names, fields) for number, names in enumerate(self._groups)]
         if self._fsdp1:
@@ -196,6 +197,30 @@ class OptimizerLoad:
                     self._optimizer.state.pop(parameter, None)
             for field, value in new.items():
                 group[field] = _keep_tensor(group.get(field), value)
+
+    def _sort(self, filled: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Slots and hyper-parameters by FQN."""
+        state: dict[str, dict[str, Any]] = defaultdict(dict)
+        fields: dict[str, dict[str, Any]] = defaultdict(dict)
+        listed: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, value in filled.items():
+            kind, fqn, name = self._split(key)
+            where = state if kind == "state" else listed if key in self._group_list else fields
+            where[fqn][name] = value
+        for group in listed.values():
+            for fqn in group.get("params", ()):
+                fields[fqn] = _fields(group)
+        return state, fields
+
+    def _split(self, key: str) -> tuple[str, str, str]:
+        """Like :func:`split_key`, and right for slots with dots in their names if the parameter is known here."""
+        kind, fqn, name = split_key(key)
+        parts = fqn.split(".")
+        for count in range(len(parts), 0, -1):
+            known = ".".join(parts[:count])
+            if known in self._here:
+                return kind, known, ".".join([*parts[count:], name])
+        return kind, fqn, name
 
     def _group_names(self) -> list[list[str]]:
         if self._fsdp1:

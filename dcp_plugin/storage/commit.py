@@ -27,6 +27,7 @@ import os
 import socket
 import time
 import uuid
+import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,12 @@ INDEX = "dcp_plugin.index"
 DATA_SUFFIX = ".distcp"
 
 _OURS = {METADATA, SUMMARY, INDEX, "meta.pt"}
-_mine: dict[str, int] = {}
-"""Descriptors of the locks that this process holds, by token. POSIX locks do not exclude their own process, and
-closing any descriptor of a file drops them: tokens in here must not be opened again."""
+_mine: dict[str, tuple[int, str]] = {}
+"""The locks that this process holds: descriptor and target, by token. POSIX locks do not exclude their own process,
+and closing any descriptor of a file drops them: the records of these tokens must not be opened again."""
+
+_ATTEMPTS = 20
+"""Another process may remove the empty workspace just after we made it."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,9 @@ def reserve(final: Path) -> Reservation:
     """
     _refuse_to_replace_other_things(final)
     try:
-        files.make_directories(final.parent / WORKSPACE)
+        files.make_directories(final.parent)
         sweep(final.parent)
-        reservation = Reservation(final, uuid.uuid4().hex[:16])
-        _open_record(reservation)
+        reservation = _open_record(final)
         reservation.directory.mkdir()
     except OSError as error:
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
@@ -116,9 +119,7 @@ def remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
-    files.make_directories(path.parent / WORKSPACE)
-    reservation = Reservation(path, uuid.uuid4().hex[:16])
-    _open_record(reservation)
+    reservation = _open_record(path)
     os.rename(path, reservation._beside("deleted"))
     files.sync_directory(path.parent)
     discard(reservation)
@@ -174,6 +175,11 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 
 def _refuse_to_replace_other_things(final: Path) -> None:
+    if final.is_file() and not final.is_symlink() and not zipfile.is_zipfile(final):
+        raise SaveFailed(
+            f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
+            f"delete it. Save to a new name."
+        )
     if final.is_dir() and os.listdir(final) and not looks_like_checkpoint(final):
         raise SaveFailed(
             f"cannot save to {final}: the directory has other things in it than a checkpoint, and replacing it would "
@@ -190,14 +196,31 @@ def _keep_other_files(old: Path, new: Path) -> None:
                 os.rename(old / name, new / name)
 
 
-def _open_record(reservation: Reservation) -> None:
+def _open_record(final: Path) -> Reservation:
+    """A new token, with its locked record in the workspace."""
+    for attempt in range(_ATTEMPTS):
+        reservation = Reservation(final, uuid.uuid4().hex[:16])
+        files.make_directories(reservation.record.parent)
+        try:
+            _lock_record(reservation)
+        except FileNotFoundError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+        else:
+            break
+    return reservation
+
+
+def _lock_record(reservation: Reservation) -> None:
     try:
         descriptor = files.lock(reservation.record)
+    except FileNotFoundError:
+        raise
     except OSError:  # a file system without locks: then nobody sweeps
         descriptor = os.open(reservation.record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if descriptor is None:
         raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
-    _mine[reservation.token] = descriptor
+    _mine[reservation.token] = (descriptor, reservation.final.name)
     said = {"target": reservation.final.name, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
     os.write(descriptor, json.dumps(said).encode())
     os.fsync(descriptor)
@@ -205,7 +228,7 @@ def _open_record(reservation: Reservation) -> None:
 
 def _close_record(reservation: Reservation) -> None:
     reservation.record.unlink(missing_ok=True)
-    descriptor = _mine.pop(reservation.token, None)
+    descriptor, _ = _mine.pop(reservation.token, (None, ""))
     if descriptor is not None:
         os.close(descriptor)
     with suppress(OSError):  # other saves are using it
@@ -214,6 +237,8 @@ def _close_record(reservation: Reservation) -> None:
 
 def target_of(record: Path) -> str | None:
     """The name of the checkpoint that a record is about; None if it was torn while being written."""
+    if record.stem in _mine:
+        return _mine[record.stem][1]
     try:
         target = json.loads(record.read_bytes())["target"]
     except (ValueError, KeyError, TypeError, OSError):

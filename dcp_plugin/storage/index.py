@@ -319,6 +319,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         for name, size in self.files.items():
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise CheckpointCorrupt(f"{directory}: the index names {name!r}, which leaves the checkpoint")
+            if (directory / name).resolve().parent != directory.resolve() / PurePosixPath(name).parent:
+                raise CheckpointCorrupt(f"{directory}: {name} is a link that leaves the checkpoint")
             try:
                 found = (directory / name).stat().st_size
             except OSError as error:

@@ -75,6 +75,12 @@ class ShardedReader(StorageReader):
         self.bytes_read = 0
 
     @property
+    def fingerprint(self) -> str:
+        """Equal for the same checkpoint, wherever it is: a hash of its table of contents."""
+        self.index  # noqa: B018 - reads the summary
+        return self.summary.index_sha256 if self.summary else fingerprint((self.path / commit.METADATA).read_bytes())
+
+    @property
     def index(self) -> CheckpointIndex:
         if self._index is None:
             self._index = self._open()
@@ -136,20 +142,12 @@ class ShardedReader(StorageReader):
 
     # Beyond the interface
 
-    def read_value(self, key: str) -> bytes:
-        """The bytes of a value, verified."""
-        entry = self.index[key]
-        if not isinstance(entry, StoredValue):
-            raise CheckpointCorrupt(f"{self.path}: {key} is a tensor where a value was expected")
-        with open(self.path / entry.location.file, "rb") as file:
-            return self._read_bytes(file.fileno(), key, entry.location)
-
     def check(self, key: str, location: Location) -> str:
         """Read one item completely. An empty string, or what is wrong with it."""
         try:
             with open(self.path / location.file, "rb") as file:
                 if location.checksums is None or location.payload_offset is None:
-                    load_bytes(os.pread(file.fileno(), location.length, location.offset), weights_only=True)
+                    self._read_bytes(file.fileno(), key, location)
                     return ""
                 for _ in self._blocks(file.fileno(), key, location, 0, location.payload_length):
                     pass
@@ -191,7 +189,7 @@ class ShardedReader(StorageReader):
         target = planner.resolve_tensor(item).detach()
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if chunk.location.payload_offset is None:
-            stored = load_bytes(self._read_bytes(fd, key, chunk.location), weights_only=True)
+            stored = self._load_item(fd, key, chunk.location)
             if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
                 raise CheckpointCorrupt(f"{self.path}: the item of {key} is not the tensor that the metadata describes")
             target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
@@ -200,6 +198,15 @@ class ShardedReader(StorageReader):
             count = self._read_box(fd, key, dtype, chunk, offsets, lengths, target)
         planner.commit_tensor(item, target)
         return count
+
+    def _load_item(self, fd: int, key: str, location: Location) -> Any:
+        """An item of unknown layout, through torch."""
+        try:
+            return load_bytes(self._read_bytes(fd, key, location), weights_only=True)
+        except CheckpointCorrupt:
+            raise
+        except Exception as error:
+            raise CheckpointCorrupt(f"{self.path}: the item of {key} in {location.file} is damaged: {error}") from error
 
     def _read_box(
         self,
@@ -229,10 +236,13 @@ class ShardedReader(StorageReader):
             target.copy_(box)
         return stop - start
 
-    def _read_bytes(self, fd: int, key: str, location: Location) -> bytes:
+    def _read_bytes(self, fd: int, key: str, location: Location) -> bytes | bytearray:
         """The payload of a value's item, or the whole item where its layout is unknown."""
         if location.payload_offset is None:
-            return os.pread(fd, location.length, location.offset)
+            item = bytearray(location.length)
+            if _read_fully(fd, memoryview(item), location.offset) < len(item):
+                raise CheckpointCorrupt(f"{self.path}: {location.file} ends within {key}")
+            return item
         return b"".join(bytes(block) for _, block in self._blocks(fd, key, location, 0, location.payload_length))
 
     def _blocks(self, fd: int, key: str, location: Location, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
+from dcp_plugin.storage.commit import SUMMARY
 from dcp_plugin.storage.index import FORMAT_VERSION
 
 _MAX_SIZE = 1 << 20
@@ -22,8 +23,8 @@ _MAX_SIZE = 1 << 20
 class Summary:
     """The content of ``dcp_plugin.json``.
 
-    ``kinds`` says what each name of the saved state was (``module``, ``optimizer``, ``value`` …), so that a load
-    under other names can find the only module and the only optimizer.
+    ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
+    other names can find the only one of its kind.
     """
 
     step: int | None
@@ -40,14 +41,24 @@ class Summary:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def describe(cls, index_bytes: bytes, **facts: Any) -> Summary:
+    def describe(cls, index_bytes: bytes, directory: Path, **facts: Any) -> Summary:
+        """The summary of a checkpoint that will be published in ``directory``, later than all that are there.
+
+        Later even if the clock was set back, or a neighbour comes from a host whose clock is ahead.
+        """
         from dcp_plugin import __version__
 
         versions = {"dcp_plugin": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        return cls(time=time.time(), index_sha256=fingerprint(index_bytes), versions=versions, **facts)
+        newest = max((_time_of(path) for path in directory.glob(f"*/{SUMMARY}")), default=0.0)
+        now = max(time.time(), newest + 0.001)
+        return cls(time=now, index_sha256=fingerprint(index_bytes), versions=versions, **facts)
 
     def encode(self) -> bytes:
-        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+        """Raises SaveFailed if it would be larger than a reader accepts."""
+        data = (json.dumps(asdict(self), indent=2) + "\n").encode()
+        if len(data) > _MAX_SIZE:
+            raise SaveFailed(f"the summary would have {len(data)} bytes: the state has too many modules or layouts")
+        return data
 
     @classmethod
     def read(cls, path: Path) -> Summary:
@@ -66,6 +77,13 @@ class Summary:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"{path} is damaged: {error}") from error
         return summary
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return Summary.read(path).time
+    except CheckpointCorrupt:
+        return 0.0
 
 
 def fingerprint(index_bytes: bytes) -> str:

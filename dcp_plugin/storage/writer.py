@@ -153,6 +153,7 @@ class ShardedWriter(StorageWriter):
         tensors = sum(isinstance(m, TensorStorageMetadata) for m in metadata.state_dict_metadata.values())
         summary = Summary.describe(
             encoded,
+            self.path.parent,
             step=self._step,
             world_size=len(results),
             tensors=tensors,
@@ -160,9 +161,10 @@ class ShardedWriter(StorageWriter):
             payload_bytes=index.payload_bytes,
             **self._facts,
         )
+        described = summary.encode()
         try:
             files.write_durably(directory / commit.INDEX, encoded)
-            files.write_durably(directory / commit.SUMMARY, summary.encode())
+            files.write_durably(directory / commit.SUMMARY, described)
             files.write_durably(directory / commit.METADATA, self._stock_metadata(metadata, places))
             commit.publish(self._reservation)
         except OSError as error:
