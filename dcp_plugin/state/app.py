@@ -65,15 +65,12 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
 
     Raises:
-        CheckpointMismatch: An optimizer's parameters are in no module of the state, or two names overlap.
+        CheckpointMismatch: An optimizer's parameters are in no module of the state, or two objects have one name.
     """
     found = list(_objects((), state))
     named = [".".join(map(str, path)) for path, _, _ in found]
-    for one, other in itertools.pairwise(sorted(named, key=lambda name: f"{name}.")):
-        if other == one or other.startswith(f"{one}."):
-            raise CheckpointMismatch(
-                f"the state has {one!r} and {other!r}, whose keys would overlap: rename one of them"
-            )
+    if len(set(named)) < len(named):
+        raise CheckpointMismatch(f"two objects of the state have the name {max(named, key=named.count)!r}: rename one")
     modules = {name: value for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, nn.Module)}
     parts: list[Part] = [_ModulePart(name, module) for name, module in modules.items()]
     for name, (path, owner, value) in zip(named, found, strict=True):
@@ -91,7 +88,14 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
 
 
 def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """All leaves by key, and the path of each. Collective if a module contains FSDP1."""
+    """All leaves by key, and the path of each. Collective if a module contains FSDP1.
+
+    Raises:
+        CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
+    """
+    for one, other in itertools.pairwise(sorted(f"{part.name}." for part in parts)):
+        if other.startswith(one):
+            raise CheckpointMismatch(f"the state has {one[:-1]!r} and {other[:-1]!r}, whose keys overlap: rename one")
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for part in parts:
