@@ -128,6 +128,7 @@ class Checkpointer:
             SaveFailed: On every rank, naming the ranks where it went wrong. What was at ``path`` is untouched. Also
                 raised for an earlier background save that failed.
             UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
+            RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
         job = self._gather(state, local_path(path), step)
@@ -157,6 +158,9 @@ class Checkpointer:
         Everything that can be checked is checked before the first byte is overwritten. What remains: if reading
         fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
 
+        Parameters and buffers are filled in their own memory, without hooks of ``load_state_dict``; whatever else a
+        module has in its state dict goes through ``load_state_dict``.
+
         Args:
             partial: Which keys of ``state`` to load; the others keep their values.
             strict: Whether missing and unexpected keys of modules and optimizers, and missing ones of anything else,
@@ -164,10 +168,10 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank.
-            CheckpointMismatch: Naming all keys that do not fit.
+            CheckpointMismatch: Naming all keys that do not fit; or ranks that load different checkpoints.
+            RankFailure: A rank died, or did not answer within the timeout.
         """
-        self.wait()
-        return _Load(self._meet(), self.config, local_path(path), partial or PartialLoad(), strict).run(state)
+        return _Load(self._meet_again(), self.config, local_path(path), partial or PartialLoad(), strict).run(state)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
@@ -222,7 +226,7 @@ class Checkpointer:
             told = error
         ranks = self._meet()
         if previous is not None and previous.exception() is not None:
-            ranks.agree("start a save", lambda: _raise(told))
+            ranks.agree("go on after a failed save", lambda: _raise(told))
         return ranks
 
     def _gather(self, state: Mapping[str, Any], path: Path, step: int | None) -> _Job:
