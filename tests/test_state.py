@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
@@ -753,3 +753,62 @@ def test_a_stateful_object_may_have_grown(tmp_path: Path) -> None:
 def test_a_dtype_that_cannot_hold_the_values_is_refused(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointMismatch, match=r"torch\.int64 here, which cannot hold"):
         _round_trip(tmp_path / "ck", {"t": torch.tensor(0.7)}, {"t": torch.tensor(0)})
+
+
+def _offloaded(root: Path) -> None:
+    """FSDP1 offloads to pinned memory only, which needs a GPU: that case is in test_cuda.py."""
+    policy = CPUOffloadPolicy(pin_memory=False)
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Net()
+        for module in (model.block, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)), offload_policy=policy)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make(0)
+    train(model, optimizer, 2)
+    dcp.save({"model": model, "optim": optimizer}, root / "ck")
+    other, fresh = make(1)
+    dcp.load({"model": other, "optim": fresh}, root / "ck")
+    assert_same(whole_state(other, fresh), whole_state(model, optimizer))
+    assert train(model, optimizer, 2) == train(other, fresh, 2)
+
+
+def test_fsdp2_with_cpu_offload(tmp_path: Path) -> None:
+    launch.run(_offloaded, 2, tmp_path)
+
+
+def _two_optimizers_under_fsdp1(root: Path) -> None:
+    warnings.simplefilter("ignore")
+
+    def fsdp1(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+    def make(seed: int, units: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Net()
+        if units:
+            model.inp = fsdp1(model.inp)
+        model = fsdp1(model)
+        split: list[list[nn.Parameter]] = [[], []]
+        for name, parameter in model.named_parameters():
+            split["inp" in name].append(parameter)
+        return model, torch.optim.AdamW(split[0]), torch.optim.SGD(split[1], lr=0.1, momentum=0.9)
+
+    model, one, two = make(0, units=True)
+    _step(model, one, two)
+    dcp.save({"model": model, "one": one, "two": two}, root / "ck")
+    other, fresh_one, fresh_two = make(1, units=True)
+    dcp.load({"model": other, "one": fresh_one, "two": fresh_two}, root / "ck")
+    assert_same(whole_state(other, fresh_one), whole_state(model, one))
+    assert_same(whole_state(other, fresh_two), whole_state(model, two))
+
+    model, one, two = make(0, units=False)
+    _step(model, one, two)
+    with pytest.raises(dcp.CheckpointMismatch, match="several optimizers"):
+        dcp.save({"model": model, "one": one, "two": two}, root / "mixed")
+
+
+def test_several_optimizers_under_fsdp1_one_unit_each(tmp_path: Path) -> None:
+    launch.run(_two_optimizers_under_fsdp1, 2, tmp_path)

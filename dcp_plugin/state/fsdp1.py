@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames
 
 
@@ -53,13 +54,25 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None
 
 
 def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective."""
+    """``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective.
+
+    Raises:
+        CheckpointMismatch: The optimizer has a part of what one FSDP unit trains. FSDP1 gathers by unit.
+    """
     clean = CleanNames(module)
     if not _any_rank_has_state(module, optimizer):
         return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
     sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     with _quiet(), FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *sharded):
-        gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer)
+        try:
+            gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer)
+        except RuntimeError as error:
+            if "is not in the optimizer state" not in str(error):
+                raise
+            raise CheckpointMismatch(
+                f"an FSDP1 unit is trained by several optimizers, or in part by none ({str(error).partition('.')[0]}): "
+                f"its state can only be gathered as a whole. Wrap what each optimizer trains on its own, or use FSDP2."
+            ) from error
     state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
     groups = [{**group, "params": [clean(name) for name in group["params"]]} for group in gathered["param_groups"]]
     return {"state": state, "param_groups": groups}
