@@ -717,6 +717,13 @@ def test_plain_state_comes_back_as_it_was(tmp_path: Path, saved: dict[Any, Any],
     assert {key: type(value) for key, value in target.items()} == {key: type(value) for key, value in saved.items()}
 
 
+def test_a_part_of_a_list_is_loaded_into_its_place(tmp_path: Path) -> None:
+    target = {"items": [{"a": 10}, {"a": 20}, {"a": 30}]}
+    dcp.save({"extra": {"items": [{"a": 1}, {"a": 2}, {"a": 3}]}}, tmp_path / "ck")
+    dcp.load({"extra": target}, tmp_path / "ck", partial=dcp.PartialLoad(include="extra.items.1.*"))
+    assert target == {"items": [{"a": 10}, {"a": 2}, {"a": 30}]}
+
+
 def test_a_multi_step_schedule_works_after_the_load(tmp_path: Path) -> None:
     def make() -> Any:
         optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)

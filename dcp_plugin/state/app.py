@@ -319,8 +319,31 @@ class _MappingPart(_TreePart):
         ]
 
     def take(self, filled: dict[str, Any]) -> None:
-        if isinstance(self._value, MutableMapping):
+        if not isinstance(self._value, MutableMapping):
+            return
+        holders = {key: _holder_of(self._value, self._paths[key]) for key in filled}
+        if "" not in filled and all(holder is not None for holder in holders.values()):
+            for key, holder in holders.items():  # the structure is there: leaf by leaf, also in lists
+                holder[_step(self._paths[key][-1])] = filled[key]
+        else:
             _update(self._value, self.tree(filled))
+
+
+def _holder_of(node: Any, path: KeyPath) -> Any:
+    """The mapping or list in ``node`` that has the last step of the path; None if there is none."""
+    for part in path[:-1]:
+        node = node[_step(part)] if _has(node, _step(part)) else None
+    return node if path and _has(node, _step(path[-1])) else None
+
+
+def _has(node: Any, step: Any) -> bool:
+    if isinstance(node, list):
+        return isinstance(step, int) and step < len(node)
+    return isinstance(node, MutableMapping) and step in node
+
+
+def _step(part: Any) -> Any:
+    return part[1] if isinstance(part, tuple) else part
 
 
 def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
