@@ -11,10 +11,15 @@ What a value is, sharded or not, tensor or not, is left to the core: hooks may p
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
+from datetime import timedelta
+from enum import Enum
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
@@ -36,7 +41,7 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
         state.update(zip(optimizer_names(len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
     for owner in (LightningModule, LightningDataModule):
         if (key := owner.CHECKPOINT_HYPER_PARAMS_KEY) in extra:
-            extra[key] = _without_omegaconf(extra[key])
+            extra[key] = _plain(extra[key])
         # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
         extra.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
     return {**state, EXTRA: extra}
@@ -69,14 +74,25 @@ def optimizers_among(names: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: int(name.removeprefix("optim").removeprefix("_") or 0))
 
 
-def _without_omegaconf(value: Any) -> Any:
-    """Hydra's configurations as the dictionaries and lists that they were made of."""
+def _plain(value: Any) -> Any:
+    """Settings as the plain values that they stand for: configurations, dataclasses and enums need their code to be
+    restored, and nobody resumes with those of the checkpoint."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
-        return omegaconf.OmegaConf.to_container(value)
+        return _plain(omegaconf.OmegaConf.to_container(value))
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Namespace):
+        return _plain(vars(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _without_omegaconf(item) for key, item in value.items()}
-    return value
+        return {key: _plain(item) for key, item in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple, set) else value
 
 
 def is_keyed_by_name(optimizer_state: Any) -> bool:

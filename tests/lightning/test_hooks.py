@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,7 +152,17 @@ def _add_tensors(root: Path, layout: str) -> None:
     assert same_bytes(model.average["plain"], torch.arange(3))
 
 
-def test_hyper_parameters_of_hydra_are_saved(tmp_path: Path) -> None:
+class Mode(Enum):
+    FAST = "fast"
+
+
+@dataclass
+class Options:
+    depth: int
+    mode: Mode
+
+
+def test_hyper_parameters_of_hydra_and_other_settings_are_saved(tmp_path: Path) -> None:
     launch.run(_hyper_parameters, 1, tmp_path)
 
 
@@ -163,7 +178,27 @@ def _hyper_parameters(root: Path) -> None:
 
     plain = {"width": 7, "betas": [0.9, 0.95]}
     hydra = OmegaConf.create(plain)
-    for config, expected in ((hydra, plain), ({"optimizer": hydra}, {"optimizer": plain})):
+    odd = {
+        "optimizer": hydra,
+        "where": Path("/data"),
+        "mode": Mode.FAST,
+        "every": timedelta(minutes=2),
+        "weights": np.arange(3),
+        "options": Options(3, Mode.FAST),
+        "args": Namespace(depth=2),
+        "sizes": (1, [2, Mode.FAST]),
+    }
+    as_plain = {
+        "optimizer": plain,
+        "where": "/data",
+        "mode": "fast",
+        "every": 120.0,
+        "weights": [0, 1, 2],
+        "options": {"depth": 3, "mode": "fast"},
+        "args": {"depth": 2},
+        "sizes": (1, [2, "fast"]),
+    }
+    for config, expected in ((hydra, plain), (odd, as_plain)):
         trainer = t.trainer_for("single", plugin=True, max_steps=1)
         trainer.fit(Configured(config), t.plain_loader("single"))
         trainer.save_checkpoint(root / "checkpoint")
