@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin.state import apply_module, flatten_optimizer, gather_module, gather_optimizer
+from dcp_plugin.state.module import materialise
 from tests import launch
 from tests.compare import assert_same, full_state, same_bytes
 from tests.layouts import Net, train, whole_state
@@ -455,6 +456,16 @@ def _meta_sharded(root: Path) -> None:
     dcp.load({"model": other, "optim": fresh}, root / "ck")
     assert train(model, optimizer, 2) == train(other, fresh, 2)
     assert_same(whole_state(other, fresh), whole_state(model, optimizer))
+
+
+def _materialise_on_one_rank(root: Path) -> None:
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    if torch.distributed.get_rank() == 0:
+        materialise(model)
+
+
+def test_a_load_without_meta_tensors_gathers_no_full_model_under_fsdp1(tmp_path: Path) -> None:
+    launch.run(_materialise_on_one_rank, 2, tmp_path, timeout=60)
 
 
 def test_a_meta_model_under_fsdp2_is_materialised_by_the_load(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin._torch import DTensor, is_tensor, sharded_value
 from dcp_plugin.state import fsdp1
@@ -55,6 +54,8 @@ def materialise(module: nn.Module) -> None:
     The memory is on the device of a DTensor's mesh, else torch's default device. Buffers that are not persistent are
     in no checkpoint: they get memory without values, and a warning names them.
     """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return  # before state_dict, which under FSDP1 would gather the whole model
     clean = CleanNames(module)
     in_checkpoints = set(module.state_dict())
     lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
@@ -88,28 +89,23 @@ def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[st
         values: What the template has besides tensors, from the checkpoint.
     """
     if not fsdp1.contains_fsdp1(module):
-        template = {key: value for key, value in template.items() if not _is_own_memory(module, key, value)}
+        own = _own_tensors(module)
+        template = {
+            key: value
+            for key, value in template.items()
+            if not (is_tensor(value) and key in own and _memory(own[key]) == _memory(value))
+        }
     loaded = {**template, **values}
     if loaded:
         apply_module(module, loaded, strict=False)
 
 
-def _is_own_memory(module: nn.Module, key: str, value: Any) -> bool:
-    """Whether a tensor of the state dict is the parameter or buffer of its name, and not a copy of something."""
-    owner_name, _, name = key.rpartition(".")
-    owner = _unwrapped(module)
-    for part in filter(None, owner_name.split(".")):
-        owner = _unwrapped(getattr(owner, part, None))
-    own = getattr(owner, name, None)
-    return is_tensor(value) and isinstance(own, torch.Tensor) and _memory(own) == _memory(value)
-
-
-def _unwrapped(module: Any) -> Any:
-    """What is inside the wrappers that clean names leave out."""
-    for segment in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-        if isinstance(module, nn.Module) and segment in dict(module.named_children()):
-            return _unwrapped(getattr(module, segment))
-    return _unwrapped(module.module) if isinstance(module, DistributedDataParallel) else module
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by clean FQN, tied ones under each of their names."""
+    clean = CleanNames(module)
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {clean(name): tensor for name, tensor in (*parameters, *buffers)}
 
 
 def _memory(tensor: Any) -> list[Any]:
