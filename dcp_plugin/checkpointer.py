@@ -26,7 +26,7 @@ from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.planning.load import ShardedLoadPlanner, nearest
+from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
@@ -386,7 +386,7 @@ class _Load:
             self._report.missing.extend(missing)
             self._report.unexpected.extend(unexpected)
             if want.tolerated and (missing or unexpected):
-                differ = _some(missing + unexpected)
+                differ = some(missing + unexpected)
                 self._said.append(f"{self._path} and {part.name!r} differ in {differ}: {want.tolerated}.")
             elif self._strict:
                 problems += [f"{key} is not in the checkpoint{nearest(key, index)}" for key in missing]
@@ -416,7 +416,7 @@ class _Load:
             problems = [str(error), *problems]
         if problems:
             raise CheckpointMismatch(
-                f"{self._path} does not fit the state: {_some(problems, 50, '; ')}. strict=False loads what fits."
+                f"{self._path} does not fit the state: {some(problems, 50, '; ')}. strict=False loads what fits."
             )
         self._report.cast.extend(self._planner.cast)
 
@@ -447,11 +447,6 @@ class _Load:
         for part in parts:
             if filled[part.name]:
                 part.take(filled[part.name])
-
-
-def _some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
-    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
 
 
 def _raise(error: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.storage.index import Location, StoredTensor, StoredValue
@@ -21,9 +22,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
     tensors, values = [], []
     for key, entry in index.items():
         if isinstance(entry, StoredTensor):
-            nbytes = entry.dtype.itemsize
-            for size in entry.shape:
-                nbytes *= size
+            nbytes = prod(entry.shape) * entry.dtype.itemsize
             name = str(entry.dtype).removeprefix("torch.")
             tensors.append(TensorInfo(key, entry.shape, name, len(entry.chunks), nbytes))
         else:

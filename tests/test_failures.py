@@ -125,7 +125,7 @@ def _save_to_unshared_root(root: Path) -> str:
     return ""
 
 
-def test_a_root_that_the_ranks_do_not_share_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_the_ranks_do_not_share_is_said_so(tmp_path: Path) -> None:
     said = launch.run(_save_to_unshared_root, 2, tmp_path)
     if "not permitted" in said:
         pytest.skip("mounting a private file system is not permitted here")

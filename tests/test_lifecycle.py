@@ -152,16 +152,12 @@ def test_a_flat_state_of_many_keys_has_a_small_summary(tmp_path: Path) -> None:
     assert dcp.latest(tmp_path) == tmp_path / "ck"
 
 
-def _sweep_beside(path: Path) -> None:
-    _save(path, 1)
-
-
 def test_looking_for_the_latest_does_not_unlock_ones_own_save(tmp_path: Path) -> None:
     reservation = commit.reserve(tmp_path / "mine")
     assert dcp.latest(tmp_path) is None
     assert "mine" in dcp.list_checkpoints(tmp_path)[0].reason
     assert commit.locate(tmp_path / "mine") == tmp_path / "mine"
-    launch.run(_sweep_beside, 1, tmp_path / "other")
+    launch.run(_save, 1, tmp_path / "other", 1)
     assert reservation.directory.is_dir()
     commit.discard(reservation)
 

@@ -23,6 +23,8 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
+from dcp_plugin.config import PathLike
+from dcp_plugin.inspection import inspect
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 
 MODEL, EXTRA = "model", "extra"
@@ -62,6 +64,16 @@ def from_state(state: dict[str, Any]) -> Checkpoint:
     if optimizers := optimizers_among(state):
         checkpoint["optimizer_states"] = [unflatten_optimizer(state[name]) for name in optimizers]
     return checkpoint
+
+
+def keys_by_name(path: PathLike) -> dict[str, list[str]]:
+    """The keys of the checkpoint by name, without the name."""
+    info = inspect(path)
+    keys: dict[str, list[str]] = {}
+    for key in (*(tensor.key for tensor in info.tensors), *info.values):
+        name, _, rest = key.partition(".")
+        keys.setdefault(name, []).append(rest)
+    return keys
 
 
 def optimizer_names(count: int) -> list[str]:

@@ -19,7 +19,6 @@ from torch import nn
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.inspection import inspect
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import EXTRA, MODEL, Checkpoint
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
@@ -62,7 +61,7 @@ def load(
     Raises:
         CheckpointMismatch: The checkpoint does not fit the model or the optimizers.
     """
-    keys = _keys(path)
+    keys = layout.keys_by_name(path)
     names = _optimizers_in(keys, path, len(optimizers))
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=False)), EXTRA: checkpoint}
@@ -123,16 +122,6 @@ def apply_optimizers(
         flat = flatten_optimizer(state)
         if number >= len(loaded.optimizers) or not _same(flat, loaded.optimizers[number]):
             OptimizerLoad(model, optimizer, {}).commit(flat)
-
-
-def _keys(path: Path) -> dict[str, list[str]]:
-    """The keys of the checkpoint by name, without the name."""
-    info = inspect(path)
-    keys: dict[str, list[str]] = {}
-    for key in (*(tensor.key for tensor in info.tensors), *info.values):
-        name, _, rest = key.partition(".")
-        keys.setdefault(name, []).append(rest)
-    return keys
 
 
 def _optimizers_in(names: Iterable[str], path: Path, wanted: int) -> list[str]:

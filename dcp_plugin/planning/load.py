@@ -73,7 +73,7 @@ class ShardedLoadPlanner(LoadPlanner):
         if self._strict:
             wrong += [f"{key} is not in the checkpoint{nearest(key, stored)}" for key in self.missing]
         if wrong:
-            raise CheckpointMismatch(_list_all(wrong))
+            raise CheckpointMismatch(some(wrong, 50, "; "))
         items: list[ReadItem] = []
         for key in present:
             target, source = self._targets[key], stored[key]
@@ -125,9 +125,10 @@ def nearest(key: str, stored: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _list_all(problems: list[str]) -> str:
-    shown = "; ".join(problems[:50])
-    return shown + (f"; and {len(problems) - 50} more" if len(problems) > 50 else "")
+def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
+    """The first items for a message, and how many more there are."""
+    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more
 
 
 def _read_of_value(key: str) -> ReadItem:

@@ -94,7 +94,6 @@ def publish(reservation: Reservation) -> None:
         os.rename(directory, final)
     elif files.exchange(directory, final):
         _keep_other_files(directory, final)
-        files.sync_directory(final.parent)
         files.sync_directory(directory.parent)
     else:
         aside = reservation._beside("aside")
