@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan
 
 from dcp_plugin import lifecycle, progress
@@ -26,13 +27,18 @@ from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.partial import PartialLoad
+from dcp_plugin.planning.exchange import Exchange, in_table_order
+from dcp_plugin.planning.holdings import Holding
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
 from dcp_plugin.state.app import Part, Wanted, gather_state, join, layouts_of, parts_of, stored_under
 from dcp_plugin.storage.index import CheckpointIndex
-from dcp_plugin.storage.reader import ShardedReader, metadata_of
+from dcp_plugin.storage.metadata import metadata_of
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.table import Location, Places
+from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import Flat, KeyPath, LoadReport
 
@@ -110,6 +116,7 @@ class Checkpointer:
         self._solo = solo
         self._ranks: Ranks | None = None
         self._buffers = HostBuffers()
+        self._exchange = Exchange()
         self._in_flight: SaveHandle | None = None
         self._thread: threading.Thread | None = None
 
@@ -203,6 +210,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._buffers.clear()
+            self._exchange = Exchange()
             if self._ranks is not None:
                 self._ranks.close()
                 self._ranks = None
@@ -266,26 +274,24 @@ class Checkpointer:
         writer = ShardedWriter(
             job.path, step=job.step, io_threads=self.config.io_threads, checksum=self.config.checksum, **job.facts
         )
-        metadata: list[Any] = []
 
-        def plan_local() -> SavePlan:
+        def hold() -> Holding:
             if job.failure is not None:
                 raise job.failure
             planner.set_up_planner(job.state, None, ranks.rank == 0)
             planner.use_paths(job.paths)
-            return writer.prepare_local_plan(planner.create_local_plan())
+            return planner.holding()
 
-        def plan_global(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, found = planner.create_global_plan(plans)
-            metadata.append(found)
-            return writer.prepare_global_plan(plans)
-
-        def write(plan: SavePlan) -> Any:
+        def write(plan: SavePlan) -> Places:
             progress.emit(progress.SaveStarted(job.path, job.step))
-            return writer.write_data(planner.finish_plan(plan), planner).wait()
+            results = writer.write_data(plan, planner).wait()
+            locations: dict[MetadataIndex, Location] = {result.index: result.storage_data for result in results}
+            return Places.of([locations[item.index] for item in plan.items])
 
-        def publish(results: list[Any]) -> None:
-            writer.finish(metadata[0], results)
+        def publish(results: list[Places]) -> None:
+            assert planned.assignment is not None, "rank 0 has made it"
+            places = Places.joined(results).take(in_table_order(planned.assignment))
+            writer.finish_columns(planned.assignment.table, places, ranks.size)
             if self.config.keep_last is not None:
                 try:
                     lifecycle.prune(job.path, self.config.keep_last)
@@ -293,8 +299,13 @@ class Checkpointer:
                     logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
 
         try:
-            plan = ranks.scatter(f"plan the save of {job.path}", plan_local, plan_global)
-            ranks.combine(f"write {job.path}", lambda: write(plan), publish)
+            step = f"plan the save of {job.path}"
+            planned, holding, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
+            plan = planner.plan_of(planned.share, holding)
+            plan = replace(plan, storage_data=WhereToWrite(ranks.rank, directory))
+            ranks.combine(
+                f"write {job.path}", lambda: write(plan), lambda results: publish(planned.assignment, results)
+            )
         except Exception as error:
             writer.discard()
             if isinstance(error, CheckpointError):

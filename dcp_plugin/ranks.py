@@ -10,11 +10,13 @@ The group is gloo and ours alone, so that a background save never meets the trai
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from dcp_plugin import errors
@@ -150,8 +152,28 @@ class Ranks:
         # the timeout of its group.
         limit = timedelta(seconds=self._timeout)
         self._collective(step, lambda: dist.monitored_barrier(self._group, limit, wait_all_ranks=True))
-        self._collective(step, lambda: dist.gather_object(value, results, dst=0, group=self._group))
+        data = pickle.dumps(value)
+        self._collective(step, lambda: self._send_to_zero(data, results))
         return results
+
+    def _send_to_zero(self, data: bytes, results: list[Any] | None) -> None:
+        """A gather in which each rank sends as many bytes as it has. ``gather_object`` makes all ranks send as many as
+        the longest, and tells all of them how long everybody's are."""
+        length = torch.tensor([len(data)])
+        if results is None:
+            dist.gather(length, group=self._group, group_dst=0)
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self._group, group_dst=0)
+            return
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.gather(length, lengths, group=self._group, group_dst=0)
+        buffers = [torch.empty(int(count), dtype=torch.uint8) for count in lengths[1:]]
+        arriving = [
+            dist.irecv(buffer, group=self._group, group_src=rank) for rank, buffer in enumerate(buffers, start=1)
+        ]
+        for work in arriving:
+            assert work is not None
+            work.wait()
+        results[:] = pickle.loads(data), *(pickle.loads(buffer.numpy().data) for buffer in buffers)
 
     def _broadcast(self, step: str, value: Any) -> Any:
         box = [value]

@@ -1,29 +1,55 @@
 """Who writes what: every byte once, and about the same number of bytes on every rank that holds them.
 
-Chunks that the same ranks hold (replicas: DDP, HSDP, replicated norms) are laid end to end on a tape. The tape is
-cut into as many equal parts as there are holders, each takes one, and a tensor that lies across a cut is split there
-by rows. So at most ``holders - 1`` tensors of a tape are split, and no rank writes more than its share plus one row.
+Boxes that the same ranks hold (replicas: DDP, HSDP, replicated norms) form a tape. Tapes are dealt out in the order of
+how few ranks hold them, each like water: to those of its holders that have the least so far. First the small boxes of
+a tape, whole; then the large ones, laid end to end and cut where a holder has enough, which evens out what the small
+ones left uneven. So at most ``holders - 1`` boxes of a tape are cut, and where all ranks hold everything none writes
+more than its share plus :data:`MIN_SPLIT`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from dcp_plugin.types import Shape
 
 MIN_SPLIT = 1 << 18
-"""Tensors below this many bytes are not split: an item costs about as much as writing 100 KiB."""
+"""Boxes below this many bytes are not cut: an item costs about as much as writing 100 KiB."""
+
+_GRAIN = 1 << 16
+"""Cuts are that exact, in bytes: rows that are longer are cut themselves."""
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a global tensor."""
+class Held:
+    """Different boxes and who holds them: box ``i`` is with ``ranks[first[i] : first[i] + count[i]]``, ascending.
 
-    key: str
+    ``ranks`` has nothing else in it, in the order of the boxes.
+    """
+
+    sizes: Ints
+    itemsize: Ints
+    first: Ints
+    count: Ints
+    ranks: Ints
+
+    @functools.cached_property
+    def nbytes(self) -> Ints:
+        return np.asarray(self.sizes.prod(axis=1) * self.itemsize)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a box: contiguous in its memory, as all dimensions before the first that is not whole are 1."""
+
     offsets: Shape
     sizes: Shape
     itemsize: int
@@ -32,53 +58,152 @@ class Box:
     def nbytes(self) -> int:
         return prod(self.sizes) * self.itemsize
 
-    def rows(self) -> int:
-        """How often it can be split along its first dimension that is larger than one."""
-        return next((size for size in self.sizes if size > 1), 1)
+    def divide(self, at: int) -> tuple[list[Part], list[Part]]:
+        """Two lists of parts that together are this one; the first has ``at`` bytes, within half of the grain."""
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if dim is None:
+            return ([self], []) if 2 * at > self.nbytes else ([], [self])
+        count = self.sizes[dim]
+        row = self.nbytes // count
+        if row <= _GRAIN:
+            cut = round(at / row)
+            return self._rows(dim, 0, cut), self._rows(dim, cut, count)
+        cut = min(at // row, count - 1)
+        (middle,) = self._rows(dim, cut, cut + 1)
+        left, right = middle.divide(at - cut * row)
+        return self._rows(dim, 0, cut) + left, right + self._rows(dim, cut + 1, count)
 
-    def split(self, start: int, stop: int) -> Box:
-        """The rows ``start`` to ``stop`` along that dimension: contiguous in memory, as all dimensions before are 1."""
+    def at_most(self, max_bytes: int) -> Iterator[Part]:
+        """In parts of at most that many bytes, where there is anything to divide."""
+        if self.nbytes <= max_bytes or max(self.sizes, default=1) == 1:
+            yield self
+            return
         dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
+        step = max(1, self.sizes[dim] * max_bytes // self.nbytes)
+        for start in range(0, self.sizes[dim], step):
+            for part in self._rows(dim, start, min(start + step, self.sizes[dim])):
+                yield from part.at_most(max_bytes)
+
+    def _rows(self, dim: int, start: int, stop: int) -> list[Part]:
+        if start >= stop:
+            return []
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += start
         sizes[dim] = stop - start
-        return Box(self.key, tuple(offsets), tuple(sizes), self.itemsize)
+        return [Part(tuple(offsets), tuple(sizes), self.itemsize)]
 
 
-def partition(holders_of: dict[Box, tuple[int, ...]], max_bytes: int) -> Iterator[tuple[Box, int]]:
-    """Every box, or the parts of it, with the rank that writes it; no part larger than ``max_bytes`` if rows allow."""
-    tapes: dict[tuple[int, ...], list[Box]] = defaultdict(list)
-    for box, holders in holders_of.items():
-        tapes[holders].append(box)
-    for holders, boxes in tapes.items():
-        for box, rank in _cut(boxes, holders):
-            for part in _at_most(box, max_bytes):
-                yield part, rank
+Cuts = dict[int, list[tuple[int, Part]]]
+"""Boxes that are cut, and their parts in order, each with the how-manieth holder that takes it."""
 
 
-def _cut(boxes: list[Box], holders: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
-    total = sum(box.nbytes for box in boxes)
-    begin = 0
-    for box in boxes:
-        end = begin + box.nbytes
-        first = begin * len(holders) // total if total else 0
-        last = max(first, (end - 1) * len(holders) // total) if total else 0
-        if first == last or box.nbytes < MIN_SPLIT or box.rows() == 1:
-            yield box, holders[min(first, len(holders) - 1)]
-        else:
-            cuts = [total * part / len(holders) - begin for part in range(first + 1, last + 1)]
-            rows = [0, *(round(cut * box.rows() / box.nbytes) for cut in cuts), box.rows()]
-            for position, (start, stop) in enumerate(pairwise(rows)):
-                if start < stop:
-                    yield box.split(start, stop), holders[first + position]
-        begin = end
+@dataclass(frozen=True)
+class Parts:
+    """What is written, in the order of boxes: part of which box, by the how-manieth of its holders, and where in it."""
+
+    box: Ints
+    holder: Ints
+    offsets: Ints
+    sizes: Ints
 
 
-def _at_most(box: Box, max_bytes: int) -> Iterator[Box]:
-    rows = box.rows()
-    if box.nbytes <= max_bytes or rows == 1:
-        yield box
+def partition(held: Held, world_size: int, max_bytes: int) -> Parts:
+    """All boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
+    nbytes = held.nbytes
+    holder = np.zeros(len(nbytes), np.int64)
+    cuts: Cuts = {}
+    loads = np.zeros(world_size, np.int64)
+    alone = held.count == 1
+    np.add.at(loads, held.ranks[held.first[alone]], nbytes[alone])
+    for tape in _tapes(held, world_size):
+        holders = held.ranks[held.first[tape[0]] :][: held.count[tape[0]]]
+        small = tape[nbytes[tape] < MIN_SPLIT]
+        large = tape[nbytes[tape] >= MIN_SPLIT]
+        middles = np.cumsum(nbytes[small]) - nbytes[small] / 2
+        edges = _edges(loads[holders], nbytes[small].sum())
+        holder[small] = np.searchsorted(edges, middles)
+        np.add.at(loads, holders[holder[small]], nbytes[small])
+        found = _cut(held, large, _edges(loads[holders], nbytes[large].sum()), holder)
+        whole = np.setdiff1d(large, list(found))
+        np.add.at(loads, holders[holder[whole]], nbytes[whole])
+        for position, part in (taken for parts in found.values() for taken in parts):
+            loads[holders[position]] += part.nbytes
+        cuts.update(found)
+    for box in np.flatnonzero(nbytes > max_bytes).tolist():
+        pieces = cuts.get(box) or [(int(holder[box]), _whole(held, box))]
+        cuts[box] = [(position, small) for position, part in pieces for small in part.at_most(max_bytes)]
+    return _parts(held, holder, cuts)
+
+
+def _tapes(held: Held, world_size: int) -> Iterator[Ints]:
+    """Boxes with the same holders, if they are several: those with the fewest first.
+
+    Sets of ranks are told apart by a sum of random 64-bit numbers, one per rank.
+    """
+    shared = np.flatnonzero(held.count > 1)
+    if not len(shared):
         return
-    step = max(1, rows * max_bytes // box.nbytes)
-    for start in range(0, rows, step):
-        yield from _at_most(box.split(start, min(start + step, rows)), max_bytes)
+    numbers = np.random.default_rng(0).integers(0, 1 << 63, world_size, dtype=np.uint64)
+    signature = np.add.reduceat(numbers[held.ranks], held.first)[shared]
+    count = held.count[shared]
+    order = np.lexsort((signature, count))
+    changes = (np.diff(signature[order]) != 0) | (np.diff(count[order]) != 0)
+    yield from np.split(shared[order], np.flatnonzero(changes) + 1)
+
+
+def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Where to cut ``total`` more bytes among holders with these loads, so that the least loaded come to one level."""
+    filled = np.sort(loads)
+    levels = (total + np.cumsum(filled)) / np.arange(1, len(loads) + 1)
+    wet = max(1, int((levels > filled).sum()))  # the level lies above this many of them
+    return np.cumsum(np.maximum(levels[wet - 1] - loads, 0))[:-1]
+
+
+def _cut(held: Held, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> Cuts:
+    """Lay boxes end to end, and give the bytes between two edges to one holder. Returns the boxes that were cut."""
+    nbytes = held.nbytes[tape]
+    ends = np.cumsum(nbytes)
+    starts = ends - nbytes
+    holder[tape] = np.searchsorted(edges, starts, side="right")
+    inside = np.searchsorted(ends, edges, side="right")
+    cuts: Cuts = {}
+    for at in np.unique(inside[inside < len(tape)]).tolist():
+        position = int(starts[at])
+        rest = [_whole(held, int(tape[at]))]
+        taken: list[tuple[int, Part]] = []
+        for number in np.flatnonzero(inside == at).tolist():
+            mine, rest = _divide(rest, round(edges[number]) - position)
+            position += sum(part.nbytes for part in mine)
+            taken += [(number, part) for part in mine]
+        taken += [(int(np.flatnonzero(inside == at)[-1]) + 1, part) for part in rest]
+        cuts[int(tape[at])] = taken
+    return cuts
+
+
+def _divide(parts: list[Part], at: int) -> tuple[list[Part], list[Part]]:
+    for number, part in enumerate(parts):
+        if at < part.nbytes:
+            left, right = part.divide(max(at, 0))
+            return parts[:number] + left, right + parts[number + 1 :]
+        at -= part.nbytes
+    return parts, []
+
+
+def _whole(held: Held, box: int) -> Part:
+    return Part((0,) * held.sizes.shape[1], tuple(held.sizes[box].tolist()), int(held.itemsize[box]))
+
+
+def _parts(held: Held, holder: Ints, cuts: Cuts) -> Parts:
+    whole = np.setdiff1d(np.arange(len(holder)), np.fromiter(cuts, np.int64, len(cuts)), assume_unique=True)
+    taken = [(box, position, part) for box, parts in cuts.items() for position, part in parts]
+    width = held.sizes.shape[1]
+    box = np.concatenate((whole, np.array([box for box, _, _ in taken], np.int64)))
+    offsets = np.array([part.offsets for _, _, part in taken], np.int64).reshape(len(taken), width)
+    sizes = np.array([part.sizes for _, _, part in taken], np.int64).reshape(len(taken), width)
+    order = np.argsort(box, kind="stable")
+    return Parts(
+        box[order],
+        np.concatenate((holder[whole], np.array([position for _, position, _ in taken], np.int64)))[order],
+        np.concatenate((np.zeros((len(whole), width), np.int64), offsets))[order],
+        np.concatenate((held.sizes[whole], sizes))[order],
+    )

@@ -7,7 +7,6 @@ writer.
 from __future__ import annotations
 
 import io
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,13 +14,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
@@ -34,24 +31,29 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.planning.assignment import Share, assign
 from dcp_plugin.planning.flatten import flatten, holds_sharded
-from dcp_plugin.planning.partition import Box, partition
+from dcp_plugin.planning.holdings import Holding, ties_of
 from dcp_plugin.storage import values
-from dcp_plugin.storage.framing import MAX_PAYLOAD
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue, memory_of
+from dcp_plugin.storage.index import default_path
+from dcp_plugin.storage.metadata import state_metadata
+from dcp_plugin.storage.table import NO_TENSOR
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What travels to the coordinator with a rank's plan."""
+    """What travels to the coordinator with a rank's plan where DCP itself drives the planner."""
 
     paths: dict[str, KeyPath]
     ties: dict[str, str]
-    """Keys whose tensor is the same memory as an earlier key's, and that key."""
 
 
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
+
+    DCP drives it with plans of write items. Our own saves use :meth:`holding` and :meth:`plan_of` instead, which need
+    a few bytes per rank (:mod:`dcp_plugin.planning.exchange`); who writes what is decided by the same code.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
@@ -73,7 +75,7 @@ class ShardedSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self._state.items() for item in _items(key, value)]
-        return SavePlan(items, planner_data=LocalFacts(self._paths, _ties(self._state)))
+        return SavePlan(items, planner_data=LocalFacts(self._paths, ties_of(self._state)))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Distribute the items of all ranks so that each is written once.
@@ -81,28 +83,24 @@ class ShardedSavePlanner(SavePlanner):
         Raises:
             CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
         """
-        tensors, value_writers = _merge(all_plans)
-        facts = [plan.planner_data for plan in all_plans]
-        assigned: list[list[WriteItem]] = [[] for _ in all_plans]
-        state: dict[str, Any] = {}
-        for key in _in_order(all_plans):
-            if key in value_writers:
-                assigned[value_writers[key].rank].append(value_writers[key].item)
-                state[key] = BytesStorageMetadata()
-            else:
-                data = tensors[key].data
-                state[key] = TensorStorageMetadata(replace(data.properties), data.size, [])
-        for key, box, rank in _writers(tensors, _common_ties(facts, tensors)):
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            index = MetadataIndex(key, chunk.offsets, len(state[key].chunks))
-            state[key].chunks.append(chunk)
-            data = tensors[key].data
-            assigned[rank].append(
-                WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, data.properties, data.size))
-            )
-        paths = {key: path for fact in reversed(facts) for key, path in fact.paths.items()}
-        plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, assigned, strict=True)]
-        return plans, Metadata(state, planner_data={key: paths[key] for key in state})
+        holdings = [Holding.of_plan(plan, plan.planner_data.paths, plan.planner_data.ties) for plan in all_plans]
+        assignment = assign(holdings)
+        plans = [
+            replace(plan, items=_items_of(share, holding), planner_data=None)
+            for plan, share, holding in zip(all_plans, assignment.shares(len(all_plans)), holdings, strict=True)
+        ]
+        table = assignment.table
+        paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
+        return plans, Metadata(state_metadata(table), planner_data=paths)
+
+    def holding(self) -> Holding:
+        """What this rank holds."""
+        return Holding.of_state(self._state, self._paths)
+
+    @staticmethod
+    def plan_of(share: Share, holding: Holding) -> SavePlan:
+        """The plan of this rank: its share of what it holds."""
+        return SavePlan(_items_of(share, holding))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -180,91 +178,18 @@ def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:
     return items
 
 
-def _ties(state: Flat) -> dict[str, str]:
-    seen: dict[Any, str] = {}
-    ties = {}
-    for key, value in state.items():
-        if isinstance(value, ShardedValue) and any(chunk.tensor.numel() for chunk in value.chunks):
-            chunks = ((chunk.offsets, memory_of(chunk.tensor)) for chunk in value.chunks)
-            first = seen.setdefault((value.shape, *chunks), key)
-            if first != key:
-                ties[key] = first
-    return ties
-
-
-@dataclass(frozen=True)
-class _ValueWriter:
-    rank: int
-    item: WriteItem
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """All that the ranks hold of one tensor."""
-
-    data: TensorWriteData
-    holders: dict[Box, list[int]]
-
-
-def _merge(plans: list[SavePlan]) -> tuple[dict[str, _Tensor], dict[str, _ValueWriter]]:
-    tensors: dict[str, _Tensor] = {}
-    value_writers: dict[str, _ValueWriter] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            key = item.index.fqn
-            data = item.tensor_data
-            if data is None:
-                value_writers.setdefault(key, _ValueWriter(rank, item))
-                continue
-            tensor = tensors.setdefault(key, _Tensor(data, defaultdict(list)))
-            if data.size != tensor.data.size or data.properties.dtype != tensor.data.properties.dtype:
-                raise CheckpointMismatch(
-                    f"rank {rank} holds {key} as {tuple(data.size)} {data.properties.dtype}, another rank as "
-                    f"{tuple(tensor.data.size)} {tensor.data.properties.dtype}"
-                )
-            itemsize = data.properties.dtype.itemsize
-            box = Box(key, tuple(data.chunk.offsets), tuple(data.chunk.sizes), itemsize)
-            if item.type == WriteItemType.SHARD or not tensor.holders[box]:
-                tensor.holders[box].append(rank)
-    for key, tensor in tensors.items():
-        if key in value_writers:
-            raise CheckpointMismatch(f"{key} is a tensor on some ranks and another value on others")
-        held = sum(box.nbytes for box in tensor.holders)
-        whole = tensor.data.size.numel() * tensor.data.properties.dtype.itemsize
-        if held != whole:
-            raise CheckpointMismatch(
-                f"the ranks hold {held} bytes of {key}, {tuple(tensor.data.size)} needs {whole}: a part is missing, or "
-                f"parts overlap. Is every rank of the mesh saving?"
-            )
-    return tensors, value_writers
-
-
-def _in_order(plans: list[SavePlan]) -> dict[str, None]:
-    """All keys, in the order in which the first rank that has them lists them."""
-    return {item.index.fqn: None for plan in plans for item in plan.items}
-
-
-def _common_ties(facts: list[LocalFacts], tensors: dict[str, _Tensor]) -> dict[str, str]:
-    """Ties that every rank which holds a part of the tensor sees."""
-    common = {}
-    for key, first in {k: f for fact in facts for k, f in fact.ties.items()}.items():
-        holders = {rank for ranks in tensors[key].holders.values() for rank in ranks}
-        if all(facts[rank].ties.get(key) == first for rank in holders):
-            common[key] = first
-    return common
-
-
-def _writers(tensors: dict[str, _Tensor], ties: dict[str, str]) -> list[tuple[str, Box, int]]:
-    """(key, box, rank) of everything that is written. A tied key goes where the first one goes, box by box, so that
-    the writer sees both and writes one."""
-    holders_of = {
-        box: tuple(ranks) for key, tensor in tensors.items() if key not in ties for box, ranks in tensor.holders.items()
-    }
-    followers = defaultdict(list)
-    for key, first in ties.items():
-        followers[first].append(key)
-    return [
-        (key, box, rank)
-        for box, rank in partition(holders_of, MAX_PAYLOAD)
-        for key in (box.key, *followers.get(box.key, ()))
-    ]
+def _items_of(share: Share, holding: Holding) -> list[WriteItem]:
+    described = holding.description
+    properties = [TensorProperties(dtype=dtype) for dtype in described.dtypes]
+    shapes = [torch.Size(shape[:ndim]) for shape, ndim in zip(described.shape.tolist(), described.ndim, strict=True)]
+    items = []
+    offsets, sizes = share.boxes(holding)
+    for key, at, size in zip(described.key[share.chunk].tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+        name, dtype, ndim = described.keys[key], described.dtype[key], described.ndim[key]
+        if dtype == NO_TENSOR:
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(0)))
+        else:
+            box = ChunkStorageMetadata(torch.Size(at[:ndim]), torch.Size(size[:ndim]))
+            data = TensorWriteData(box, properties[dtype], shapes[key])
+            items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items

@@ -28,41 +28,32 @@ anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.storage.table import NO_TENSOR, Column, Location, Places, Table, default_path, dtype_named
+from dcp_plugin.storage.validation import validate
 from dcp_plugin.types import KeyPath, Shape
+
+__all__ = [
+    "BLOCK_SIZE", "FORMAT_VERSION", "CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor",
+    "StoredValue", "default_path", "path_to_json",
+]  # fmt: skip
 
 BLOCK_SIZE = 1 << 20
 FORMAT_VERSION = 1
-_NO_TENSOR = 255
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where an item is: ``length`` bytes at ``offset`` of ``file``, with the payload inside of them.
-
-    ``checksums`` are the running CRC32 at the end of each block of the payload; None if nobody computed them.
-    ``payload_offset`` is None for an item of unknown layout (a stock checkpoint): read it through ``torch.load``.
-    """
-
-    file: str
-    offset: int
-    length: int
-    payload_offset: int | None
-    payload_length: int
-    frame_crc: int = 0
-    checksums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,11 +65,49 @@ class StoredChunk:
     location: Location
 
 
+class _Chunks(Sequence[StoredChunk]):
+    """The chunks of a key; each becomes an object when it is asked for."""
+
+    def __init__(self, index: CheckpointIndex, slot: int) -> None:
+        self._index = index
+        self._first = int(index.table.chunk_starts[slot])
+        self._offsets, self._sizes = index.table.boxes_of(slot)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, number: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[StoredChunk, ...]: ...
+    def __getitem__(self, number: int | slice) -> StoredChunk | tuple[StoredChunk, ...]:
+        if isinstance(number, slice):
+            return tuple(self[each] for each in range(*number.indices(len(self))))
+        at = range(len(self))[number]
+        offsets, sizes = tuple(self._offsets[at].tolist()), tuple(self._sizes[at].tolist())
+        return StoredChunk(offsets, sizes, self._index.location(self._first + at))
+
+    def at(self, offsets: Shape) -> StoredChunk | None:
+        """The chunk that begins there."""
+        if len(offsets) != self._offsets.shape[1]:
+            return None
+        found = np.flatnonzero((self._offsets == offsets).all(axis=1))
+        return self[int(found[0])] if len(found) else None
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     dtype: torch.dtype
     shape: Shape
-    chunks: tuple[StoredChunk, ...]
+    chunks: Sequence[StoredChunk]
+
+    def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
+        """The chunk that begins there; ``hint`` is its number, if the asking planner knows it."""
+        if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
+            return self.chunks[hint]
+        if isinstance(self.chunks, _Chunks):
+            return self.chunks.at(offsets)
+        return next((chunk for chunk in self.chunks if chunk.offsets == offsets), None)
 
 
 @dataclass(frozen=True)
@@ -95,79 +124,65 @@ class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order in which they were saved."""
 
     def __init__(
-        self,
-        columns: dict[str, np.ndarray[Any, Any]],
-        files: dict[str, int],
-        dtypes: list[str],
-        paths: dict[str, KeyPath],
-        block_size: int = BLOCK_SIZE,
+        self, table: Table, columns: dict[str, Column], files: dict[str, int], block_size: int = BLOCK_SIZE
     ) -> None:
+        self.table = table
         self.columns = columns
+        """All columns: those of the table, and those of the items."""
         self.files = files
         """Data files and their sizes in bytes."""
         self.block_size = block_size
-        self._file_names = list(files)
-        self._dtypes = dtypes
-        self._paths = paths
+        self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
-        self._slots = {key: i for i, key in enumerate(_split_keys(columns["keys"], columns["key_ends"]))}
-        ndim = columns["ndim"].astype(np.int64)
-        chunk_ends = columns["chunk_ends"]
-        self._shape_starts = np.concatenate(([0], np.cumsum(ndim)))
-        self._chunk_starts = np.concatenate(([0], chunk_ends))
-        self._box_starts = np.concatenate(([0], np.cumsum(2 * ndim * np.diff(self._chunk_starts))))
+        self.slots = dict(zip(table.keys, range(len(table.keys)), strict=True))
+        """The number of each key."""
         self._block_starts = np.concatenate(([0], columns["block_ends"]))
 
     def __getitem__(self, key: str) -> Entry:
         if key not in self._entries:
-            self._entries[key] = self._entry(self._slots[key])
+            self._entries[key] = self._entry(self.slots[key])
         return self._entries[key]
 
     def _entry(self, slot: int) -> Entry:
-        first, last = int(self._chunk_starts[slot]), int(self._chunk_starts[slot + 1])
-        if self.columns["dtype"][slot] == _NO_TENSOR:
-            return StoredValue(self._location(first))
-        ndim = int(self.columns["ndim"][slot])
-        shape = self.columns["shape"][self._shape_starts[slot] : self._shape_starts[slot + 1]]
-        boxes = self.columns["box"][self._box_starts[slot] : self._box_starts[slot + 1]].reshape(last - first, 2, ndim)
-        chunks = tuple(
-            StoredChunk(tuple(box[0].tolist()), tuple(box[1].tolist()), self._location(chunk))
-            for chunk, box in zip(range(first, last), boxes, strict=True)
-        )
-        return StoredTensor(_dtype(self._dtypes[self.columns["dtype"][slot]]), tuple(shape.tolist()), chunks)
+        dtype = self.table.dtype_of(slot)
+        if dtype is None:
+            return StoredValue(self.location(int(self.table.chunk_starts[slot])))
+        return StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
+        return iter(self.slots)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def under(self, prefix: str) -> list[str]:
         """The keys that start with ``prefix``, in the order of the index."""
         first = bisect_left(self._sorted, prefix)
         last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
-        return sorted(self._sorted[first:last], key=self._slots.__getitem__)
+        return sorted(self._sorted[first:last], key=self.slots.__getitem__)
 
     @functools.cached_property
     def _sorted(self) -> list[str]:
-        return sorted(self._slots)
+        return sorted(self.slots)
 
     def path_of(self, key: str) -> KeyPath:
-        """Where the key sits in the nested state: its first segment and the rest, unless stored otherwise."""
-        return self._paths.get(key) or default_path(key)
+        """Where the key sits in the nested state."""
+        return self.table.path_of(key)
 
     @property
     def payload_bytes(self) -> int:
         """Payload bytes, those that several keys share counted once."""
-        place = np.concatenate((self.columns["file"][:, None], self.columns["place"]), axis=1)
-        return int(np.unique(place, axis=0)[:, 4].sum()) if len(place) else 0
+        file, (offset, _, _, payload_length) = self.columns["file"], self.columns["place"].T
+        order = np.lexsort((offset, file))
+        first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
+        return int(payload_length[order][first].sum())
 
-    def _location(self, chunk: int) -> Location:
+    def location(self, chunk: int) -> Location:
         offset, length, payload_offset, payload_length = self.columns["place"][chunk].tolist()
         blocks = self.columns["block_crc"][self._block_starts[chunk] : self._block_starts[chunk + 1]]
         checked = len(blocks) > 0 or (payload_length == 0 and payload_offset >= 0)
         return Location(
-            self._file_names[self.columns["file"][chunk]],
+            self.file_names[self.columns["file"][chunk]],
             offset,
             length,
             payload_offset if payload_offset >= 0 else None,
@@ -177,6 +192,24 @@ class CheckpointIndex(Mapping[str, Entry]):
         )
 
     @classmethod
+    def of(cls, table: Table, places: Places, files: dict[str, int]) -> CheckpointIndex:
+        """The index of a table whose chunks are at these places, in the same order."""
+        keys = [key.encode() for key in table.keys]
+        file_ids = {name: number for number, name in enumerate(files)}
+        renumbered = np.array([file_ids[name] for name in places.files], np.int32)
+        columns = {
+            **table.columns,
+            "keys": np.frombuffer(b"".join(keys), np.uint8),
+            "key_ends": np.cumsum([len(key) for key in keys], dtype=np.int64),
+            "file": renumbered[places.file],
+            "place": places.place,
+            "frame_crc": places.frame_crc,
+            "block_ends": np.cumsum(places.blocks),
+            "block_crc": places.block_crc,
+        }
+        return cls(table, columns, files)
+
+    @classmethod
     def build(
         cls, entries: Iterable[tuple[str, Entry]], files: dict[str, int], paths: Mapping[str, KeyPath] | None = None
     ) -> CheckpointIndex:
@@ -184,9 +217,9 @@ class CheckpointIndex(Mapping[str, Entry]):
         keys, dtype_names, dtype, ndim, shape, chunk_ends, box = [], {}, [], [], [], [], []  # type: ignore[var-annotated]
         locations: list[Location] = []
         for key, entry in entries:
-            keys.append(key.encode())
+            keys.append(key)
             if isinstance(entry, StoredValue):
-                dtype.append(_NO_TENSOR)
+                dtype.append(NO_TENSOR)
                 ndim.append(0)
                 locations.append(entry.location)
             else:
@@ -197,65 +230,55 @@ class CheckpointIndex(Mapping[str, Entry]):
                     box.extend((*chunk.offsets, *chunk.sizes))
                     locations.append(chunk.location)
             chunk_ends.append(len(locations))
-        file_ids = {name: i for i, name in enumerate(files)}
-        blocks = [where.checksums if where.checksums is not None else np.empty(0, np.uint32) for where in locations]
-        place = [
-            (w.offset, w.length, -1 if w.payload_offset is None else w.payload_offset, w.payload_length)
-            for w in locations
-        ]
-        columns: dict[str, np.ndarray[Any, Any]] = {
-            "keys": np.frombuffer(b"".join(keys), np.uint8),
-            "key_ends": np.cumsum([len(key) for key in keys], dtype=np.int64),
+        columns: dict[str, Column] = {
             "dtype": np.array(dtype, np.uint8),
             "ndim": np.array(ndim, np.uint8),
             "shape": np.array(shape, np.int64),
             "chunk_ends": np.array(chunk_ends, np.int64),
             "box": np.array(box, np.int64),
-            "file": np.array([file_ids[where.file] for where in locations], np.int32),
-            "place": np.array(place, np.int64).reshape(-1, 4),
-            "frame_crc": np.array([where.frame_crc for where in locations], np.uint32),
-            "block_ends": np.cumsum([len(crcs) for crcs in blocks], dtype=np.int64),
-            "block_crc": np.concatenate([*blocks, np.empty(0, np.uint32)]),
         }
         unusual = {key: path for key, path in (paths or {}).items() if path != default_path(key)}
-        return cls(columns, files, list(dtype_names), unusual)
+        return cls.of(Table(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
 
     def encode(self) -> bytes:
         about = {
             "format": "dcp_plugin",
             "format_version": str(FORMAT_VERSION),
             "block_size": str(self.block_size),
-            "dtypes": json.dumps(self._dtypes),
+            "dtypes": json.dumps(self.table.dtypes),
             "files": json.dumps(self.files),
-            "paths": json.dumps({key: _path_to_json(path) for key, path in self._paths.items()}),
+            "paths": json.dumps({key: path_to_json(path) for key, path in self.table.paths.items()}),
         }
         return save_columns(self.columns, metadata=about)
 
     @classmethod
-    def read(cls, path: Path) -> CheckpointIndex:
-        """Open an index file and validate it against the data files beside it.
+    def read(cls, path: Path, sha256: str) -> CheckpointIndex:
+        """Open an index file that has this fingerprint, and check that it does not contradict itself.
 
         Raises:
-            CheckpointCorrupt: It is not an index, contradicts itself or the sizes of the data files.
+            CheckpointCorrupt: It is another file, no index, or contradicts itself.
         """
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise CheckpointCorrupt(f"{path} is not the index that was saved (its SHA-256 differs)")
         try:
-            with safe_open(str(path), framework="numpy") as file:
-                about = file.metadata() or {}
-                if about.get("format") != "dcp_plugin" or int(about["format_version"]) > FORMAT_VERSION:
-                    raise CheckpointCorrupt(
-                        f"{path} is of format {about.get('format')!r} version {about.get('format_version')}; this "
-                        f"version reads dcp_plugin up to {FORMAT_VERSION}. Upgrade dcp_plugin, or delete the file and "
-                        f"dcp_plugin.json to read the checkpoint as a stock one."
-                    )
-                columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            index = cls._checked(path, columns, about)
+            columns = load_columns(data)  # validates the header
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            about = header.get("__metadata__", {})
+            if about.get("format") != "dcp_plugin" or int(about["format_version"]) > FORMAT_VERSION:
+                raise CheckpointCorrupt(
+                    f"{path} is of format {about.get('format')!r} version {about.get('format_version')}; this "
+                    f"version reads dcp_plugin up to {FORMAT_VERSION}. Upgrade dcp_plugin, or delete the file and "
+                    f"dcp_plugin.json to read the checkpoint as a stock one."
+                )
+            index = cls._checked(columns, about)
         except (SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
             raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
         index.validate(path.parent)
         return index
 
     @classmethod
-    def _checked(cls, path: Path, columns: dict[str, np.ndarray[Any, Any]], about: dict[str, str]) -> CheckpointIndex:
+    def _checked(cls, columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:
         expected = {
             "keys": np.uint8, "key_ends": np.int64, "dtype": np.uint8, "ndim": np.uint8, "shape": np.int64,
             "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame_crc": np.uint32,
@@ -276,119 +299,47 @@ class CheckpointIndex(Mapping[str, Entry]):
             raise ValueError("columns of chunks differ in length")
         dtypes = json.loads(about["dtypes"])
         for name in dtypes:
-            _dtype(name)
+            dtype_named(name)
+        if (columns["dtype"][columns["dtype"] != NO_TENSOR] >= len(dtypes)).any():
+            raise ValueError("a key has a dtype that is not listed")
         files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
         paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
         block_size = int(about["block_size"])
         if not 4096 <= block_size <= 1 << 30:
             raise ValueError(f"block size {block_size}")
-        index = cls(columns, files, dtypes, paths, block_size)
+        table = Table(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
+        index = cls(table, columns, files, block_size)
         if len(index) != count:
             raise ValueError("a key occurs twice")
-        if index._shape_starts[-1] != len(columns["shape"]) or index._box_starts[-1] != len(columns["box"]):
+        if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
             raise ValueError("shapes and boxes do not fit the dimensions")
         return index
 
     def validate(self, directory: Path) -> None:
-        """Check every item against the real files: sizes, bounds, overlaps, boxes inside their tensors.
+        """Check every item against the sizes of the files that the index lists, and every box against its tensor.
 
         Raises:
             CheckpointCorrupt: Naming file and key.
         """
-        self._validate_files(directory)
-        place, file = self.columns["place"], self.columns["file"]
-        if len(file) == 0:
-            return
-        if file.min() < 0 or file.max() >= len(self._file_names):
-            raise CheckpointCorrupt(f"{directory}: an item is in a file that the index does not list")
-        sizes = np.array(list(self.files.values()), np.int64)[file]
-        offset, length, payload_offset, payload_length = place.T
-        known = payload_offset >= 0
-        bad = (offset < 0) | (length < 0) | (offset > sizes - length) | (payload_length < 0)
-        bad |= known & (payload_offset > length - payload_length)
-        if bad.any():
-            self._fail(directory, int(np.argmax(bad)), "lies outside its file or item")
-        self._validate_overlaps(directory)
-        self._validate_boxes(directory, known)
-        blocks = np.diff(self._block_starts)
-        bad = (blocks > 0) & (blocks != -(-payload_length // self.block_size))
-        if bad.any():
-            self._fail(directory, int(np.argmax(bad)), "has a wrong number of checksums")
-
-    def _validate_files(self, directory: Path) -> None:
-        for name, size in self.files.items():
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
-                raise CheckpointCorrupt(f"{directory}: the index names {name!r}, which leaves the checkpoint")
-            if (directory / name).resolve().parent != directory.resolve() / PurePosixPath(name).parent:
-                raise CheckpointCorrupt(f"{directory}: {name} is a link that leaves the checkpoint")
-            try:
-                found = (directory / name).stat().st_size
-            except OSError as error:
-                raise CheckpointCorrupt(f"{directory}: data file {name} is missing ({error.strerror})") from error
-            if found < size:
-                raise CheckpointCorrupt(f"{directory}: {name} is truncated: {found} of {size} bytes")
-
-    def _validate_overlaps(self, directory: Path) -> None:
-        items = np.concatenate((self.columns["file"][:, None], self.columns["place"]), axis=1).astype(np.int64)
-        distinct, chunk = np.unique(items, axis=0, return_index=True)  # sorted by file, offset; aliases fall together
-        ends = distinct[:, 1] + distinct[:, 2]
-        bad = (distinct[1:, 0] == distinct[:-1, 0]) & (distinct[1:, 1] < ends[:-1])
-        if bad.any():
-            self._fail(directory, int(chunk[1:][np.argmax(bad)]), "overlaps another item")
-
-    def _validate_boxes(self, directory: Path, known: np.ndarray[Any, Any]) -> None:
-        for slot, key in enumerate(self._slots):
-            first, last = int(self._chunk_starts[slot]), int(self._chunk_starts[slot + 1])
-            if self.columns["dtype"][slot] == _NO_TENSOR:
-                if last - first != 1:
-                    raise CheckpointCorrupt(f"{directory}: {key} is a value with {last - first} items")
-                continue
-            shape = self.columns["shape"][self._shape_starts[slot] : self._shape_starts[slot + 1]]
-            boxes = self.columns["box"][self._box_starts[slot] : self._box_starts[slot + 1]]
-            boxes = boxes.reshape(last - first, 2, len(shape))
-            offsets, sizes = boxes[:, 0], boxes[:, 1]
-            if (shape < 0).any() or (offsets < 0).any() or (sizes < 0).any() or (offsets + sizes > shape).any():
-                raise CheckpointCorrupt(f"{directory}: a chunk of {key} lies outside its shape {tuple(shape)}")
-            volumes = sizes.prod(axis=1)
-            if volumes.sum() != shape.prod():
-                raise CheckpointCorrupt(f"{directory}: the chunks of {key} do not add up to its shape {tuple(shape)}")
-            itemsize = _dtype(self._dtypes[self.columns["dtype"][slot]]).itemsize
-            wrong = known[first:last] & (self.columns["place"][first:last, 3] != volumes * itemsize)
-            if wrong.any():
-                raise CheckpointCorrupt(f"{directory}: an item of {key} has the wrong size for its shape")
-
-    def _fail(self, directory: Path, chunk: int, what: str) -> None:
-        key = list(self._slots)[int(np.searchsorted(self.columns["chunk_ends"], chunk, side="right"))]
-        raise CheckpointCorrupt(f"{directory}: {key} in {self._location(chunk).file} {what}")
+        validate(self.table, self.columns, self.files, self.block_size, directory)
 
 
-def default_path(key: str) -> KeyPath:
-    first, dot, rest = key.partition(".")
-    return (first, rest) if dot else (first,)
-
-
-def _split_keys(text: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator[str]:
+def _split_keys(text: Column, ends: Column) -> list[str]:
     data = text.tobytes()
-    start = 0
-    for end in ends.tolist():
-        yield data[start:end].decode()
-        start = end
+    decoded = data.decode()
+    spans = zip([0, *ends.tolist()], ends.tolist(), strict=False)
+    if len(decoded) == len(data):  # ASCII: characters are bytes
+        return [decoded[start:end] for start, end in spans]
+    return [data[start:end].decode() for start, end in spans]
 
 
-def _check_ends(name: str, ends: np.ndarray[Any, Any], total: int) -> None:
+def _check_ends(name: str, ends: Column, total: int) -> None:
     counts = np.diff(ends, prepend=0)
-    if (counts < 0).any() or counts.sum() != total:
+    if (counts < 0).any() or (ends[-1] if len(ends) else 0) != total:
         raise ValueError(f"column {name} does not count up to {total}")
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}: this torch is too old for the checkpoint, or the index is damaged")
-    return dtype
-
-
-def _path_to_json(path: KeyPath) -> list[Any]:
+def path_to_json(path: KeyPath) -> list[Any]:
     return [list(part) if isinstance(part, tuple) else part for part in path]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -21,25 +21,19 @@ from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_plugin._torch import StorageInfo, load_bytes
+from dcp_plugin._torch import load_bytes
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.storage import commit, stock
-from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredValue
+from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
+from dcp_plugin.storage.metadata import metadata_of
 from dcp_plugin.storage.summary import Summary, fingerprint
+from dcp_plugin.storage.validation import check_files
 from dcp_plugin.types import Shape
 
 
@@ -60,15 +54,19 @@ class ShardedReader(StorageReader):
         path: The checkpoint.
         io_threads: Threads that read.
         verify: Check what is read against the checksums.
+        check_files: Look at all data files when the checkpoint is opened. In a group of ranks, one of them does.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, io_threads: int = 2, verify: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, io_threads: int = 2, verify: bool = True, check_files: bool = True
+    ) -> None:
         self.path = local_path(path)
         self._io_threads = io_threads
         self._verify = verify
+        self._check_files = check_files
         self._index: CheckpointIndex | None = None
         self.summary: Summary | None = None
         """What ``dcp_plugin.json`` says; None for a stock checkpoint. Known once the index is."""
@@ -92,12 +90,23 @@ class ShardedReader(StorageReader):
         if reason:
             kind = CheckpointIncomplete if commit.looks_like_checkpoint(self.path) else CheckpointNotFound
             raise kind(f"{self.path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one.")
-        if not (self.path / commit.INDEX).exists():
-            return stock.read_index(self.path)
-        self.summary = Summary.read(self.path / commit.SUMMARY)
-        if fingerprint((self.path / commit.INDEX).read_bytes()) != self.summary.index_sha256:
-            raise CheckpointCorrupt(f"{self.path / commit.INDEX} is not the index that was saved (its SHA-256 differs)")
-        return CheckpointIndex.read(self.path / commit.INDEX)
+        if (self.path / commit.INDEX).exists():
+            self.summary = Summary.read(self.path / commit.SUMMARY)
+            index = CheckpointIndex.read(self.path / commit.INDEX, self.summary.index_sha256)
+        else:
+            index = stock.read_index(self.path)
+        if self._check_files:
+            check_files(self.path, index.files, index.files)
+        return index
+
+    def check_files(self, plan: LoadPlan) -> None:
+        """Check the files that a plan reads from, if not all were checked when the checkpoint was opened.
+
+        Raises:
+            CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
+        """
+        if not self._check_files:
+            check_files(self.path, self.index.files, {self._find(item).location.file for item in plan.items})
 
     # torch.distributed.checkpoint.StorageReader
 
@@ -120,9 +129,8 @@ class ShardedReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[_Read]] = defaultdict(list)
-        entries = {key: self.index[key] for key in {item.storage_index.fqn for item in plan.items}}
         for item in plan.items:
-            read = self._find(item, entries[item.storage_index.fqn])
+            read = self._find(item)
             by_file[read.location.file].append(read)
         with ThreadPoolExecutor(self._io_threads, thread_name_prefix="dcp-read") as pool:
             jobs = [pool.submit(self._read_file, name, wanted, planner) for name, wanted in by_file.items()]
@@ -160,15 +168,16 @@ class ShardedReader(StorageReader):
             return str(error)
         return ""
 
-    def _find(self, item: ReadItem, entry: Entry) -> _Read:
+    def _find(self, item: ReadItem) -> _Read:
         """The stored chunk that a read is about; planners tell its offset and a hint at its position."""
+        entry = self.index[item.storage_index.fqn]
         if isinstance(entry, StoredValue):
             return _Read(item, entry.location)
-        offset, hint = tuple(item.storage_index.offset or ()), item.storage_index.index or 0
-        for chunk in (*entry.chunks[hint : hint + 1], *entry.chunks):
-            if chunk.offsets == offset:
-                return _Read(item, chunk.location, chunk, entry.dtype)
-        raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
+        offset = tuple(item.storage_index.offset or ())
+        chunk = entry.chunk_at(offset, item.storage_index.index)
+        if chunk is None:
+            raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
+        return _Read(item, chunk.location, chunk, entry.dtype)
 
     def _read_file(self, name: str, wanted: list[_Read], planner: LoadPlanner) -> int:
         count = 0
@@ -271,29 +280,6 @@ class ShardedReader(StorageReader):
                     )
             begin, end = max(low, start), min(high, stop)
             yield begin - start, block[begin - low : end - low]
-
-
-def metadata_of(index: CheckpointIndex, wanted: Callable[[str], bool] = lambda key: True) -> Metadata:
-    """The DCP metadata of an index, or of the wanted keys of it, for planners."""
-    state: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    for key in filter(wanted, index):
-        entry = index[key]
-        if isinstance(entry, StoredValue):
-            state[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = _info(entry.location)
-            continue
-        chunks = []
-        for chunk in entry.chunks:
-            chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-            storage[MetadataIndex(key, chunk.offsets)] = _info(chunk.location)
-        state[key] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
-    paths = {key: index.path_of(key) for key in state}
-    return Metadata(state, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
-
-
-def _info(location: Location) -> Any:
-    return StorageInfo(location.file, location.offset, location.length)
 
 
 def _read_fully(fd: int, buffer: memoryview, offset: int) -> int:

@@ -86,10 +86,17 @@ def read_index(directory: Path) -> CheckpointIndex:
         paths = {key: _key_path(path) for key, path in (metadata.planner_data or {}).items()}
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorrupt(f"{directory / METADATA} contradicts itself: {error!r}") from error
-    sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else 0 for name in files}
+    sizes = {name: _size(directory, name) for name in files}
     index = CheckpointIndex.build(entries, sizes, paths)
     index.validate(directory)
     return index
+
+
+def _size(directory: Path, name: str) -> int:
+    try:
+        return (directory / name).stat().st_size
+    except OSError as error:
+        raise CheckpointCorrupt(f"{directory}: data file {name} is missing ({error.strerror})") from error
 
 
 def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:

@@ -11,10 +11,9 @@ items on one rank that are the same memory or the same bytes (tied weights, equa
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,14 +28,12 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_plugin import progress
-from dcp_plugin._torch import StorageInfo
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.storage import commit, files
@@ -50,8 +47,10 @@ from dcp_plugin.storage.index import (
     StoredTensor,
     StoredValue,
 )
+from dcp_plugin.storage.metadata import encode as encode_metadata
 from dcp_plugin.storage.summary import Summary
-from dcp_plugin.types import KeyPath, memory_of
+from dcp_plugin.storage.table import NO_TENSOR, Places, Table
+from dcp_plugin.types import memory_of
 
 _NOTICE_SECONDS = 10.0
 """How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
@@ -114,10 +113,8 @@ class ShardedWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._reservation = commit.reserve(self.path)
-        return [
-            replace(plan, storage_data=Assignment(rank, self._reservation.directory)) for rank, plan in enumerate(plans)
-        ]
+        directory = self.reserve()
+        return [replace(plan, storage_data=Assignment(rank, directory)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assignment: Assignment = plan.storage_data
@@ -141,35 +138,13 @@ class ShardedWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._reservation is not None, "the coordinator has prepared the plans"
-        directory = self._reservation.directory
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
-        paths = metadata.planner_data or {}
         try:
-            index = CheckpointIndex.build(_entries(metadata, places), _file_sizes(directory), paths)
+            entries = list(_entries(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
-        encoded = index.encode()
-        tensors = sum(isinstance(m, TensorStorageMetadata) for m in metadata.state_dict_metadata.values())
-        summary = Summary.describe(
-            encoded,
-            self.path.parent,
-            step=self._step,
-            world_size=len(results),
-            tensors=tensors,
-            values=len(index) - tensors,
-            payload_bytes=index.payload_bytes,
-            **self._facts,
-        )
-        described = summary.encode()
-        try:
-            files.write_durably(directory / commit.INDEX, encoded)
-            files.write_durably(directory / commit.SUMMARY, described)
-            files.write_durably(directory / commit.METADATA, self._stock_metadata(metadata, places))
-            commit.publish(self._reservation)
-        except OSError as error:
-            raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
-        self._reservation = None
+        sizes = _file_sizes(self._directory())
+        self._commit(CheckpointIndex.build(entries, sizes, metadata.planner_data), len(results))
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -183,6 +158,46 @@ class ShardedWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
     # Beyond the interface
+
+    def reserve(self) -> Path:
+        """Make the directory that this save writes into. On the coordinator."""
+        self._reservation = commit.reserve(self.path)
+        return self._reservation.directory
+
+    def finish_columns(self, table: Table, places: Places, world_size: int) -> None:
+        """:meth:`finish` for results in columns, in the order of the table's chunks."""
+        self._commit(CheckpointIndex.of(table, places, _file_sizes(self._directory())), world_size)
+
+    def _directory(self) -> Path:
+        assert self._reservation is not None, "the coordinator has reserved it"
+        return self._reservation.directory
+
+    def _commit(self, index: CheckpointIndex, world_size: int) -> None:
+        assert self._reservation is not None
+        encoded = index.encode()
+        values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
+        summary = Summary.describe(
+            encoded,
+            self.path.parent,
+            step=self._step,
+            world_size=world_size,
+            tensors=len(index) - values,
+            values=values,
+            payload_bytes=index.payload_bytes,
+            **self._facts,
+        )
+        contents = {
+            commit.INDEX: encoded,
+            commit.SUMMARY: summary.encode(),
+            commit.METADATA: encode_metadata(index, self.storage_meta()),
+        }
+        try:
+            for name, data in contents.items():
+                files.write_durably(self._reservation.directory / name, data)
+            commit.publish(self._reservation)
+        except OSError as error:
+            raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
+        self._reservation = None
 
     def discard(self) -> None:
         """Delete what this save has written so far. On the coordinator; elsewhere nothing happens."""
@@ -233,15 +248,6 @@ class ShardedWriter(StorageWriter):
             crc32(tail, crc32(head)) if self._checksum else 0,
             np.array(running, np.uint32) if self._checksum else None,
         )
-
-    def _stock_metadata(self, metadata: Metadata, places: dict[MetadataIndex, Location]) -> bytes:
-        """``.metadata`` as stock readers want it."""
-        metadata.planner_data = {key: _stock_path(path) for key, path in (metadata.planner_data or {}).items()}
-        metadata.storage_data = {
-            index: StorageInfo(where.file, where.offset, where.length) for index, where in places.items()
-        }
-        metadata.storage_meta = self.storage_meta()
-        return pickle.dumps(metadata)
 
 
 class _Meter:
@@ -345,10 +351,3 @@ def _entries(metadata: Metadata, places: dict[MetadataIndex, Location]) -> Itera
                 for c in stored.chunks
             )
             yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
-
-
-def _stock_path(path: KeyPath) -> Sequence[str | int]:
-    """Stock paths know mapping keys as text and list indices as numbers."""
-    return tuple(
-        part if isinstance(part, (str, int)) else (part[1] if part[0] == "t" else str(part[1])) for part in path
-    )

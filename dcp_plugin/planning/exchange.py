@@ -1,0 +1,131 @@
+"""How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
+
+1. Each rank sends three digests: of the plan it remembers, of the description of what it holds, and of all it holds.
+   A plan follows from the digests of all ranks. If every rank remembers the plan that follows now, that is all.
+2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
+   back what it has to write.
+
+A digest covers everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties. It
+does not cover the bytes of values, whose lengths may change from save to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from dcp_plugin.planning.assignment import Assignment, Share, assign
+from dcp_plugin.planning.holdings import Description, Holding
+from dcp_plugin.ranks import Ranks
+
+T = TypeVar("T")
+_DIGEST = 16
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a rank sends first."""
+
+    plan: bytes
+    description: bytes
+    holding: bytes
+
+    def encode(self) -> bytes:
+        return self.plan + self.description + self.holding
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Claim:
+        return cls(*(data[at : at + _DIGEST] for at in range(0, 3 * _DIGEST, _DIGEST)))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan as one rank knows it; the whole of it on rank 0 alone."""
+
+    digest: bytes
+    share: Share
+    assignment: Assignment | None
+
+
+@dataclass(frozen=True)
+class _Reply(Generic[T]):
+    """What rank 0 answers: the plan all remember, or who shall describe what it holds."""
+
+    digest: bytes
+    describers: list[int] | None
+    prepared: T
+
+
+class Exchange:
+    """Plans the saves of a group of ranks, and remembers the last plan."""
+
+    def __init__(self) -> None:
+        self._last: Planned | None = None
+        self.repeated = False
+        """Whether the last call found the plan remembered."""
+
+    def plan(
+        self, step: str, ranks: Ranks, hold: Callable[[], Holding], prepare: Callable[[], T]
+    ) -> tuple[Planned, Holding, T]:
+        """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective."""
+        mine: list[Holding] = []
+
+        def claim() -> bytes:
+            mine.append(hold())
+            last = self._last.digest if self._last else bytes(_DIGEST)
+            return _Claim(last, mine[0].description.digest, mine[0].digest).encode()
+
+        def answer(claims: list[bytes]) -> _Reply[T]:
+            return _Reply(*self._answer(list(map(_Claim.decode, claims))), prepare())
+
+        reply = ranks.combine(step, claim, answer)
+        describers = reply.describers
+        self.repeated = describers is None
+        if describers is not None:
+            whole: list[Assignment] = []
+
+            def tell() -> tuple[bytes, bytes]:
+                return (_pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
+
+            def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
+                whole.append(assign(_unpack(told, self._described_by)))
+                return [share.encode() for share in whole[0].shares(ranks.size)]
+
+            share = Share.decode(ranks.scatter(step, tell, deal))
+            self._last = Planned(reply.digest, share, whole[0] if whole else None)
+        assert self._last is not None
+        return self._last, mine[0], reply.prepared
+
+    def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
+        """The digest of the plan that follows, and who shall describe; nobody if all remember that plan."""
+        digest = hashlib.blake2b(b"".join(claim.holding for claim in claims), digest_size=_DIGEST).digest()
+        if self._last is not None and all(claim.plan == digest for claim in claims):
+            return digest, None
+        first: dict[bytes, int] = {}
+        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
+        return digest, list(first.values())
+
+
+def _pack(description: Description) -> bytes:
+    return zlib.compress(pickle.dumps(description), 1)
+
+
+def _unpack(told: list[tuple[bytes, bytes]], described_by: list[int]) -> list[Holding]:
+    descriptions: dict[int, Description] = {
+        rank: pickle.loads(zlib.decompress(told[rank][0])) for rank in dict.fromkeys(described_by)
+    }
+    return [Holding.unpack(descriptions[rank], offsets) for rank, (_, offsets) in zip(described_by, told, strict=True)]
+
+
+def in_table_order(assignment: Assignment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """For each chunk of the table, the position of its result among the results of all ranks, end to end."""
+    order = assignment.order
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    return position

@@ -1,0 +1,212 @@
+"""What a checkpoint consists of, as numpy columns: keys, the boxes in which tensors are stored, and where items are.
+
+The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds, a row of a column
+nothing. So the save plan, the results of writing, the index and the stock metadata are all made from these columns,
+and an object is only made for what somebody asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dcp_plugin.types import KeyPath, Shape
+
+Column = np.ndarray[Any, np.dtype[Any]]
+NO_TENSOR = 255
+"""The number of the dtype of a value that is no tensor."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where an item is: ``length`` bytes at ``offset`` of ``file``, with the payload inside of them.
+
+    ``checksums`` are the running CRC32 at the end of each block of the payload; None if nobody computed them.
+    ``payload_offset`` is None for an item of unknown layout (a stock checkpoint): read it through ``torch.load``.
+    """
+
+    file: str
+    offset: int
+    length: int
+    payload_offset: int | None
+    payload_length: int
+    frame_crc: int = 0
+    checksums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of a checkpoint and the boxes in which its tensors are stored.
+
+    ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` has only those
+    that do not follow :func:`default_path`.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    paths: dict[str, KeyPath]
+    columns: dict[str, Column]
+
+    @functools.cached_property
+    def shape_starts(self) -> Column:
+        """Where the shape of each key begins; one more for the end. So for chunks and boxes."""
+        return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))
+
+    @functools.cached_property
+    def chunk_starts(self) -> Column:
+        return np.concatenate(([0], self.columns["chunk_ends"]))
+
+    @functools.cached_property
+    def box_starts(self) -> Column:
+        counts = 2 * self.columns["ndim"].astype(np.int64) * np.diff(self.chunk_starts)
+        return np.concatenate(([0], np.cumsum(counts)))
+
+    def path_of(self, key: str) -> KeyPath:
+        """Where the key sits in the nested state: its first segment and the rest, unless stored otherwise."""
+        return self.paths.get(key) or default_path(key)
+
+    def dtype_of(self, slot: int) -> torch.dtype | None:
+        """None for a value that is no tensor."""
+        number = self.columns["dtype"][slot]
+        return None if number == NO_TENSOR else dtype_named(self.dtypes[number])
+
+    def shape_of(self, slot: int) -> Shape:
+        return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
+
+    def boxes_of(self, slot: int) -> tuple[Column, Column]:
+        """Offsets and sizes of the chunks of a key, a row for each."""
+        boxes = self.columns["box"][self.box_starts[slot] : self.box_starts[slot + 1]]
+        count = int(self.chunk_starts[slot + 1] - self.chunk_starts[slot])
+        both = boxes.reshape(count, 2, int(self.columns["ndim"][slot]))
+        return both[:, 0], both[:, 1]
+
+    def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
+        """For each number of dimensions: the keys (numbers), all their chunks (numbers), and the boxes of these as an
+        array of chunks, offsets or sizes, dimensions."""
+        for ndim in np.unique(self.columns["ndim"]).tolist():
+            slots = np.flatnonzero(self.columns["ndim"] == ndim)
+            counts = np.diff(self.chunk_starts)[slots]
+            boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]
+            yield slots, ranges(self.chunk_starts[slots], counts), boxes.reshape(int(counts.sum()), 2, ndim)
+
+
+def default_path(key: str) -> KeyPath:
+    first, dot, rest = key.partition(".")
+    return (first, rest) if dot else (first,)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}: this torch is too old for the checkpoint, or the index is damaged")
+    return dtype
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where items are: the columns of :class:`Location`. ``blocks`` counts each item's checksums in ``block_crc``."""
+
+    files: list[str]
+    file: Column
+    place: Column
+    frame_crc: Column
+    blocks: Column
+    block_crc: Column
+
+    @classmethod
+    def of(cls, locations: Sequence[Location]) -> Places:
+        files = {name: number for number, name in enumerate(dict.fromkeys(where.file for where in locations))}
+        crcs = [where.checksums for where in locations if where.checksums is not None]
+        place = [
+            (w.offset, w.length, -1 if w.payload_offset is None else w.payload_offset, w.payload_length)
+            for w in locations
+        ]
+        return cls(
+            list(files),
+            np.array([files[where.file] for where in locations], np.int32),
+            np.array(place, np.int64).reshape(-1, 4),
+            np.array([where.frame_crc for where in locations], np.uint32),
+            np.array([0 if where.checksums is None else len(where.checksums) for where in locations], np.int64),
+            np.concatenate([*crcs, np.empty(0, np.uint32)]),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Places]) -> Places:
+        """One after the other. No two parts have a file in common."""
+        first_file = np.cumsum([0, *(len(part.files) for part in parts)], dtype=np.int32)
+        return cls(
+            [name for part in parts for name in part.files],
+            np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
+            np.concatenate([part.place for part in parts]),
+            np.concatenate([part.frame_crc for part in parts]),
+            np.concatenate([part.blocks for part in parts]),
+            np.concatenate([part.block_crc for part in parts]),
+        )
+
+    def take(self, order: Column) -> Places:
+        """The items with these numbers, in this order."""
+        blocks = self.blocks[order]
+        starts = (np.cumsum(self.blocks) - self.blocks)[order]
+        crcs = self.block_crc[ranges(starts, blocks)]
+        return Places(self.files, self.file[order], self.place[order], self.frame_crc[order], blocks, crcs)
+
+
+def ranges(starts: Column, counts: Column) -> Column:
+    """``starts[0], starts[0] + 1, …`` (``counts[0]`` numbers), then those from ``starts[1]``, and so on."""
+    ends = np.cumsum(counts)
+    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts))
+
+
+def ragged(padded: Sequence[Column], widths: Column) -> Column:
+    """The first ``widths[i]`` numbers of row ``i`` of each of the arrays in turn, for all ``i``, end to end."""
+    rows = np.stack(padded, axis=1)
+    kept = np.arange(rows.shape[2]) < widths[:, None, None]
+    return rows[np.broadcast_to(kept, rows.shape)]
+
+
+def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count: int) -> Column:
+    """For each of ``count`` tensors, whether its boxes cover every element exactly once.
+
+    Box ``i`` belongs to tensor ``of[i]``; ``starts``, ``sizes`` and (per tensor) ``shape`` have one number per
+    dimension, the boxes lie inside the shape.
+
+    No box is compared with another. Give every coordinate of every dimension a random number, and every element the
+    product of its coordinates' numbers: then the sum over a box is a product of differences of running sums, and the
+    sums over all boxes add up to that over the tensor. If any element is covered twice or not at all, they do not, but
+    for a chance of about 2^-60, whatever the boxes are, because nobody can know the random numbers before.
+    """
+    seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
+    over_boxes = np.ones(len(starts), np.uint64)
+    over_tensor = np.ones(count, np.uint64)
+    for dim in range(shape.shape[1]):
+        over_boxes *= _mix(starts[:, dim] + sizes[:, dim], seeds[dim]) - _mix(starts[:, dim], seeds[dim])
+        over_tensor *= _mix(shape[:, dim], seeds[dim]) - _mix(np.zeros(count, np.int64), seeds[dim])
+    total = np.zeros(count, np.uint64)
+    np.add.at(total, of, over_boxes)
+    return total == over_tensor  # type: ignore[no-any-return]
+
+
+def _mix(coordinate: Column, seed: np.uint64) -> Column:
+    """A random number for each coordinate: splitmix64."""
+    mixed = coordinate.astype(np.uint64) + seed
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def flat_start(offsets: Column, shapes: Column) -> Column:
+    """The position of each box's first element in its tensor, in row-major order."""
+    extents = np.maximum(shapes, 1)
+    strides = np.cumprod(np.concatenate((extents[:, 1:], np.ones((len(shapes), 1), np.int64)), axis=1)[:, ::-1], axis=1)
+    return (offsets * strides[:, ::-1]).sum(axis=1)  # type: ignore[no-any-return]
+
+
+def padded(rows: Sequence[Shape], width: int, fill: int) -> Column:
+    """Tuples of up to ``width`` numbers as one array."""
+    return np.array([(*row, *[fill] * (width - len(row))) for row in rows], np.int64).reshape(len(rows), width)
