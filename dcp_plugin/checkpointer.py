@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin._torch import is_tensor, sharded_value
@@ -282,8 +282,9 @@ class Checkpointer:
             planner.use_paths(job.paths)
             return planner.holding()
 
-        def write(plan: SavePlan) -> Places:
+        def write() -> Places:
             progress.emit(progress.SaveStarted(job.path, job.step))
+            plan = replace(planner.plan_of(planned.share, holding), storage_data=WhereToWrite(ranks.rank, directory))
             results = writer.write_data(plan, planner).wait()
             locations: dict[MetadataIndex, Location] = {result.index: result.storage_data for result in results}
             return Places.of([locations[item.index] for item in plan.items])
@@ -301,11 +302,7 @@ class Checkpointer:
         try:
             step = f"plan the save of {job.path}"
             planned, holding, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
-            plan = planner.plan_of(planned.share, holding)
-            plan = replace(plan, storage_data=WhereToWrite(ranks.rank, directory))
-            ranks.combine(
-                f"write {job.path}", lambda: write(plan), lambda results: publish(planned.assignment, results)
-            )
+            ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
             if isinstance(error, CheckpointError):

@@ -191,8 +191,8 @@ class _Rows:
 
     def take(self, rows: Column, new: Column) -> _Rows:
         """These rows, with other marks."""
-        columns = [getattr(self, field.name)[rows] for field in fields(self)[:-1]]
-        return _Rows(*columns, new)
+        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "new"}
+        return _Rows(**columns, new=new)
 
     def check(self, keys: _Keys) -> None:
         """Every tensor is there as a whole, and no part of it twice in different boxes."""

@@ -157,7 +157,10 @@ def _rows(count: int, record: _Fields) -> Column:
         if isinstance(piece, bytes):
             pieces.append(_repeated(piece, count))
         else:
-            opcode, dtype = (b"j", "<u4") if piece.dtype == np.uint32 else (b"\x8a\x08", "<i8")
+            small = piece.min(initial=0) >= -(1 << 31) and piece.max(initial=0) < 1 << 31
+            opcode, dtype = (b"J", "<i4") if small else (b"\x8a\x08", "<i8")
+            if piece.dtype == np.uint32:
+                opcode, dtype = b"j", "<u4"
             numbers = np.ascontiguousarray(piece, dtype).view(np.uint8).reshape(count, -1)
             pieces += [_repeated(opcode, count), numbers]
     return np.concatenate(pieces, axis=1)
