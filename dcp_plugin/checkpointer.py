@@ -35,7 +35,6 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
 from dcp_plugin.state.app import Part, Wanted, gather_state, join, layouts_of, parts_of, stored_under
 from dcp_plugin.storage.index import CheckpointIndex
-from dcp_plugin.storage.metadata import metadata_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.table import Location, Places
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
@@ -329,7 +328,9 @@ class _Load:
         self._partial = partial
         self._strict = strict
         self._path = path
-        self._reader = ShardedReader(path, io_threads=config.io_threads, verify=config.verify_on_load)
+        self._reader = ShardedReader(
+            path, io_threads=config.io_threads, verify=config.verify_on_load, check_files=ranks.rank == 0
+        )
         self._report = LoadReport(path)
         self._said: list[str] = []
 
@@ -417,7 +418,7 @@ class _Load:
             for key, target in want.targets.items()
         }
         self._planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
-        self._planner.set_up_planner(self._targets, metadata_of(index, self._targets.__contains__), False)
+        self._planner.use_index(self._targets, index)
         try:
             self._items = self._planner.create_local_plan()
         except CheckpointMismatch as error:
@@ -426,6 +427,7 @@ class _Load:
             raise CheckpointMismatch(
                 f"{self._path} does not fit the state: {some(problems, 50, '; ')}. strict=False loads what fits."
             )
+        self._reader.check_files(self._items)
         self._report.cast.extend(self._planner.cast)
 
     def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, str]) -> None:

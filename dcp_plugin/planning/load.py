@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from operator import add, sub
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_plugin._torch import is_tensor, sharded_value
@@ -28,6 +25,8 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.storage import values
+from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.storage.table import Column, Table, padded
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
 
 
@@ -53,12 +52,21 @@ class ShardedLoadPlanner(LoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        self._metadata = metadata
+        stored = metadata.state_dict_metadata
+        self._use_targets(state_dict, stored, lambda key: _Stored.of_metadata(stored[key]))
+
+    def use_index(self, state_dict: dict[str, Any], index: CheckpointIndex) -> None:
+        """:meth:`set_up_planner` without an object for every stored chunk."""
+        self._use_targets(state_dict, index.slots, lambda key: _Stored.of_table(index.table, index.slots[key]))
+
+    def _use_targets(self, state_dict: dict[str, Any], keys: Collection[str], stored: Callable[[str], _Stored]) -> None:
         self._tree = state_dict
         self._targets, self._paths = flatten(state_dict)
         for key, target in self._targets.items():
             if is_tensor(target):
                 self._targets[key] = sharded_value(target)
+        self._keys = keys
+        self._stored = {key: stored(key) for key in self._targets if key in keys}
 
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank.
@@ -66,21 +74,21 @@ class ShardedLoadPlanner(LoadPlanner):
         Raises:
             CheckpointMismatch: Naming all targets that are missing (if strict) or of another shape or kind.
         """
-        stored = self._metadata.state_dict_metadata
-        self.missing = [key for key in self._targets if key not in stored]
-        present = [key for key in self._targets if key in stored]
-        wrong = [problem for key in present for problem in _misfit(key, self._targets[key], stored[key])]
+        self.missing = [key for key in self._targets if key not in self._stored]
+        wrong = [
+            problem for key, stored in self._stored.items() for problem in _misfit(key, self._targets[key], stored)
+        ]
         if self._strict:
-            wrong += [f"{key} is not in the checkpoint{nearest(key, stored)}" for key in self.missing]
+            wrong += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
         if wrong:
             raise CheckpointMismatch(some(wrong, 50, "; "))
         items: list[ReadItem] = []
-        for key in present:
-            target, source = self._targets[key], stored[key]
-            if isinstance(target, ShardedValue) and isinstance(source, TensorStorageMetadata):
-                if target.dtype != source.properties.dtype:
+        for key, stored in self._stored.items():
+            target = self._targets[key]
+            if isinstance(target, ShardedValue):
+                if target.dtype != stored.dtype:
                     self.cast.append(key)
-                items.extend(_reads(key, target, source))
+                items.extend(_reads(key, target, stored))
             else:
                 items.append(_read_of_value(key))
         return LoadPlan(items)
@@ -108,15 +116,71 @@ class ShardedLoadPlanner(LoadPlanner):
         """Nothing to do: the tensor is a view of the target."""
 
 
-def _misfit(key: str, target: Any, stored: Any) -> Iterator[str]:
-    if isinstance(target, ShardedValue) and isinstance(stored, BytesStorageMetadata):
+@dataclass(frozen=True)
+class _Stored:
+    """What the checkpoint has under a key; without a dtype it is no tensor. A row of the columns is a chunk."""
+
+    dtype: torch.dtype | None
+    shape: Shape
+    offsets: Column
+    sizes: Column
+
+    @classmethod
+    def of_metadata(cls, stored: Any) -> _Stored:
+        if isinstance(stored, BytesStorageMetadata):
+            return cls(None, (), np.empty((1, 0), np.int64), np.empty((1, 0), np.int64))
+        width = len(stored.size)
+        offsets = padded([chunk.offsets for chunk in stored.chunks], width, 0)
+        sizes = padded([chunk.sizes for chunk in stored.chunks], width, 0)
+        return cls(stored.properties.dtype, tuple(stored.size), offsets, sizes)
+
+    @classmethod
+    def of_table(cls, table: Table, slot: int) -> _Stored:
+        return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
+
+    def overlaps(self, chunk: LocalChunk) -> list[tuple[int, Shape, Shape, Shape]]:
+        """The stored chunks that share elements with one of ours: number and offsets, and offsets and lengths of what
+        is shared. They are looked for among those whose rows are near, as they are in the order of their rows; if
+        these do not cover ours (shards of columns, or another tool's order), among all.
+
+        Raises:
+            CheckpointCorrupt: All together do not cover it.
+        """
+        wanted = prod(chunk.sizes)
+        for numbers in (self._near(chunk), self._touching(chunk)):
+            found = []
+            for number in numbers:
+                offsets = tuple(self.offsets[number].tolist())
+                shared = _intersection(chunk, offsets, self.sizes[number].tolist())
+                if shared is not None:
+                    found.append((number, offsets, *shared))
+            if sum(prod(lengths) for *_, lengths in found) == wanted:
+                return found
+        raise CheckpointCorrupt(f"the checkpoint does not have all {wanted} elements of a part")
+
+    def _near(self, chunk: LocalChunk) -> range:
+        if not self.shape:
+            return range(len(self.offsets))
+        first_rows = self.offsets[:, 0]
+        begin = int(first_rows.searchsorted(chunk.offsets[0], "right"))
+        return range(max(begin - 1, 0), int(first_rows.searchsorted(chunk.offsets[0] + chunk.sizes[0])))
+
+    def _touching(self, chunk: LocalChunk) -> Iterator[int]:
+        ends = np.add(chunk.offsets, chunk.sizes)
+        touching = ((self.offsets < ends) & (self.offsets + self.sizes > chunk.offsets)).all(axis=1)
+        yield from np.flatnonzero(touching).tolist()
+
+
+def _misfit(key: str, target: Any, stored: _Stored) -> Iterator[str]:
+    if not isinstance(target, ShardedValue):
+        if stored.dtype is not None:
+            yield f"{key} is a {type(target).__name__} here and a tensor in the checkpoint"
+    elif stored.dtype is None:
         yield f"{key} is a tensor here and another value in the checkpoint"
-    elif not isinstance(target, ShardedValue) and isinstance(stored, TensorStorageMetadata):
-        yield f"{key} is a {type(target).__name__} here and a tensor in the checkpoint"
-    elif isinstance(target, ShardedValue) and target.shape != tuple(stored.size):
-        yield f"{key} has shape {target.shape} here and {tuple(stored.size)} in the checkpoint"
-    elif isinstance(target, ShardedValue) and not torch.can_cast(stored.properties.dtype, target.dtype):
-        yield f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.properties.dtype}"
+    elif target.shape != stored.shape:
+        yield f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
+    elif not torch.can_cast(stored.dtype, target.dtype):
+        yield f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
 
 
 def nearest(key: str, stored: Iterable[str]) -> str:
@@ -136,37 +200,31 @@ def _read_of_value(key: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(key), none, none)
 
 
-def _reads(key: str, target: ShardedValue, stored: TensorStorageMetadata) -> Iterator[ReadItem]:
+def _reads(key: str, target: ShardedValue, stored: _Stored) -> Iterator[ReadItem]:
     for number, chunk in enumerate(target.chunks):
-        covered = 0
-        for hint, source in enumerate(stored.chunks):
-            box = _intersection(chunk, source)
-            if box is None:
-                continue
-            offsets, lengths = box
-            covered += prod(lengths)
+        if 0 in chunk.sizes:
+            continue
+        here = MetadataIndex(key, chunk.offsets, number)
+        try:
+            overlaps = stored.overlaps(chunk)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{key}: {error}") from error
+        for source, source_offsets, offsets, lengths in overlaps:
             yield ReadItem(
                 LoadItemType.TENSOR,
-                MetadataIndex(key, chunk.offsets, number),
-                torch.Size(a - b for a, b in zip(offsets, chunk.offsets, strict=True)),
-                MetadataIndex(key, source.offsets, hint),
-                torch.Size(a - b for a, b in zip(offsets, source.offsets, strict=True)),
+                here,
+                torch.Size(map(sub, offsets, chunk.offsets)),
+                MetadataIndex(key, torch.Size(source_offsets), source),
+                torch.Size(map(sub, offsets, source_offsets)),
                 torch.Size(lengths),
             )
-        if covered != prod(chunk.sizes):
-            raise CheckpointCorrupt(f"the checkpoint has {covered} of {prod(chunk.sizes)} elements of a part of {key}")
 
 
-def _intersection(chunk: LocalChunk, source: ChunkStorageMetadata) -> tuple[Shape, Shape] | None:
+def _intersection(chunk: LocalChunk, offsets: Shape, sizes: list[int]) -> tuple[Shape, Shape] | None:
     """Offsets and lengths of what two boxes share; None if nothing. Boxes without dimensions share their element."""
-    offsets, lengths = [], []
-    for at, size, there, extent in zip(chunk.offsets, chunk.sizes, source.offsets, source.sizes, strict=True):
-        start, stop = max(at, there), min(at + size, there + extent)
-        if start >= stop:
-            return None
-        offsets.append(start)
-        lengths.append(stop - start)
-    return tuple(offsets), tuple(lengths)
+    begins = tuple(map(max, chunk.offsets, offsets))
+    lengths = tuple(map(sub, map(min, map(add, chunk.offsets, chunk.sizes), map(add, offsets, sizes)), begins))
+    return (begins, lengths) if min(lengths, default=1) > 0 else None
 
 
 def _set(tree: Any, path: KeyPath, value: Any) -> None:
