@@ -33,7 +33,8 @@ from dcp_plugin.staging.snapshot import HostBuffers
 from dcp_plugin.state.app import Part, Wanted, gather_state, join, layouts_of, parts_of, stored_under
 from dcp_plugin.storage.index import CheckpointIndex
 from dcp_plugin.storage.reader import ShardedReader, metadata_of
-from dcp_plugin.storage.writer import ShardedWriter
+from dcp_plugin.storage.views import Views
+from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import Flat, KeyPath, LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -91,9 +92,9 @@ class _Job:
     step: int | None
     state: Flat
     paths: dict[str, KeyPath]
-    facts: dict[str, Any]
     failure: Exception | None
     began: float
+    writer: ShardedWriter
 
 
 class Checkpointer:
@@ -113,13 +114,24 @@ class Checkpointer:
         self._in_flight: SaveHandle | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, state: Mapping[str, Any], path: PathLike, step: int | None = None) -> SaveHandle:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        step: int | None = None,
+        files: Callable[[Path], None] | None = None,
+        views: Views | None = None,
+    ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
         Args:
             state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
             path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
             step: Recorded in the checkpoint.
+            files: Called on every rank, before anything is written in the background, with the directory in which
+                the checkpoint is being made. What it puts there is published with the checkpoint, and belongs to it.
+                With it, ``path`` may be a directory that has other files in it already; they stay.
+            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -131,7 +143,9 @@ class Checkpointer:
             RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
-        job = self._gather(state, local_path(path), step)
+        job = self._gather(state, local_path(path), step, views)
+        if files is not None:
+            self._add_files(job, ranks, files)
         handle = SaveHandle(job.path, step)
         if not self.config.async_save:
             with progress.progress_line(job.path, self._shows_progress(ranks)):
@@ -229,7 +243,7 @@ class Checkpointer:
             ranks.agree("go on after a failed save", lambda: _raise(told))
         return ranks
 
-    def _gather(self, state: Mapping[str, Any], path: Path, step: int | None) -> _Job:
+    def _gather(self, state: Mapping[str, Any], path: Path, step: int | None, views: Views | None) -> _Job:
         """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
         began = time.monotonic()
         flat: Flat = {}
@@ -248,7 +262,20 @@ class Checkpointer:
                 flat = self._buffers.copy(flat)
         except Exception as error:
             failure = error
-        return _Job(path, step, flat, paths, facts, failure, began)
+        config = self.config
+        writer = ShardedWriter(
+            path, step=step, io_threads=config.io_threads, checksum=config.checksum, views=views, **facts
+        )
+        return _Job(path, step, flat, paths, failure, began, writer)
+
+    @staticmethod
+    def _add_files(job: _Job, ranks: Ranks, files: Callable[[Path], None]) -> None:
+        try:
+            directory = ranks.from_zero(f"reserve {job.path}", lambda: job.writer.reserve(among_other_files=True))
+            ranks.agree(f"add files to {job.path}", lambda: _add(directory, job.path, files))
+        except Exception:
+            job.writer.discard()
+            raise
 
     @staticmethod
     def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
@@ -262,10 +289,7 @@ class Checkpointer:
 
     def _write(self, job: _Job, ranks: Ranks, blocked: float | None) -> None:
         """Plan, write, publish. On every rank, or on none."""
-        planner = ShardedSavePlanner()
-        writer = ShardedWriter(
-            job.path, step=job.step, io_threads=self.config.io_threads, checksum=self.config.checksum, **job.facts
-        )
+        planner, writer = ShardedSavePlanner(), job.writer
         metadata: list[Any] = []
 
         def plan_local() -> SavePlan:
@@ -447,6 +471,11 @@ class _Load:
         for part in parts:
             if filled[part.name]:
                 part.take(filled[part.name])
+
+
+def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:
+    wait_until_visible(directory, path)
+    files(directory)
 
 
 def _raise(error: Exception | None) -> None:

@@ -51,6 +51,7 @@ from dcp_plugin.storage.index import (
     StoredValue,
 )
 from dcp_plugin.storage.summary import Summary
+from dcp_plugin.storage.views import Views, write_views
 from dcp_plugin.types import KeyPath, memory_of
 
 _NOTICE_SECONDS = 10.0
@@ -73,6 +74,7 @@ class ShardedWriter(StorageWriter):
         step: Training step, for the summary.
         io_threads: Threads, and data files, per rank.
         checksum: Whether to compute CRC32 checksums.
+        views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
 
     Raises:
@@ -86,12 +88,14 @@ class ShardedWriter(StorageWriter):
         step: int | None = None,
         io_threads: int = 2,
         checksum: bool = True,
+        views: Views | None = None,
         **facts: Any,
     ) -> None:
         self.path = local_path(path)
         self._step = step
         self._io_threads = io_threads
         self._checksum = checksum
+        self._views = views or {}
         self._facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
@@ -114,14 +118,12 @@ class ShardedWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._reservation = commit.reserve(self.path)
-        return [
-            replace(plan, storage_data=Assignment(rank, self._reservation.directory)) for rank, plan in enumerate(plans)
-        ]
+        directory = self.reserve()
+        return [replace(plan, storage_data=Assignment(rank, directory)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assignment: Assignment = plan.storage_data
-        _wait_until_visible(assignment, self.path)
+        wait_until_visible(assignment.directory, self.path)
         resolved = [(item, _resolve(planner, item)) for item in plan.items]
         unique, same_as = _without_duplicates(resolved)
         total = sum(_size(data) for _, data in unique)
@@ -151,9 +153,11 @@ class ShardedWriter(StorageWriter):
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
         encoded = index.encode()
         tensors = sum(isinstance(m, TensorStorageMetadata) for m in metadata.state_dict_metadata.values())
+        attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
         summary = Summary.describe(
             encoded,
             self.path.parent,
+            attached=sorted(attached.union(self._views)),
             step=self._step,
             world_size=len(results),
             tensors=tensors,
@@ -165,7 +169,9 @@ class ShardedWriter(StorageWriter):
         try:
             files.write_durably(directory / commit.INDEX, encoded)
             files.write_durably(directory / commit.SUMMARY, described)
+            files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
             files.write_durably(directory / commit.METADATA, self._stock_metadata(metadata, places))
+            write_views(directory, self._views, metadata)
             commit.publish(self._reservation)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
@@ -183,6 +189,15 @@ class ShardedWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
     # Beyond the interface
+
+    def reserve(self, among_other_files: bool = False) -> Path:
+        """The directory that this save writes into, made if there is none yet. On the coordinator.
+
+        See :func:`dcp_plugin.storage.commit.reserve`.
+        """
+        if self._reservation is None:
+            self._reservation = commit.reserve(self.path, among_other_files)
+        return self._reservation.directory
 
     def discard(self) -> None:
         """Delete what this save has written so far. On the coordinator; elsewhere nothing happens."""
@@ -264,17 +279,17 @@ class _Meter:
             self.file_bytes += count
 
 
-def _wait_until_visible(assignment: Assignment, path: Path) -> None:
+def wait_until_visible(directory: Path, path: Path) -> None:
     """The directory was made by the coordinator. Not seeing it means that the ranks do not share the file system."""
     deadline = time.monotonic() + _NOTICE_SECONDS
-    while not assignment.directory.is_dir():
+    while not directory.is_dir():
         if time.monotonic() > deadline:
             raise SaveFailed(
-                f"cannot save {path}: this rank does not see {assignment.directory}, which rank 0 has made. The "
+                f"cannot save {path}: this rank does not see {directory}, which rank 0 has made. The "
                 f"checkpoint directory must be on a file system that all ranks share."
             )
         with suppress(OSError):
-            os.listdir(assignment.directory.parent)  # makes an NFS client look again
+            os.listdir(directory.parent)  # makes an NFS client look again
         time.sleep(0.1)
 
 
