@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
@@ -31,14 +32,17 @@ from dcp_plugin.planning.exchange import Exchange, in_table_order
 from dcp_plugin.planning.holdings import Holding
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
+from dcp_plugin.planning.sharing import SharedReading
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
-from dcp_plugin.state.app import Part, Wanted, gather_state, join, layouts_of, parts_of, stored_under
+from dcp_plugin.state.app import Part, Wanted, gather_state, layouts_of, parts_of
+from dcp_plugin.state.source import Prefix, Source, find_prefix, join
 from dcp_plugin.storage.index import CheckpointIndex
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.table import Location, Places
+from dcp_plugin.storage.views import Views
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
-from dcp_plugin.storage.writer import ShardedWriter
+from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import Flat, KeyPath, LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -96,9 +100,9 @@ class _Job:
     step: int | None
     state: Flat
     paths: dict[str, KeyPath]
-    facts: dict[str, Any]
     failure: Exception | None
     began: float
+    writer: ShardedWriter
 
 
 class Checkpointer:
@@ -119,13 +123,24 @@ class Checkpointer:
         self._in_flight: SaveHandle | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, state: Mapping[str, Any], path: PathLike, step: int | None = None) -> SaveHandle:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        path: PathLike,
+        step: int | None = None,
+        files: Callable[[Path], None] | None = None,
+        views: Views | None = None,
+    ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
         Args:
             state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
             path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
             step: Recorded in the checkpoint.
+            files: Called on every rank, before anything is written in the background, with the directory in which
+                the checkpoint is being made. What it puts there is published with the checkpoint, and belongs to it.
+                With it, ``path`` may be a directory that has other files in it already; they stay.
+            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -137,7 +152,9 @@ class Checkpointer:
             RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
-        job = self._gather(state, local_path(path), step)
+        job = self._gather(state, local_path(path), step, views)
+        if files is not None:
+            self._add_files(job, ranks, files)
         handle = SaveHandle(job.path, step)
         if not self.config.async_save:
             with progress.progress_line(job.path, self._shows_progress(ranks)):
@@ -236,7 +253,7 @@ class Checkpointer:
             ranks.agree("go on after a failed save", lambda: _raise(told))
         return ranks
 
-    def _gather(self, state: Mapping[str, Any], path: Path, step: int | None) -> _Job:
+    def _gather(self, state: Mapping[str, Any], path: Path, step: int | None, views: Views | None) -> _Job:
         """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
         began = time.monotonic()
         flat: Flat = {}
@@ -255,7 +272,20 @@ class Checkpointer:
                 flat = self._buffers.copy(flat)
         except Exception as error:
             failure = error
-        return _Job(path, step, flat, paths, facts, failure, began)
+        config = self.config
+        writer = ShardedWriter(
+            path, step=step, io_threads=config.io_threads, checksum=config.checksum, views=views, **facts
+        )
+        return _Job(path, step, flat, paths, failure, began, writer)
+
+    @staticmethod
+    def _add_files(job: _Job, ranks: Ranks, files: Callable[[Path], None]) -> None:
+        try:
+            directory = ranks.from_zero(f"reserve {job.path}", lambda: job.writer.reserve(among_other_files=True))
+            ranks.agree(f"add files to {job.path}", lambda: _add(directory, job.path, files))
+        except Exception:
+            job.writer.discard()
+            raise
 
     @staticmethod
     def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
@@ -269,10 +299,7 @@ class Checkpointer:
 
     def _write(self, job: _Job, ranks: Ranks, blocked: float | None) -> None:
         """Plan, write, publish. On every rank, or on none."""
-        planner = ShardedSavePlanner()
-        writer = ShardedWriter(
-            job.path, step=job.step, io_threads=self.config.io_threads, checksum=self.config.checksum, **job.facts
-        )
+        planner, writer = ShardedSavePlanner(), job.writer
 
         def hold() -> Holding:
             if job.failure is not None:
@@ -338,10 +365,11 @@ class _Load:
         parts: list[Part] = []
         self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
         index = self._reader.index
-        sources = self._sources(parts)
+        sources = {part.name: source for part, source in self._sources(parts)}
         wanted = self._ranks.agree(f"compare {self._path} with the state", lambda: self._want(parts, sources, index))
         self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, wanted, sources))
-        filled = self._ranks.agree(f"read {self._path}", lambda: self._read_tensors(wanted, sources))
+        self._read_tensors()
+        filled = self._filled(wanted, sources)
         self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, filled))
         if self._ranks.rank == 0:
             for message in self._said:  # last: a warning that is an error stops nobody half-way
@@ -362,36 +390,39 @@ class _Load:
                     f"on rank 0 what to load, and broadcast it."
                 )
 
-    def _sources(self, parts: list[Part]) -> dict[str, str]:
+    def _sources(self, parts: list[Part]) -> Iterator[tuple[Part, Source]]:
         """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
         kinds = self._reader.summary.kinds if self._reader.summary else {}
         names = {part.name for part in parts}
-        sources = {}
         for part in parts:
-            sources[part.name] = part.name
-            if part.kind in ("module", "optimizer") and part.name not in kinds:
-                alike = [name for name, kind in kinds.items() if kind == part.kind and name not in names]
+            name = part.name
+            if part.kind in ("module", "optimizer") and name not in kinds:
+                alike = [other for other, kind in kinds.items() if kind == part.kind and other not in names]
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
-                    sources[part.name] = alike[0]
-                    self._said.append(
-                        f"{self._path} has no {part.name!r}; its only {part.kind}, {alike[0]!r}, is loaded."
-                    )
-        return sources
+                    name = alike[0]
+                    self._said.append(f"{self._path} has no {part.name!r}; its only {part.kind}, {name!r}, is loaded.")
+            yield part, Source(name, part.kind)
 
-    def _want(self, parts: list[Part], sources: dict[str, str], index: CheckpointIndex) -> dict[str, Wanted]:
+    def _want(self, parts: list[Part], sources: dict[str, Source], index: CheckpointIndex) -> dict[str, Wanted]:
         wanted = {}
+        prefixes: dict[nn.Module | None, Prefix] = {}
         problems: list[str] = []
         keys: list[str] = []
         for part in parts:
-            source = sources[part.name]
-            stored = stored_under(index, source)
-            depth = len(source.split("."))
-            paths = {key: index.path_of(join(source, key))[depth:] for key in stored}
-            want = wanted[part.name] = part.want(stored, paths)
+            source = replace(sources[part.name], prefix=prefixes.get(part.module, Prefix()))
+            want = part.want(*source.entries(index))
+            if part.kind == "module" and want.missing and not want.targets:
+                prefix = find_prefix(want.missing, want.unexpected)
+                if prefix is not None:
+                    self._say_prefix(part, source, prefix)
+                    source = replace(source, prefix=prefix)
+                    prefixes[part.module] = prefix
+                    want = part.want(*source.entries(index))
+            sources[part.name], wanted[part.name] = source, want
             keys += [join(part.name, key) for key in (*want.targets, *want.missing)]
             want.targets = {key: target for key, target in want.targets.items() if self._selected(part, key)}
-            missing = [join(source, key) for key in want.missing if self._selected(part, key)]
-            unexpected = [join(source, key) for key in want.unexpected if self._selected(part, key)]
+            missing = [source.stored(key) for key in want.missing if self._selected(part, key)]
+            unexpected = [source.stored(key) for key in want.unexpected if self._selected(part, key)]
             self._report.missing.extend(missing)
             self._report.unexpected.extend(unexpected)
             if want.tolerated and (missing or unexpected):
@@ -405,15 +436,19 @@ class _Load:
         self._plan(wanted, sources, index, problems)
         return wanted
 
+    def _say_prefix(self, part: Part, source: Source, prefix: Prefix) -> None:
+        here, there = join(part.name, prefix.dropped), join(source.name, prefix.added)
+        self._said.append(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+
     def _selected(self, part: Part, key: str) -> bool:
         return self._partial.selects(join(part.name, key))
 
     def _plan(
-        self, wanted: dict[str, Wanted], sources: dict[str, str], index: CheckpointIndex, problems: list[str]
+        self, wanted: dict[str, Wanted], sources: dict[str, Source], index: CheckpointIndex, problems: list[str]
     ) -> None:
         """Plan the reads and raise everything that does not fit, in one error."""
         self._targets = {
-            join(sources[name], key): sharded_value(target) if is_tensor(target) else None
+            sources[name].stored(key): sharded_value(target) if is_tensor(target) else None
             for name, want in wanted.items()
             for key, target in want.targets.items()
         }
@@ -430,23 +465,30 @@ class _Load:
         self._reader.check_files(self._items)
         self._report.cast.extend(self._planner.cast)
 
-    def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, str]) -> None:
+    def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, Source]) -> None:
         """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         for part in parts:
             targets = wanted[part.name].targets
             keys = [key for key, target in targets.items() if not is_tensor(target)]
-            part.check({key: self._targets[join(sources[part.name], key)] for key in keys})
+            part.check({key: self._targets[sources[part.name].stored(key)] for key in keys})
 
     def _only(self, kind: LoadItemType) -> LoadPlan:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
 
-    def _read_tensors(self, wanted: dict[str, Wanted], sources: dict[str, str]) -> dict[str, dict[str, Any]]:
-        self._reader.read_data(self._only(LoadItemType.TENSOR), self._planner).wait()
+    def _read_tensors(self) -> None:
+        """Into the targets. What others read for this rank is passed on when all have read, and nobody has failed."""
+        plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
+        shared = SharedReading(self._ranks, self._planner, policy)
+        plan = shared.meet(f"share the reading of {self._path}", plan)
+        self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())
+        shared.pass_on(f"pass on what was read of {self._path}")
         self._report.loaded.extend(self._targets)
+
+    def _filled(self, wanted: dict[str, Wanted], sources: dict[str, Source]) -> dict[str, dict[str, Any]]:
         return {
             name: {
-                key: target if is_tensor(target) else self._targets[join(sources[name], key)]
+                key: target if is_tensor(target) else self._targets[sources[name].stored(key)]
                 for key, target in want.targets.items()
             }
             for name, want in wanted.items()
@@ -457,6 +499,11 @@ class _Load:
         for part in parts:
             if filled[part.name]:
                 part.take(filled[part.name])
+
+
+def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:
+    wait_until_visible(directory, path)
+    files(directory)
 
 
 def _raise(error: Exception | None) -> None:

@@ -34,6 +34,11 @@ class CheckpointConfig:
     """Check every block that a load reads against its checksum. Costs about 7% of the time of a read from memory
     and nothing that can be measured on a disk."""
 
+    read_broadcast: bool | Literal["auto"] = "auto"
+    """When several ranks want the same bytes, let one of them read them and pass them on to the others. ``"auto"``:
+    only what at least 8 hosts want. On one machine, or with few replicas, the page cache and the file system are
+    faster than the process group; with many replicas on a shared file system, they are not."""
+
     rng: bool = True
     """Frameworks' doors save and restore the random number generators of every rank."""
 
@@ -68,6 +73,8 @@ class CheckpointConfig:
             raise ValueError(
                 "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
             )
+        if self.read_broadcast not in (True, False, "auto"):
+            raise ValueError(f"read_broadcast must be True, False or 'auto', got {self.read_broadcast!r}.")
         if self.progress not in (True, False, "auto"):
             raise ValueError(f"progress must be True, False or 'auto', got {self.progress!r}.")
         keys: object = self.allow_pickle

@@ -11,7 +11,7 @@ The group is gloo and ours alone, so that a background save never meets the trai
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -118,6 +118,23 @@ class Ranks:
         failure, outcome = self._run(step, lambda: mine.append(work()), lambda results: None)
         self._unwrap(step, self._broadcast(step, outcome), failure)
         return mine[0]
+
+    def exchange(self, step: str, buffers: Mapping[int, torch.Tensor], group: Sequence[int]) -> None:
+        """Among some ranks: each fills the others' buffer under its own number with its own. All know the sizes."""
+        others = [rank for rank in group if rank != self.rank]
+
+        def pass_on() -> None:
+            under_way = []
+            for rank, buffer in buffers.items():
+                if rank == self.rank:
+                    under_way += [dist.isend(buffer, group=self._group, group_dst=other) for other in others]
+                else:
+                    under_way.append(dist.irecv(buffer, group=self._group, group_src=rank))
+            for work in under_way:
+                assert work is not None, "this rank belongs to the group"
+                work.wait()
+
+        self._collective(step, pass_on)
 
     def _run(self, step: str, work: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> tuple[Any, Any]:
         """This rank's result or exception; and on rank 0 what ``combine`` made of all, or the failure."""

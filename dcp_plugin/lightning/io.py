@@ -20,6 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
 from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.conventions import keys_by_name
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
@@ -86,7 +87,7 @@ class DCPCheckpointIO(CheckpointIO):
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         if os.path.isfile(path):
             return TorchCheckpointIO().load_checkpoint(os.fspath(path), map_location, weights_only)
-        state: dict[str, Any] = {name: {} for name in layout.keys_by_name(path)}
+        state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
         return without_own_state(layout.from_state(state))
 

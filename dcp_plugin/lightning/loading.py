@@ -18,9 +18,10 @@ from torch import nn
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.lightning import layout
-from dcp_plugin.lightning.layout import EXTRA, MODEL, Checkpoint
+from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import finish_in_place
 from dcp_plugin.state.optimizer import OptimizerLoad
@@ -61,7 +62,7 @@ def load(
     Raises:
         CheckpointMismatch: The checkpoint does not fit the model or the optimizers.
     """
-    keys = layout.keys_by_name(path)
+    keys = keys_by_name(path)
     names = _optimizers_in(keys, path, len(optimizers))
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=False)), EXTRA: checkpoint}
@@ -126,7 +127,7 @@ def apply_optimizers(
 
 def _optimizers_in(names: Iterable[str], path: Path, wanted: int) -> list[str]:
     """The names of the optimizers to load; none if the checkpoint has only the weights."""
-    found = layout.optimizers_among(names)
+    found = among(OPTIM, names)
     if wanted and found and len(found) != wanted:
         raise CheckpointMismatch(
             f"{path} has the state of {len(found)} optimizer(s), this training has {wanted}. Resume with the "

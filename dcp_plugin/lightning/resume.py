@@ -24,11 +24,13 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from dcp_plugin.lightning import _lightning, rng
+from dcp_plugin.conventions import RNG
+from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
+from dcp_plugin.state import rng
 
 Checkpoint = dict[str, Any]
-RNG, DATALOADERS, PLATEAU = "rng", "dataloaders", "plateau_metrics"
+DATALOADERS, PLATEAU = "dataloaders", "plateau_metrics"
 
 
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:

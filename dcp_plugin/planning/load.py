@@ -112,6 +112,11 @@ class ShardedLoadPlanner(LoadPlanner):
         )
         return narrow(target, read_item.dest_index.fqn, box)
 
+    def fills_whole_tensor(self, read_item: ReadItem) -> bool:
+        """Whether this rank wants all of the tensor, of which the item may be a part."""
+        target = self._targets[read_item.dest_index.fqn]
+        return bool(target.chunks[read_item.dest_index.index].sizes == target.shape)
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: the tensor is a view of the target."""
 

@@ -5,11 +5,11 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
 
 - :func:`reserve` makes ``<parent>/.dcp_plugin/<token>.saving/``, on the same file system as the final name, and
   ``<token>.json`` that says which checkpoint this will be. The process that saves holds a lock on the latter.
-- All ranks write and sync their files there.
+- All ranks write and sync their files there. What a framework keeps beside model and optimizer may be among them.
 - :func:`publish` writes and syncs the metadata, and renames the directory to its final name. If something is there
   already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
   checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
-  :func:`locate` finds it there. Then the old one is deleted.
+  :func:`locate` finds it there. Then the old one is deleted, but for what somebody else put into it: that moves over.
 - :func:`discard` ends a save that failed.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
@@ -22,8 +22,10 @@ Two saves to one path at the same time are not guarded against each other beyond
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -31,6 +33,7 @@ import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.storage import files
@@ -41,11 +44,13 @@ SUMMARY = "dcp_plugin.json"
 INDEX = "dcp_plugin.index"
 DATA_SUFFIX = ".distcp"
 
-_OURS = {METADATA, SUMMARY, INDEX, "meta.pt"}
+_OURS = {METADATA, SUMMARY, INDEX}
+_ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
 _mine: dict[str, tuple[int, str]] = {}
 """The locks that this process holds: descriptor and target, by token. POSIX locks do not exclude their own process,
 and closing any descriptor of a file drops them: the records of these tokens must not be opened again."""
 
+_MAX_RECORD = 1 << 16
 _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it."""
 
@@ -66,19 +71,29 @@ class Reservation:
         return self._beside("json")
 
     def _beside(self, suffix: str) -> Path:
-        return self.final.parent / WORKSPACE / f"{self.token}.{suffix}"
+        return workspace_of(self.final) / f"{self.token}.{suffix}"
 
 
-def reserve(final: Path) -> Reservation:
+def workspace_of(final: Path) -> Path:
+    """Where a checkpoint is made and deleted: beside it. Only not among the numbered checkpoints of an Accelerate
+    project: Accelerate takes every entry of that folder for one of them."""
+    numbered = _ACCELERATE_NUMBERED.fullmatch(f"{final.parent.name}/{final.name}")
+    return (final.parent.parent if numbered else final.parent) / WORKSPACE
+
+
+def reserve(final: Path, among_other_files: bool = False) -> Reservation:
     """Make the directory that a save to ``final`` writes into.
+
+    Args:
+        among_other_files: ``final`` may be a directory with other things in it than a checkpoint. They stay.
 
     Raises:
         SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or cannot be written.
     """
-    _refuse_to_replace_other_things(final)
+    _refuse_to_replace_other_things(final, among_other_files)
     try:
         files.make_directories(final.parent)
-        sweep(final.parent)
+        sweep(workspace_of(final))
         reservation = _open_record(final)
         reservation.directory.mkdir()
     except OSError as error:
@@ -92,7 +107,11 @@ def publish(reservation: Reservation) -> None:
     files.sync_directory(directory)
     if not os.path.lexists(final):
         os.rename(directory, final)
-    elif files.exchange(directory, final):
+        files.sync_directory(final.parent)
+        discard(reservation)
+        return
+    _note_in_record(reservation, {"publishing": _identity(directory)})
+    if files.exchange(directory, final):
         _keep_other_files(directory, final)
         files.sync_directory(directory.parent)
     else:
@@ -124,13 +143,12 @@ def remove(path: Path) -> None:
     discard(reservation)
 
 
-def sweep(parent: Path) -> None:
+def sweep(workspace: Path) -> None:
     """Tidy up after processes that died: put back what they moved aside, delete what they left."""
-    for record in sorted((parent / WORKSPACE).glob("*.json")):
+    for record in sorted(workspace.glob("*.json")):
         token = record.stem
         if token in _mine:
             continue
-        target = target_of(record)
         try:
             descriptor = files.lock(record)
         except OSError:  # no locks on this file system: nobody can tell whether that process lives
@@ -138,9 +156,11 @@ def sweep(parent: Path) -> None:
         if descriptor is None:  # it lives
             continue
         try:
-            if target is not None:
-                _recover(Reservation(parent / target, token))
-            for leftover in (parent / WORKSPACE).glob(f"{token}.*"):
+            # Through the descriptor: closing another one of the file would drop the lock.
+            noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+            if (target := _checked_target(noted)) is not None:
+                _recover(Reservation(workspace.parent / target, token), noted)
+            for leftover in workspace.glob(f"{token}.*"):
                 files.delete(leftover)
         finally:
             os.close(descriptor)
@@ -149,9 +169,10 @@ def sweep(parent: Path) -> None:
 def locate(path: Path) -> Path:
     """``path``, or where its checkpoint is if a crash came between the two renames of an overwrite."""
     if not path.exists():
-        for record in (path.parent / WORKSPACE).glob("*.json"):
+        workspace = workspace_of(path)
+        for record in workspace.glob("*.json"):
             aside = record.with_suffix(".aside")
-            if target_of(record) == path.name and uncommitted_reason(aside) == "":
+            if target_of(record) == _name_in(workspace, path) and uncommitted_reason(aside) == "":
                 return aside
     return path
 
@@ -173,13 +194,13 @@ def looks_like_checkpoint(path: Path) -> bool:
     return path.is_dir() and any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in os.listdir(path))
 
 
-def _refuse_to_replace_other_things(final: Path) -> None:
+def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
     if final.is_file() and not final.is_symlink() and not zipfile.is_zipfile(final):
         raise SaveFailed(
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
         )
-    if final.is_dir() and os.listdir(final) and not looks_like_checkpoint(final):
+    if final.is_dir() and os.listdir(final) and not (looks_like_checkpoint(final) or among_other_files):
         raise SaveFailed(
             f"cannot save to {final}: the directory has other things in it than a checkpoint, and replacing it would "
             f"delete them. Save to a new name, for example {final / 'checkpoint'}."
@@ -187,12 +208,29 @@ def _refuse_to_replace_other_things(final: Path) -> None:
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
-    """Files that somebody put into the old checkpoint directory move to the new one."""
+    """Files that somebody put into the old checkpoint directory move to the new one; what its save made does not."""
     if old.is_dir() and not old.is_symlink():
+        made = _OURS.union(_attached(old))
         for name in os.listdir(old):
-            foreign = name not in _OURS and not name.endswith(DATA_SUFFIX)
+            foreign = name not in made and not name.endswith(DATA_SUFFIX)
             if foreign and not os.path.lexists(new / name):
                 os.rename(old / name, new / name)
+
+
+def _attached(checkpoint: Path) -> list[str]:
+    """What the summary lists besides the checkpoint's own files."""
+    try:
+        return [str(name) for name in json.loads((checkpoint / SUMMARY).read_bytes())["attached"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _identity(checkpoint: Path) -> str:
+    """Tells one save from any other; empty if this is no checkpoint of ours."""
+    try:
+        return hashlib.sha256((checkpoint / SUMMARY).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _open_record(final: Path) -> Reservation:
@@ -219,10 +257,30 @@ def _lock_record(reservation: Reservation) -> None:
         descriptor = os.open(reservation.record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if descriptor is None:
         raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
-    _mine[reservation.token] = (descriptor, reservation.final.name)
-    said = {"target": reservation.final.name, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-    os.write(descriptor, json.dumps(said).encode())
+    target = _name_in(workspace_of(reservation.final), reservation.final)
+    _mine[reservation.token] = (descriptor, target)
+    host, pid, now = socket.gethostname(), os.getpid(), time.time()
+    _note_in_record(reservation, {"target": target, "host": host, "pid": pid, "time": now})
+
+
+def _note_in_record(reservation: Reservation, said: dict[str, Any]) -> None:
+    """Add a line to the record, durably."""
+    descriptor, _ = _mine[reservation.token]
+    os.write(descriptor, json.dumps(said).encode() + b"\n")
     os.fsync(descriptor)
+
+
+def _parsed(record: bytes) -> dict[str, Any]:
+    """All that a record says, but for a line that was torn while it was written."""
+    noted: dict[str, Any] = {}
+    with suppress(ValueError, TypeError):
+        for line in record.splitlines():
+            noted.update(json.loads(line))
+    return noted
+
+
+def _name_in(workspace: Path, final: Path) -> str:
+    return final.relative_to(workspace.parent).as_posix()
 
 
 def _close_record(reservation: Reservation) -> None:
@@ -235,18 +293,28 @@ def _close_record(reservation: Reservation) -> None:
 
 
 def target_of(record: Path) -> str | None:
-    """The name of the checkpoint that a record is about; None if it was torn while being written."""
+    """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
     if record.stem in _mine:
         return _mine[record.stem][1]
     try:
-        target = json.loads(record.read_bytes())["target"]
-    except (ValueError, KeyError, TypeError, OSError):
+        return _checked_target(_parsed(record.read_bytes()))
+    except OSError:
         return None
-    return target if isinstance(target, str) and target == os.path.basename(target) else None
 
 
-def _recover(reservation: Reservation) -> None:
-    aside = reservation._beside("aside")
-    if aside.exists() and not os.path.lexists(reservation.final):
-        os.rename(aside, reservation.final)
-        files.sync_directory(reservation.final.parent)
+def _checked_target(noted: dict[str, Any]) -> str | None:
+    target = noted.get("target")
+    known = isinstance(target, str) and (target == os.path.basename(target) or _ACCELERATE_NUMBERED.fullmatch(target))
+    return target if known else None
+
+
+def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
+    """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
+    final, aside = reservation.final, reservation._beside("aside")
+    if aside.exists() and not os.path.lexists(final):
+        os.rename(aside, final)
+        files.sync_directory(final.parent)
+    elif _identity(final) and _identity(final) == noted.get("publishing"):
+        for old in (reservation.directory, aside):
+            _keep_other_files(old, final)
+        files.sync_directory(final)

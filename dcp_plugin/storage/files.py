@@ -46,6 +46,19 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync_tree(directory: Path, but: str) -> None:
+    """Sync the files and directories below a directory, but for the files with the suffix ``but``."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            if not name.endswith(but):
+                descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        sync_directory(Path(parent))
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Swap two existing names in one step; False where kernel or file system cannot (``renameat2(2)``)."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -43,7 +43,7 @@ from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.storage.table import NO_TENSOR, Column, Location, Places, Table, default_path, dtype_named
+from dcp_plugin.storage.table import NO_TENSOR, Column, Location, Places, Table, default_path, dtype_named, ranges
 from dcp_plugin.storage.validation import validate
 from dcp_plugin.types import KeyPath, Shape
 
@@ -208,6 +208,17 @@ class CheckpointIndex(Mapping[str, Entry]):
             "block_crc": places.block_crc,
         }
         return cls(table, columns, files)
+
+    def selected(self, keys: Mapping[str, str], paths: Mapping[str, KeyPath], in_files: str) -> CheckpointIndex:
+        """The index of some keys under other names, with the file names put into the text ``in_files``."""
+        slots = np.array([self.slots[key] for key in keys], np.int64)
+        table = self.table.take(slots, list(keys.values()), paths)
+        counts = np.diff(self.table.chunk_starts)[slots]
+        files = {in_files.format(name): size for name, size in self.files.items()}
+        blocks = np.diff(self.columns["block_ends"], prepend=0)
+        items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
+        places = Places(files=list(files), blocks=blocks, **items)
+        return CheckpointIndex.of(table, places.take(ranges(self.table.chunk_starts[slots], counts)), files)
 
     @classmethod
     def build(

@@ -46,9 +46,9 @@ def state_metadata(table: Table) -> dict[str, Any]:
     return state
 
 
-def metadata_of(index: CheckpointIndex, wanted: Callable[[str], bool] = lambda key: True) -> Metadata:
-    """The DCP metadata of an index, or of the wanted keys of it, for planners."""
-    state = {key: stored for key, stored in state_metadata(index.table).items() if wanted(key)}
+def metadata_of(index: CheckpointIndex) -> Metadata:
+    """The DCP metadata of an index, for planners of other makes."""
+    state = state_metadata(index.table)
     storage: dict[MetadataIndex, Any] = {}
     for key in state:
         entry = index[key]

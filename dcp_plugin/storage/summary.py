@@ -24,7 +24,7 @@ class Summary:
     """The content of ``dcp_plugin.json``.
 
     ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
-    other names can find the only one of its kind.
+    other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
     """
 
     step: int | None
@@ -36,6 +36,7 @@ class Summary:
     index_sha256: str
     kinds: dict[str, str] = field(default_factory=dict)
     layouts: list[str] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,21 @@ class Table:
         count = int(self.chunk_starts[slot + 1] - self.chunk_starts[slot])
         both = boxes.reshape(count, 2, int(self.columns["ndim"][slot]))
         return both[:, 0], both[:, 1]
+
+    def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> Table:
+        """Some of the keys, under other names."""
+        ndim = self.columns["ndim"][slots].astype(np.int64)
+        counts = np.diff(self.chunk_starts)[slots]
+        columns = {
+            "dtype": self.columns["dtype"][slots],
+            "ndim": self.columns["ndim"][slots],
+            "shape": self.columns["shape"][ranges(self.shape_starts[slots], ndim)],
+            "chunk_ends": np.cumsum(counts),
+            "box": self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)],
+        }
+        return Table(
+            keys, self.dtypes, {key: path for key, path in paths.items() if path != default_path(key)}, columns
+        )
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """For each number of dimensions: the keys (numbers), all their chunks (numbers), and the boxes of these as an

@@ -50,6 +50,7 @@ from dcp_plugin.storage.index import (
 from dcp_plugin.storage.metadata import encode as encode_metadata
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
+from dcp_plugin.storage.views import Views, write_views
 from dcp_plugin.types import memory_of
 
 _NOTICE_SECONDS = 10.0
@@ -72,6 +73,7 @@ class ShardedWriter(StorageWriter):
         step: Training step, for the summary.
         io_threads: Threads, and data files, per rank.
         checksum: Whether to compute CRC32 checksums.
+        views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
 
     Raises:
@@ -85,12 +87,14 @@ class ShardedWriter(StorageWriter):
         step: int | None = None,
         io_threads: int = 2,
         checksum: bool = True,
+        views: Views | None = None,
         **facts: Any,
     ) -> None:
         self.path = local_path(path)
         self._step = step
         self._io_threads = io_threads
         self._checksum = checksum
+        self._views = views or {}
         self._facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
@@ -118,7 +122,7 @@ class ShardedWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assignment: Assignment = plan.storage_data
-        _wait_until_visible(assignment, self.path)
+        wait_until_visible(assignment.directory, self.path)
         resolved = [(item, _resolve(planner, item)) for item in plan.items]
         unique, same_as = _without_duplicates(resolved)
         total = sum(_size(data) for _, data in unique)
@@ -159,9 +163,13 @@ class ShardedWriter(StorageWriter):
 
     # Beyond the interface
 
-    def reserve(self) -> Path:
-        """Make the directory that this save writes into. On the coordinator."""
-        self._reservation = commit.reserve(self.path)
+    def reserve(self, among_other_files: bool = False) -> Path:
+        """The directory that this save writes into, made if there is none yet. On the coordinator.
+
+        See :func:`dcp_plugin.storage.commit.reserve`.
+        """
+        if self._reservation is None:
+            self._reservation = commit.reserve(self.path, among_other_files)
         return self._reservation.directory
 
     def finish_columns(self, table: Table, places: Places, world_size: int) -> None:
@@ -174,11 +182,14 @@ class ShardedWriter(StorageWriter):
 
     def _commit(self, index: CheckpointIndex, world_size: int) -> None:
         assert self._reservation is not None
+        directory = self._reservation.directory
         encoded = index.encode()
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
+        attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
         summary = Summary.describe(
             encoded,
             self.path.parent,
+            attached=sorted(attached.union(self._views)),
             step=self._step,
             world_size=world_size,
             tensors=len(index) - values,
@@ -186,14 +197,13 @@ class ShardedWriter(StorageWriter):
             payload_bytes=index.payload_bytes,
             **self._facts,
         )
-        contents = {
-            commit.INDEX: encoded,
-            commit.SUMMARY: summary.encode(),
-            commit.METADATA: encode_metadata(index, self.storage_meta()),
-        }
+        described = summary.encode()
         try:
-            for name, data in contents.items():
-                files.write_durably(self._reservation.directory / name, data)
+            files.write_durably(directory / commit.INDEX, encoded)
+            files.write_durably(directory / commit.SUMMARY, described)
+            files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
+            files.write_durably(directory / commit.METADATA, encode_metadata(index, self.storage_meta()))
+            write_views(directory, self._views, index, self.storage_meta())
             commit.publish(self._reservation)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
@@ -270,17 +280,17 @@ class _Meter:
             self.file_bytes += count
 
 
-def _wait_until_visible(assignment: Assignment, path: Path) -> None:
+def wait_until_visible(directory: Path, path: Path) -> None:
     """The directory was made by the coordinator. Not seeing it means that the ranks do not share the file system."""
     deadline = time.monotonic() + _NOTICE_SECONDS
-    while not assignment.directory.is_dir():
+    while not directory.is_dir():
         if time.monotonic() > deadline:
             raise SaveFailed(
-                f"cannot save {path}: this rank does not see {assignment.directory}, which rank 0 has made. The "
+                f"cannot save {path}: this rank does not see {directory}, which rank 0 has made. The "
                 f"checkpoint directory must be on a file system that all ranks share."
             )
         with suppress(OSError):
-            os.listdir(assignment.directory.parent)  # makes an NFS client look again
+            os.listdir(directory.parent)  # makes an NFS client look again
         time.sleep(0.1)
 
 

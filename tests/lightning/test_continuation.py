@@ -18,7 +18,7 @@ def test_random_streams_continue() -> None:
 
 
 def _streams() -> None:
-    from dcp_plugin.lightning import rng
+    from dcp_plugin.state import rng
 
     def draw() -> list[float]:
         return [random.random(), random.gauss(0, 1), float(np.random.normal()), torch.rand(()).item()]
