@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.planning.assignment import Share, assign
 from dcp_plugin.planning.flatten import flatten, unflatten
+from dcp_plugin.planning.holdings import Holding
 from dcp_plugin.planning.partition import Held, Parts, partition
 from dcp_plugin.planning.save import ShardedSavePlanner
-from dcp_plugin.storage.table import padded
+from dcp_plugin.storage.table import padded, partitioned
+from dcp_plugin.types import EncodedValue, LocalChunk, ShardedValue
 
 MIB = 1 << 20
 
@@ -188,3 +192,63 @@ def test_an_empty_key_is_refused() -> None:
 def test_every_rank_gets_a_plan_even_with_nothing_to_write() -> None:
     plans, _ = _plan(*itertools.repeat({"n": 1}, 3))
     assert [len(plan) for plan in plans] == [1, 0, 0]
+
+
+cuts = st.lists(st.integers(1, 30), max_size=4).map(lambda cuts: sorted({0, *cuts, 31}))
+layouts = st.lists(st.tuples(cuts, cuts, st.integers(0, 3), st.booleans()), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(layouts, st.integers(1, 5), st.integers(0, 2))
+def test_any_layout_is_written_once_by_ranks_that_hold_it(
+    tensors: list[Any], world_size: int, without_values: int
+) -> None:
+    """Tensors cut into a grid at any rows and columns, the cells dealt to ranks, some to several of them."""
+    states: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    for number, (rows, columns, more, tall) in enumerate(tensors):
+        cells = [((a, c), (b - a, d - c)) for a, b in pairwise(rows) for c, d in pairwise(columns)]
+        itemsize_up = torch.float64 if tall else torch.float32
+        for rank, state in enumerate(states):
+            mine = tuple(
+                LocalChunk(offsets, sizes, torch.zeros(1).expand(sizes))
+                for at, (offsets, sizes) in enumerate(cells)
+                if (rank - at) % world_size <= more
+            )
+            state[f"t{number}"] = ShardedValue((31, 31), itemsize_up, mine, any_rank=True)
+    for state in states[without_values:]:
+        state["value"] = EncodedValue(b"1")
+    holdings = [Holding.of_state(state, {}) for state in states]
+    again = [Holding.unpack(holding.description, holding.pack_offsets()) for holding in holdings]
+    assert [one.digest for one in again] == [one.digest for one in holdings]
+    assignment = assign(again)
+    covered = {key: np.zeros((31, 31), int) for key in states[0] if key != "value"}
+    written = 0
+    for holding, share in zip(holdings, assignment.shares(world_size), strict=True):
+        share = Share.decode(share.encode())
+        offsets, sizes = share.boxes(holding)
+        names = [holding.description.keys[number] for number in holding.description.key[share.chunk]]
+        for key, at, size, chunk in zip(names, offsets, sizes, share.chunk, strict=True):
+            written += key == "value"
+            if key in covered:
+                covered[key][tuple(slice(o, o + n) for o, n in zip(at, size, strict=True))] += 1
+                inside = holding.offsets[chunk]
+                assert (inside <= at).all() and (at + size <= inside + holding.description.sizes[chunk]).all()
+    assert all((count == 1).all() for count in covered.values())
+    assert written == (without_values < world_size)
+
+
+@settings(deadline=None)
+@given(cuts, cuts, st.data())
+def test_boxes_that_overlap_or_leave_holes_are_found_whatever_they_add_up_to(
+    rows: list[int], columns: list[int], data: st.DataObject
+) -> None:
+    boxes = np.array([[(a, c), (b - a, d - c)] for a, b in pairwise(rows) for c, d in pairwise(columns)])
+    shape, of = np.array([[31, 31]]), np.zeros(len(boxes), int)
+    assert partitioned(boxes[:, 0], boxes[:, 1], shape, of, 1).all()
+    at = data.draw(st.integers(0, len(boxes) - 1))
+    room = 31 - boxes[at, 1]
+    boxes[at, 0] = [data.draw(st.integers(0, int(limit))) for limit in room]
+    covered = np.zeros((31, 31), int)
+    for (row, column), (height, width) in boxes:
+        covered[row : row + height, column : column + width] += 1
+    assert partitioned(boxes[:, 0], boxes[:, 1], shape, of, 1).all() == (covered == 1).all()

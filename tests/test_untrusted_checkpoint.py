@@ -120,6 +120,17 @@ def _drop(column: str) -> Callable[[Columns, dict[str, str]], None]:
     return lambda columns, about: columns.update({column: columns[column][:-1]})
 
 
+def _overlap(columns: Columns, about: dict[str, str]) -> None:
+    """The tensor in two chunks, the second of which covers the first once more."""
+    for name, rows in (("place", [[0, 8, 0, 16]] * 2), ("file", [0, 0]), ("frame_crc", [0, 0])):
+        columns[name] = np.array([*rows, *columns[name][1:].tolist()], columns[name].dtype)
+    columns["box"] = np.array([0, 2, 0, 2, *columns["box"][2:].tolist()])
+    columns["chunk_ends"] = columns["chunk_ends"] + 1
+    columns["block_ends"] = np.array([0, 0, *(columns["block_ends"][1:] - columns["block_ends"][0]).tolist()])
+    columns["block_crc"] = columns["block_crc"][1:]
+    columns["place"][:2, 1] = 16
+
+
 FORGERIES = {
     "leaves the directory": (_about("files", "__0_0.distcp", "../secret"), "leaves the checkpoint"),
     "absolute path": (_about("files", "__0_0.distcp", "/etc/passwd"), "leaves the checkpoint"),
@@ -131,6 +142,7 @@ FORGERIES = {
     "overlapping items": (_set("place", (1, 0), 8), "overlaps"),
     "chunk outside its tensor": (_set("box", 0, 3), "outside its shape"),
     "negative chunk": (_set("box", 1, -4), "outside its shape"),
+    "holes that an overlap makes up for": (_overlap, "holes, or chunks overlap"),
     "another shape": (_set("shape", 0, 9), "do not add up"),
     "another dtype": (_about("dtypes", "int64", "int8"), "wrong size"),
     "no such dtype": (_about("dtypes", "int64", "load"), "unknown dtype"),

@@ -1,0 +1,167 @@
+"""A repeated save exchanges digests instead of plans, and never writes what an outdated plan says."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from dcp_plugin._torch import sharded_value
+from dcp_plugin.storage.metadata import metadata_of, stock_path
+from tests import launch
+from tests.compare import same_bytes
+from tests.layouts import build, train
+
+State = dict[str, Any]
+
+
+def _state() -> State:
+    """Of rank 0: ``shared`` is written by both ranks, ``mine`` by the only one that has it."""
+    generator = torch.Generator().manual_seed(0)
+    shared = sharded_value(torch.randn(700, 300, generator=generator), any_rank=True)
+    mine = torch.arange(6.0) + dist.get_rank()
+    return {"shared": shared, f"mine{dist.get_rank()}": mine, "tied": mine, "text": "short", "list": [1, torch.ones(2)]}
+
+
+def _of_another_dtype(state: State) -> None:
+    state["mine1"] = state["mine1"].double()
+
+
+def _of_another_shape(state: State) -> None:
+    state["mine1"] = state["mine1"].reshape(2, 3)
+
+
+def _no_longer_tied(state: State) -> None:
+    state["mine1"] = state["mine1"] + 100
+
+
+def _another_key(state: State) -> None:
+    state["new"] = 5
+
+
+def _another_path(state: State) -> None:
+    state["list"] = {0: 1, 1: torch.ones(2)}
+
+
+def _a_key_less(state: State) -> None:
+    del state["mine1"]
+
+
+CHANGES: list[Callable[[State], None]] = [
+    _of_another_dtype, _of_another_shape, _no_longer_tied, _another_key, _another_path, _a_key_less,
+]  # fmt: skip
+
+
+def _save_with_changes(root: Path) -> None:
+    with dcp_checkpointer() as ours:
+        for change in CHANGES:
+            for name, changes in (("before", False), ("after", True)):
+                state = _state()
+                if changes and dist.get_rank() == 1:
+                    change(state)
+                path = root / f"{change.__name__}-{name}"
+                ours.save(state, path)
+                assert not ours._exchange.repeated, change
+                _check(state, path)
+
+
+def _check(state: State, path: Path) -> None:
+    """Both ranks find their own tensors in the checkpoint, in kind, and rank 0 the rest too."""
+    for key, saved in state.items():
+        if isinstance(saved, torch.Tensor) and (key.startswith("mine") or dist.get_rank() == 0):
+            found = torch.zeros_like(saved)
+            report = dcp.Checkpointer(solo=True).load({key: found}, path)
+            assert same_bytes(found, saved) and not report.cast, (path, key)
+    assert dcp.verify(path).ok
+    index = dcp.ShardedReader(path).index
+    assert {key for key in index if not key.startswith("list")} >= {key for key in state if key != "list"}
+    if dist.get_rank() == 0:
+        assert index.path_of("list.0") == ("list", 0)
+
+
+def _repeat(root: Path) -> None:
+    with dcp_checkpointer() as ours:
+        state = _state()
+        ours.save(state, root / "first")
+        assert not ours._exchange.repeated
+        for text in ("a longer text", "a text that is longer still" * 100):
+            state["text"] = text
+            state["shared"].chunks[0].tensor.add_(1)
+            ours.save(state, root / "again")
+            assert ours._exchange.repeated
+            target = {"text": "", "shared": torch.zeros(700, 300)}
+            dcp.Checkpointer(solo=True).load(target, root / "again")
+            assert target["text"] == text
+            assert same_bytes(target["shared"], state["shared"].chunks[0].tensor)  # type: ignore[arg-type]
+            dist.barrier()
+        if dist.get_rank() == 1:
+            ours._exchange._last = None  # as after a failure that only this rank has seen
+        ours.save(state, root / "forgotten")
+        assert not ours._exchange.repeated
+        ours.save(state, root / "remembered")
+        assert ours._exchange.repeated
+
+
+def _training(root: Path) -> None:
+    model, optimizer = build("fsdp2")
+    with dcp_checkpointer() as ours:
+        for step in range(3):
+            train(model, optimizer, 1)
+            ours.save({"model": model, "optim": optimizer, "step": step}, root / f"step{step}")
+            assert ours._exchange.repeated == (step > 0)
+            assert dcp.verify(root / f"step{step}").ok
+
+
+class dcp_checkpointer:  # noqa: N801 - reads as a function
+    def __enter__(self) -> dcp.Checkpointer:
+        self._ours = dcp.Checkpointer(timeout=30)
+        return self._ours
+
+    def __exit__(self, *error: object) -> None:
+        self._ours.close()
+
+
+def _both(root: Path) -> None:
+    _save_with_changes(root)
+    _repeat(root)
+    _training(root)
+
+
+def test_a_plan_is_used_again_only_while_nothing_of_it_has_changed_on_any_rank(tmp_path: Path) -> None:
+    launch.run(_both, 2, tmp_path)
+
+
+def test_the_stock_metadata_is_what_pickling_the_objects_would_give(tmp_path: Path) -> None:
+    state = {
+        "tensors": {str(dtype): torch.ones(3, 2, 5).to(dtype) for dtype in (torch.float32, torch.int8, torch.bool)},
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+        "values": [1, {"a": None, 3: "x"}, (torch.ones(2),)],
+        "ünï": "côdé",
+    }
+    dcp.save(state, tmp_path / "ck")
+    expected = metadata_of(dcp.ShardedReader(tmp_path / "ck").index)
+    found = pickle.loads((tmp_path / "ck" / ".metadata").read_bytes())
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
+    assert found.storage_data == expected.storage_data
+    assert found.planner_data == {key: stock_path(path) for key, path in expected.planner_data.items()}
+    assert found.storage_meta.checkpoint_id == str(tmp_path / "ck")
+
+
+def test_stock_metadata_holds_offsets_beyond_32_bits() -> None:
+    from dcp_plugin.storage.index import CheckpointIndex, StoredChunk, StoredTensor
+    from dcp_plugin.storage.metadata import encode
+    from dcp_plugin.storage.table import Location
+
+    where = Location("__0_0.distcp", 1 << 40, 100, None, 0)
+    chunk = StoredChunk((0,), (1 << 33,), where)
+    index = CheckpointIndex.build([("t", StoredTensor(torch.uint8, (1 << 33,), (chunk,)))], {"__0_0.distcp": 1 << 41})
+    found = pickle.loads(encode(index, None))
+    assert found.state_dict_metadata["t"].chunks[0].sizes == torch.Size([1 << 33])
+    assert next(iter(found.storage_data.values())).offset == 1 << 40
