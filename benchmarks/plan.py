@@ -1,0 +1,369 @@
+"""What planning costs on rank 0 and on the wire, with 8 to 4096 simulated ranks: stock DCP's planner and ours.
+
+Every rank of ours is a thread that runs the code of a real save; what they exchange is pickled, counted and unpickled
+as between processes, and rank 0's CPU time is that of its thread. For stock, the plans of all ranks are made by the
+rule of its planner for DTensors, and rank 0 does what ``torch.distributed.checkpoint.save`` does there.
+
+*plan*: from the messages of all ranks to what each has to write. *again*: the same save once more. *commit*: from the
+results of all ranks to the tables of contents, ready to be written. *read*: a rank opens the checkpoint; *local*: it
+plans its reads. Both make every box of the checkpoint once; the run ends if they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pickle
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_plugin.planning.exchange import Exchange, Planned, in_table_order
+from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.save import ShardedSavePlanner
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.storage.metadata import encode
+from dcp_plugin.storage.summary import fingerprint
+from dcp_plugin.storage.table import Location, Places
+from dcp_plugin.types import Flat, LocalChunk, ShardedValue
+
+MESHES = ("fsdp", "hsdp", "uneven", "mixed")
+COLUMNS = 1024
+_BLOCK = 1 << 20
+
+
+@dataclass
+class Figures:
+    """CPU seconds of rank 0 by step, and bytes that all ranks exchange."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    gathered: int = 0
+    scattered: int = 0
+    results: int = 0
+    largest_share: float = 0.0
+    boxes: int = 0
+
+    def time(self, step: str, work: Callable[[], Any]) -> Any:
+        gc.collect()
+        begin = time.thread_time()
+        result = work()
+        self.seconds[step] = time.thread_time() - begin
+        return result
+
+
+# The state: which boxes of which tensor a rank has
+
+
+def _rows(mesh: str, ranks: int) -> int:
+    return {"fsdp": 4 * ranks, "hsdp": 1024, "uneven": 7 * ranks, "mixed": 4 * ranks}[mesh]
+
+
+def _box(mesh: str, tensor: int, rank: int, ranks: int) -> tuple[int, int] | None:
+    """First row and number of rows; ``hsdp``: 8 shards. ``uneven``: every tensor cut at other rows. ``mixed``: a third
+    of the tensors sharded over all ranks, a third over half of them and twice, a third whole on every fourth rank."""
+    rows = _rows(mesh, ranks)
+    if mesh == "fsdp" or (mesh == "mixed" and tensor % 3 == 0):
+        return rank * 4, 4
+    if mesh == "hsdp":
+        return rank % 8 * (rows // 8), rows // 8
+    if mesh == "uneven":
+        cut = [0 if r == 0 else 7 * r + (r * 2654435761 + tensor * 40503) % 7 - 3 for r in (rank, rank + 1)]
+        cut[1] = rows if rank == ranks - 1 else cut[1]
+        return (cut[0], cut[1] - cut[0]) if cut[1] > cut[0] else None
+    if tensor % 3 == 1:
+        return rank % (ranks // 2) * 8, 8
+    return (0, rows) if rank % 4 == 0 else None
+
+
+def _key(tensor: int) -> str:
+    return f"model.layers.{tensor // 9}.self_attention.projection_{tensor % 9}.weight"
+
+
+def _boxes(mesh: str, rank: int, ranks: int, tensors: int) -> Iterator[tuple[str, int, tuple[int, int]]]:
+    for tensor in range(tensors):
+        box = _box(mesh, tensor, rank, ranks)
+        if box is not None:
+            yield _key(tensor), _rows(mesh, ranks), box
+
+
+_MEMORY = torch.empty(1 << 14)
+
+
+def _state(mesh: str, rank: int, ranks: int, tensors: int) -> Flat:
+    """Views of one float; each tensor has its own, so that none are taken for tied."""
+    state: Flat = {}
+    for number, (key, rows, (first, count)) in enumerate(_boxes(mesh, rank, ranks, tensors)):
+        memory = _MEMORY[number].expand(count, COLUMNS)
+        plain = mesh == "mixed" and (first, count) == (0, rows)
+        chunk = LocalChunk((first, 0), (count, COLUMNS), memory)
+        state[key] = ShardedValue((rows, COLUMNS), torch.float32, (chunk,), any_rank=not plain)
+    return state
+
+
+# Ours: every rank is a thread
+
+
+class _Mailbox:
+    """Where simulated ranks leave what they send."""
+
+    def __init__(self, ranks: int) -> None:
+        self.sent: list[bytes] = [b""] * ranks
+        self.received: list[bytes] = [b""] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=300)
+        self.gathered = self.scattered = 0
+
+
+class _Thread(Ranks):
+    """A rank among threads, which exchanges pickles."""
+
+    def __init__(self, rank: int, mailbox: _Mailbox) -> None:
+        super().__init__()
+        self.rank, self.size, self._mailbox = rank, len(mailbox.sent), mailbox
+
+    def combine(self, step: str, work: Any, combine: Any) -> Any:
+        return self._round(work, lambda results: [combine(results)] * self.size)
+
+    def scatter(self, step: str, work: Any, combine: Any) -> Any:
+        return self._round(work, combine)
+
+    def _round(self, work: Any, answers_of: Any) -> Any:
+        box = self._mailbox
+        box.sent[self.rank] = pickle.dumps(work())
+        box.barrier.wait()
+        if self.rank == 0:
+            answers = answers_of([pickle.loads(data) for data in box.sent])
+            first = pickle.dumps(answers[0])
+            same = all(answer is answers[0] for answer in answers)
+            box.received = [first if same else pickle.dumps(answer) for answer in answers]
+            box.gathered += sum(map(len, box.sent[1:]))
+            box.scattered += sum(map(len, box.received[1:]))
+        box.barrier.wait()
+        return pickle.loads(box.received[self.rank])
+
+
+def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
+    figures = Figures()
+    mailbox, again = _Mailbox(ranks), _Mailbox(ranks)
+    results: list[bytes] = [b""] * ranks
+    plans: list[Planned] = []
+
+    def rank_of_a_save(rank: int) -> None:
+        planner = ShardedSavePlanner()
+        planner.set_up_planner(dict(_state(mesh, rank, ranks, tensors)), None, rank == 0)
+        planner.use_paths({})
+        exchange = Exchange()
+
+        def plan(box: _Mailbox) -> tuple[Planned, SavePlan]:
+            planned, holding, _ = exchange.plan("plan", _Thread(rank, box), planner.holding, lambda: None)
+            return planned, planner.plan_of(planned.share, holding)
+
+        begin = time.thread_time()
+        planned, items = plan(mailbox)
+        first = time.thread_time() - begin
+        begin = time.thread_time()
+        plan(again)
+        second = time.thread_time() - begin
+        assert exchange.repeated
+        sizes = [item.tensor_data.chunk.sizes.numel() * 4 for item in items.items if item.tensor_data]
+        results[rank] = pickle.dumps(Places.of(_written(rank, sizes)))
+        if rank == 0:
+            figures.seconds |= {"plan": first, "again": second}
+            plans.append(planned)
+
+    threading.stack_size(512 * 1024)
+    threads = [threading.Thread(target=rank_of_a_save, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assignment = plans[0].assignment
+    assert assignment is not None
+    figures.gathered, figures.scattered = mailbox.gathered, mailbox.scattered
+    figures.results = sum(map(len, results))
+    written = np.zeros(ranks)
+    np.add.at(written, assignment.rank, assignment.sizes.prod(axis=1))
+    figures.largest_share, figures.boxes = written.max() / written.mean(), len(assignment.rank)
+
+    def commit() -> tuple[bytes, bytes]:
+        places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(assignment))
+        index = CheckpointIndex.of(assignment.table, places, dict.fromkeys(places.files, 1 << 50))
+        return index.encode(), encode(index, StorageMeta())
+
+    encoded, metadata = figures.time("commit", commit)
+    (directory / "index").write_bytes(encoded)
+    (directory / "metadata").write_bytes(metadata)
+    state = _state(mesh, ranks // 2, ranks, tensors)
+    digest = fingerprint(encoded)
+    index = figures.time("read", lambda: CheckpointIndex.read(directory / "index", digest))
+
+    def local() -> None:
+        planner = ShardedLoadPlanner()
+        planner.use_index(dict(state), index)
+        planner.create_local_plan()
+
+    figures.time("local", local)
+    return figures
+
+
+def _written(rank: int, sizes: list[int]) -> list[Location]:
+    offset = 0
+    locations = []
+    for size in sizes:
+        crcs = np.full(-(-size // _BLOCK), 12345, np.uint32)
+        locations.append(Location(f"__{rank}_0.distcp", offset, size + 1600, 1000, size, 1, crcs))
+        offset += size + 1664
+    return locations
+
+
+# Stock: what torch.distributed.checkpoint.save does on rank 0
+
+
+class _Target:
+    """What stock's planner asks a sharded tensor for."""
+
+    def __init__(self, rows: int, first: int, count: int) -> None:
+        self._size = torch.Size((rows, COLUMNS))
+        self._chunk = ChunkStorageMetadata(torch.Size((first, 0)), torch.Size((count, COLUMNS)))
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk]
+
+
+def _stock_plan(mesh: str, rank: int, ranks: int, tensors: int) -> SavePlan:
+    items = []
+    for key, rows, (first, count) in _boxes(mesh, rank, ranks, tensors):
+        box = ChunkStorageMetadata(torch.Size((first, 0)), torch.Size((count, COLUMNS)))
+        data = TensorWriteData(box, TensorProperties(dtype=torch.float32), torch.Size((rows, COLUMNS)))
+        items.append(WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items, planner_data={item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in items})
+
+
+def _stock(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
+    figures = Figures()
+    sent = [pickle.dumps(_stock_plan(mesh, rank, ranks, tensors)) for rank in range(ranks)]
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(directory / "stock")
+    (directory / "stock").mkdir()
+    planner.set_up_planner({}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    found: list[Any] = []
+
+    def plan() -> list[bytes]:
+        plans, metadata = planner.create_global_plan([pickle.loads(data) for data in sent])
+        found.append(metadata)
+        return [pickle.dumps(plan) for plan in writer.prepare_global_plan(plans)]
+
+    received = figures.time("plan", plan)
+    results = [
+        pickle.dumps(
+            [
+                WriteResult(item.index, 1, _StorageInfo(f"__{rank}_0.distcp", 64 * number, 1))
+                for number, item in enumerate(pickle.loads(data).items)
+            ]
+        )
+        for rank, data in enumerate(received)
+    ]
+    figures.gathered, figures.scattered = sum(map(len, sent[1:])), sum(map(len, received[1:]))
+    figures.results = sum(map(len, results))
+
+    def commit() -> None:
+        writer.finish(found[0], [pickle.loads(result) for result in results])
+
+    figures.time("commit", commit)
+    figures.boxes = sum(len(stored.chunks) for stored in found[0].state_dict_metadata.values())
+    found.clear()
+    gc.collect()
+    metadata = figures.time("read", lambda: pickle.loads((directory / "stock" / ".metadata").read_bytes()))
+    targets = {key: _Target(rows, *box) for key, rows, box in _boxes(mesh, ranks // 2, ranks, tensors)}
+    figures.time("local", lambda: create_default_local_load_plan(targets, metadata))
+    return figures
+
+
+# The command
+
+
+def _compare(mesh: str, ranks: int, tensors: int, repeats: int, with_stock: bool) -> dict[str, Any]:
+    """Medians of interleaved runs, and their spread."""
+    runs: dict[str, list[Figures]] = {"ours": [], "stock": []}
+    for _ in range(repeats):
+        for name, run in (("ours", _ours), ("stock", _stock)):
+            if name == "ours" or with_stock:
+                with tempfile.TemporaryDirectory() as directory:
+                    runs[name].append(run(mesh, ranks, tensors, Path(directory)))
+    row: dict[str, Any] = {"mesh": mesh, "ranks": ranks, "tensors": tensors, "repeats": repeats}
+    for name, found in runs.items():
+        if found:
+            steps = {step: [run.seconds[step] for run in found] for step in found[0].seconds}
+            row[name] = {
+                "seconds": {step: statistics.median(times) for step, times in steps.items()},
+                "spread": {step: (min(times), max(times)) for step, times in steps.items()},
+                **{what: getattr(found[0], what) for what in ("gathered", "scattered", "results", "boxes")},
+            }
+    row["ours"]["largest_share"] = runs["ours"][0].largest_share
+    if with_stock and mesh == "fsdp" and row["ours"]["boxes"] != row["stock"]["boxes"]:
+        raise SystemExit(f"ours makes {row['ours']['boxes']} boxes, stock {row['stock']['boxes']}")
+    return row
+
+
+def _print(row: dict[str, Any]) -> None:
+    ours = row["ours"]
+    print(f"\n{row['mesh']}, {row['ranks']} ranks x {row['tensors']} tensors, {row['repeats']} runs")
+    print(f"  largest ÷ mean bytes written per rank: {ours['largest_share']:.4f}")
+    print(f"  planning, first ÷ again: {ours['seconds']['plan'] / ours['seconds']['again']:.0f}")
+    for what in ("gathered", "scattered", "results"):
+        stock = f"  stock {row['stock'][what] / 1e6:8.2f} MB" if "stock" in row else ""
+        print(f"  {what:10} ours {ours[what] / 1e6:8.3f} MB{stock}")
+    totals = {name: dict(row[name]["seconds"]) for name in ("ours", "stock") if name in row}
+    for seconds in totals.values():
+        seconds["plan+commit"] = seconds["plan"] + seconds["commit"]
+    for step, seconds_ours in totals["ours"].items():
+        low, high = ours["spread"].get(step, (seconds_ours, seconds_ours))
+        line = f"  {step:12} ours {seconds_ours:8.4f} s ({low:.4f} to {high:.4f})"
+        if step in totals.get("stock", {}):
+            line += f"  stock {totals['stock'][step]:8.3f} s  stock ÷ ours {totals['stock'][step] / seconds_ours:7.1f}"
+        print(line, flush=True)
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plan", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024], help="(default %(default)s)")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[300], help="(default %(default)s)")
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help="(default all)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--large", type=int, default=200_000, help="ranks x tensors from which on there are 2 runs")
+    parser.add_argument("--no-stock", action="store_true", help="stock takes half a minute at 1024 x 300")
+    parser.add_argument("--json", type=Path, default=Path("outputs/benchmark-plan.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    busy = " THE MACHINE WAS BUSY: trust ratios only" if load > os.cpu_count() else ""
+    print(f"CPU seconds of rank 0; load {load:.1f} on {os.cpu_count()} cores.{busy}")
+    rows = []
+    for ranks in options.ranks:
+        for tensors in options.tensors:
+            for mesh in options.mesh:
+                repeats = options.repeats if ranks * tensors < options.large else min(2, options.repeats)
+                rows.append(_compare(mesh, ranks, tensors, repeats, not options.no_stock))
+                _print(rows[-1])
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"load": load, "rows": rows}, indent=2) + "\n")
