@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -42,6 +42,8 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def __init__(self, strict: bool = True, allow_pickle: tuple[str, ...] = ()) -> None:
         self._strict = strict
+        self._tree: dict[str, Any] = {}
+        self._targets: dict[str, Any] = {}
         self._allow_pickle = allow_pickle
         self.missing: list[str] = []
         """Targets that the checkpoint does not have."""
@@ -52,21 +54,20 @@ class ShardedLoadPlanner(LoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        stored = metadata.state_dict_metadata
-        self._use_targets(state_dict, stored, lambda key: _Stored.of_metadata(stored[key]))
-
-    def use_index(self, state_dict: dict[str, Any], index: CheckpointIndex) -> None:
-        """:meth:`set_up_planner` without an object for every stored chunk."""
-        self._use_targets(state_dict, index.slots, lambda key: _Stored.of_table(index.table, index.slots[key]))
-
-    def _use_targets(self, state_dict: dict[str, Any], keys: Collection[str], stored: Callable[[str], _Stored]) -> None:
         self._tree = state_dict
-        self._targets, self._paths = flatten(state_dict)
-        for key, target in self._targets.items():
-            if is_tensor(target):
-                self._targets[key] = sharded_value(target)
-        self._keys = keys
-        self._stored = {key: stored(key) for key in self._targets if key in keys}
+        leaves, self._paths = flatten(state_dict)
+        self._targets = {key: sharded_value(leaf) if is_tensor(leaf) else leaf for key, leaf in leaves.items()}
+        self._keys: Collection[str] = metadata.state_dict_metadata
+        known = metadata.state_dict_metadata
+        self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
+
+    def use_index(self, targets: dict[str, Any], index: CheckpointIndex) -> None:
+        """:meth:`set_up_planner` for targets by key, tensors as :class:`ShardedValue`; without an object for every
+        stored chunk."""
+        self._tree = self._targets = targets
+        self._paths = {key: (key,) for key in targets}
+        self._keys = slots = index.slots
+        self._stored = {key: _Stored.of_table(index.table, slots[key]) for key in targets if key in slots}
 
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank.
@@ -143,7 +144,7 @@ class _Stored:
     def of_table(cls, table: Table, slot: int) -> _Stored:
         return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
 
-    def overlaps(self, chunk: LocalChunk) -> list[tuple[int, Shape, Shape, Shape]]:
+    def overlaps(self, chunk: LocalChunk) -> list[tuple[int, list[int], Shape, Shape]]:
         """The stored chunks that share elements with one of ours: number and offsets, and offsets and lengths of what
         is shared. They are looked for among those whose rows are near, as they are in the order of their rows; if
         these do not cover ours (shards of columns, or another tool's order), among all.
@@ -155,7 +156,7 @@ class _Stored:
         for numbers in (self._near(chunk), self._touching(chunk)):
             found = []
             for number in numbers:
-                offsets = tuple(self.offsets[number].tolist())
+                offsets = self.offsets[number].tolist()
                 shared = _intersection(chunk, offsets, self.sizes[number].tolist())
                 if shared is not None:
                     found.append((number, offsets, *shared))
@@ -166,9 +167,9 @@ class _Stored:
     def _near(self, chunk: LocalChunk) -> range:
         if not self.shape:
             return range(len(self.offsets))
-        first_rows = self.offsets[:, 0]
-        begin = int(first_rows.searchsorted(chunk.offsets[0], "right"))
-        return range(max(begin - 1, 0), int(first_rows.searchsorted(chunk.offsets[0] + chunk.sizes[0])))
+        row = chunk.offsets[0]
+        behind, end = self.offsets[:, 0].searchsorted((row + 1, row + chunk.sizes[0])).tolist()
+        return range(max(behind - 1, 0), end)
 
     def _touching(self, chunk: LocalChunk) -> Iterator[int]:
         ends = np.add(chunk.offsets, chunk.sizes)
@@ -225,7 +226,7 @@ def _reads(key: str, target: ShardedValue, stored: _Stored) -> Iterator[ReadItem
             )
 
 
-def _intersection(chunk: LocalChunk, offsets: Shape, sizes: list[int]) -> tuple[Shape, Shape] | None:
+def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tuple[Shape, Shape] | None:
     """Offsets and lengths of what two boxes share; None if nothing. Boxes without dimensions share their element."""
     begins = tuple(map(max, chunk.offsets, offsets))
     lengths = tuple(map(sub, map(min, map(add, chunk.offsets, chunk.sizes), map(add, offsets, sizes)), begins))

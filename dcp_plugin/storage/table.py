@@ -74,17 +74,21 @@ class Table:
     def dtype_of(self, slot: int) -> torch.dtype | None:
         """None for a value that is no tensor."""
         number = self.columns["dtype"][slot]
-        return None if number == NO_TENSOR else dtype_named(self.dtypes[number])
+        return None if number == NO_TENSOR else self._known_dtypes[number]
+
+    @functools.cached_property
+    def _known_dtypes(self) -> list[torch.dtype]:
+        return [dtype_named(name) for name in self.dtypes]
 
     def shape_of(self, slot: int) -> Shape:
         return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
 
     def boxes_of(self, slot: int) -> tuple[Column, Column]:
         """Offsets and sizes of the chunks of a key, a row for each."""
-        boxes = self.columns["box"][self.box_starts[slot] : self.box_starts[slot + 1]]
-        count = int(self.chunk_starts[slot + 1] - self.chunk_starts[slot])
-        both = boxes.reshape(count, 2, int(self.columns["ndim"][slot]))
-        return both[:, 0], both[:, 1]
+        begin, end = self.box_starts[slot : slot + 2].tolist()
+        first, last = self.chunk_starts[slot : slot + 2].tolist()
+        boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
+        return boxes[:, 0], boxes[:, 1]
 
     def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> Table:
         """Some of the keys, under other names."""
