@@ -95,7 +95,7 @@ class ShardedWriter(StorageWriter):
         self._io_threads = io_threads
         self._checksum = checksum
         self._views = views or {}
-        self._facts = facts
+        self.facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
         """Bytes of this rank's data files."""
@@ -195,7 +195,7 @@ class ShardedWriter(StorageWriter):
             tensors=len(index) - values,
             values=values,
             payload_bytes=index.payload_bytes,
-            **self._facts,
+            **self.facts,
         )
         described = summary.encode()
         try:
