@@ -170,9 +170,9 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         planner.use_paths({})
         exchange = Exchange()
 
-        def plan(box: _Mailbox) -> tuple[Planned, SavePlan]:
-            planned, holding, _ = exchange.plan("plan", _Thread(rank, box), planner.holding, lambda: None)
-            return planned, planner.plan_of(planned.share, holding)
+        def plan(box: _Mailbox) -> tuple[Planned, list[WriteItem]]:
+            planned, _ = exchange.plan("plan", _Thread(rank, box), planner.holding, lambda: None)
+            return planned, planned.items
 
         begin = time.thread_time()
         planned, items = plan(mailbox)
@@ -181,7 +181,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         plan(again)
         second = time.thread_time() - begin
         assert exchange.repeated
-        sizes = [item.tensor_data.chunk.sizes.numel() * 4 for item in items.items if item.tensor_data]
+        sizes = [item.tensor_data.chunk.sizes.numel() * 4 for item in items if item.tensor_data]
         results[rank] = pickle.dumps(Places.of(_written(rank, sizes)))
         if rank == 0:
             figures.seconds |= {"plan": first, "again": second}

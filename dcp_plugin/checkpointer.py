@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin._torch import is_tensor, sharded_value
@@ -316,7 +316,7 @@ class Checkpointer:
 
         def write() -> Places:
             progress.emit(progress.SaveStarted(job.path, job.step))
-            plan = replace(planner.plan_of(planned.share, holding), storage_data=WhereToWrite(ranks.rank, directory))
+            plan = SavePlan(planned.items, storage_data=WhereToWrite(ranks.rank, directory))
             results = writer.write_data(plan, planner).wait()
             locations: dict[MetadataIndex, Location] = {result.index: result.storage_data for result in results}
             return Places.of([locations[item.index] for item in plan.items])
@@ -333,7 +333,7 @@ class Checkpointer:
 
         try:
             step = f"plan the save of {job.path}"
-            planned, holding, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
+            planned, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()

@@ -11,6 +11,7 @@ does not cover the bytes of values, whose lengths may change from save to save.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import zlib
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.planning.assignment import Assignment, Share, assign
 from dcp_plugin.planning.holdings import Description, Holding
+from dcp_plugin.planning.save import items_of
 from dcp_plugin.ranks import Ranks
 
 T = TypeVar("T")
@@ -49,8 +52,14 @@ class Planned:
     """A plan as one rank knows it; the whole of it on rank 0 alone."""
 
     digest: bytes
+    holding: Holding
     share: Share
     assignment: Assignment | None
+
+    @functools.cached_property
+    def items(self) -> list[WriteItem]:
+        """What this rank writes, for DCP's interfaces."""
+        return items_of(self.share, self.holding)
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,7 @@ class Exchange:
         self.repeated = False
         """Whether the last call found the plan remembered."""
 
-    def plan(
-        self, step: str, ranks: Ranks, hold: Callable[[], Holding], prepare: Callable[[], T]
-    ) -> tuple[Planned, Holding, T]:
+    def plan(self, step: str, ranks: Ranks, hold: Callable[[], Holding], prepare: Callable[[], T]) -> tuple[Planned, T]:
         """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective."""
         mine: list[Holding] = []
 
@@ -98,9 +105,9 @@ class Exchange:
                 return [share.encode() for share in whole[0].shares(ranks.size)]
 
             share = Share.decode(ranks.scatter(step, tell, deal))
-            self._last = Planned(reply.digest, share, whole[0] if whole else None)
+            self._last = Planned(reply.digest, mine[0], share, whole[0] if whole else None)
         assert self._last is not None
-        return self._last, mine[0], reply.prepared
+        return self._last, reply.prepared
 
     def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
         """The digest of the plan that follows, and who shall describe; nobody if all remember that plan."""

@@ -52,8 +52,8 @@ class LocalFacts:
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :meth:`holding` and :meth:`plan_of` instead, which need
-    a few bytes per rank (:mod:`dcp_plugin.planning.exchange`); who writes what is decided by the same code.
+    DCP drives it with plans of write items. Our own saves use :meth:`holding` and :mod:`dcp_plugin.planning.exchange`
+    instead, which takes a few bytes per rank; who writes what is decided by the same code.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
@@ -86,7 +86,7 @@ class ShardedSavePlanner(SavePlanner):
         holdings = [Holding.of_plan(plan, plan.planner_data.paths, plan.planner_data.ties) for plan in all_plans]
         assignment = assign(holdings)
         plans = [
-            replace(plan, items=_items_of(share, holding), planner_data=None)
+            replace(plan, items=items_of(share, holding), planner_data=None)
             for plan, share, holding in zip(all_plans, assignment.shares(len(all_plans)), holdings, strict=True)
         ]
         table = assignment.table
@@ -96,11 +96,6 @@ class ShardedSavePlanner(SavePlanner):
     def holding(self) -> Holding:
         """What this rank holds."""
         return Holding.of_state(self._state, self._paths)
-
-    @staticmethod
-    def plan_of(share: Share, holding: Holding) -> SavePlan:
-        """The plan of this rank: its share of what it holds."""
-        return SavePlan(_items_of(share, holding))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -178,7 +173,8 @@ def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:
     return items
 
 
-def _items_of(share: Share, holding: Holding) -> list[WriteItem]:
+def items_of(share: Share, holding: Holding) -> list[WriteItem]:
+    """A rank's share of what it holds, as DCP's write items."""
     described = holding.description
     properties = [TensorProperties(dtype=dtype) for dtype in described.dtypes]
     shapes = [torch.Size(shape[:ndim]) for shape, ndim in zip(described.shape.tolist(), described.ndim, strict=True)]
