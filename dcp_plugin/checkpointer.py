@@ -3,8 +3,9 @@
 A save goes one way: gather the state, (stage it on the host,) plan, write, publish. With ``async_save`` everything
 after staging runs in a background thread. A load goes one way: open, want, plan, read, take.
 
-Ranks meet three times in a save: to plan, to agree that all have written, and to learn that it is published; and
-three times in a load: to agree that all can read, that all have read, and that all have taken it.
+Ranks meet twice in a save: to plan (a second time if the plan is not the last one's), and when all have written, to
+learn that it is published. In a load they agree on each step that can fail: to open, to compare, to read, to take. No
+rank's part of a load depends on another's, unless they share the reading.
 """
 
 from __future__ import annotations

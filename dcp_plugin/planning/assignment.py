@@ -80,13 +80,12 @@ def assign(holdings: Sequence[Holding]) -> Assignment:
         CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
     """
     keys = _Keys(holdings)
-    rows = _Rows.of(holdings, keys)
-    rows.check(keys)
-    writers = rows.only_writers()
-    ties = _common_ties(rows, writers)
-    rows = writers
+    everything = _Rows.of(holdings, keys)
+    everything.check(keys)
+    rows = everything.only_writers()
+    ties = _common_ties(everything, rows)
     held = rows.held(keys)
-    parts = partition_without(held, np.isin(rows.key[held.first], list(ties)), len(holdings))
+    parts = _partition_without(held, np.isin(rows.key[held.first], list(ties)), len(holdings))
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
     offsets = rows.offsets[row] + parts.offsets
@@ -111,7 +110,7 @@ class _Keys:
         self.shape = np.ones((count, self.width), np.int64)
         for one, numbers in zip(reversed(self._described), reversed(self.number_in), strict=True):
             self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(one), one.ndim
-            self.shape[numbers] = widened(one.shape, self.width, 1)
+            self.shape[numbers] = _widened(one.shape, self.width, 1)
         for one, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
             self._check(one, numbers, ranks[0])
         sizes = np.zeros(NO_TENSOR + 1, np.int64)
@@ -131,7 +130,7 @@ class _Keys:
 
     def _check(self, described: Description, numbers: Column, rank: int) -> None:
         differs = (self.dtype[numbers] != self._dtypes_of(described)) | (self.ndim[numbers] != described.ndim)
-        differs |= (self.shape[numbers] != widened(described.shape, self.width, 1)).any(axis=1)
+        differs |= (self.shape[numbers] != _widened(described.shape, self.width, 1)).any(axis=1)
         if differs.any():
             at = int(np.argmax(differs))
             key, number = described.keys[at], int(numbers[at])
@@ -179,8 +178,8 @@ class _Rows:
             one = holdings[ranks[0]].description
             tie = np.append(numbers, -1)[one.tie]
             described = (numbers[one.key], np.arange(len(one.key)), one.any_rank[one.key], tie[one.key])
-            offsets = np.concatenate([widened(holdings[rank].offsets, keys.width, 0) for rank in ranks])
-            sizes = np.tile(widened(one.sizes, keys.width, 1), (len(ranks), 1))
+            offsets = np.concatenate([_widened(holdings[rank].offsets, keys.width, 0) for rank in ranks])
+            sizes = np.tile(_widened(one.sizes, keys.width, 1), (len(ranks), 1))
             repeated = [np.tile(column, len(ranks)) for column in described]
             columns.append([np.repeat(ranks, len(one.key)), offsets, sizes, *repeated])
         rank, offsets, sizes, key, chunk, any_rank, tie = map(np.concatenate, zip(*columns, strict=True))
@@ -236,7 +235,7 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
     return ties
 
 
-def partition_without(held: Held, skipped: Column, world_size: int) -> Parts:
+def _partition_without(held: Held, skipped: Column, world_size: int) -> Parts:
     """The partition of all boxes but some."""
     kept = np.flatnonzero(~skipped)
     count = held.count[kept]
@@ -264,6 +263,6 @@ def _with_ties(parts: Parts, rows: _Rows, ties: dict[int, int]) -> Parts:
     return Parts(box[order], holder[order], offsets[order], sizes[order])
 
 
-def widened(rows: Column, width: int, fill: int) -> Column:
+def _widened(rows: Column, width: int, fill: int) -> Column:
     """With more columns, of one value."""
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)
