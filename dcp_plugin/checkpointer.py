@@ -264,7 +264,12 @@ class Checkpointer:
         """Plan, write, publish. On every rank, or on none."""
         planner = ShardedSavePlanner()
         writer = ShardedWriter(
-            job.path, step=job.step, io_threads=self.config.io_threads, checksum=self.config.checksum, **job.facts
+            job.path,
+            step=job.step,
+            io_threads=self.config.io_threads,
+            direct_io=self.config.direct_io,
+            checksum=self.config.checksum,
+            **job.facts,
         )
         metadata: list[Any] = []
 

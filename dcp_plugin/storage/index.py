@@ -18,8 +18,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``block_crc``           B         running CRC32 of the payload at the end of each block
 ======================  ========  =====================================================================
 
-A *running* CRC lets one pass over the memory produce both the block checksums and the zip's own CRC (the last one),
-and still verifies a block alone: continue from the previous value.
+Blocks are described in :mod:`~dcp_plugin.storage.checksums`; their size follows from the payload's length.
 
 Two items may be the same bytes (tied weights, equal values): then all their columns agree. Any other overlap, and
 anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a byte is used.
@@ -41,9 +40,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.storage.checksums import SMALLEST_BLOCK, block_counts
 from dcp_plugin.types import KeyPath, Shape
 
-BLOCK_SIZE = 1 << 20
 FORMAT_VERSION = 1
 _NO_TENSOR = 255
 
@@ -100,12 +99,12 @@ class CheckpointIndex(Mapping[str, Entry]):
         files: dict[str, int],
         dtypes: list[str],
         paths: dict[str, KeyPath],
-        block_size: int = BLOCK_SIZE,
+        smallest_block: int = SMALLEST_BLOCK,
     ) -> None:
         self.columns = columns
         self.files = files
         """Data files and their sizes in bytes."""
-        self.block_size = block_size
+        self.smallest_block = smallest_block
         self._file_names = list(files)
         self._dtypes = dtypes
         self._paths = paths
@@ -224,7 +223,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         about = {
             "format": "dcp_plugin",
             "format_version": str(FORMAT_VERSION),
-            "block_size": str(self.block_size),
+            "smallest_block": str(self.smallest_block),
             "dtypes": json.dumps(self._dtypes),
             "files": json.dumps(self.files),
             "paths": json.dumps({key: _path_to_json(path) for key, path in self._paths.items()}),
@@ -279,10 +278,10 @@ class CheckpointIndex(Mapping[str, Entry]):
             _dtype(name)
         files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
         paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
-        block_size = int(about["block_size"])
-        if not 4096 <= block_size <= 1 << 30:
-            raise ValueError(f"block size {block_size}")
-        index = cls(columns, files, dtypes, paths, block_size)
+        smallest_block = int(about["smallest_block"])
+        if not 4096 <= smallest_block <= 1 << 20 or smallest_block & (smallest_block - 1):
+            raise ValueError(f"block size {smallest_block}")
+        index = cls(columns, files, dtypes, paths, smallest_block)
         if len(index) != count:
             raise ValueError("a key occurs twice")
         if index._shape_starts[-1] != len(columns["shape"]) or index._box_starts[-1] != len(columns["box"]):
@@ -311,7 +310,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._validate_overlaps(directory)
         self._validate_boxes(directory, known)
         blocks = np.diff(self._block_starts)
-        bad = (blocks > 0) & (blocks != -(-payload_length // self.block_size))
+        bad = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
         if bad.any():
             self._fail(directory, int(np.argmax(bad)), "has a wrong number of checksums")
 

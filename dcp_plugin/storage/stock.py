@@ -7,7 +7,11 @@ that loads it. Here an unpickler knows the classes that DCP's metadata consists 
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.storage.commit import METADATA
+from dcp_plugin.storage.framing import Frame, frame_if_possible
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Shape
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -114,3 +119,31 @@ def _location(info: Any) -> Location:
 
 def _key_path(path: Any) -> KeyPath:
     return tuple(part if isinstance(part, (str, int)) else str(part) for part in path)
+
+
+def recognise(
+    directory: Path,
+    wanted: Iterable[tuple[Location, torch.dtype, Shape]],
+    layouts: dict[tuple[str, int], Location],
+) -> int:
+    """Note in ``layouts``, by file and offset, the items that begin as we would begin them; the bytes it took to see.
+
+    The beginning of an item holds the pickle that says dtype, shape and strides, so it settles where the payload is.
+    Another version of torch may write another beginning; such items stay unknown.
+    """
+    read = 0
+    by_file: dict[str, dict[int, tuple[Location, Frame]]] = defaultdict(dict)
+    for location, dtype, sizes in wanted:
+        around = frame_if_possible(dtype, sizes)
+        if around is not None and around.length == location.length:
+            by_file[location.file][location.offset] = location, around
+    for name, items in by_file.items():
+        with open(directory / name, "rb", buffering=0) as file:
+            for offset, (location, around) in sorted(items.items(), key=lambda item: item[0]):
+                if (name, offset) in layouts:
+                    continue
+                read += len(around.head)
+                if os.pread(file.fileno(), len(around.head), offset) == around.head:
+                    known = replace(location, payload_offset=len(around.head), payload_length=around.payload_length)
+                    layouts[name, offset] = known
+    return read
