@@ -32,7 +32,7 @@ class CheckpointConfig:
     out by trying. ``True``: a file system that refuses is an error."""
 
     checksum: bool = True
-    """Store CRC32 checksums of every item in the index, at most 1024 for each, so that parts can be checked too."""
+    """Store CRC32 checksums of every item in the index, by blocks, so that parts can be checked too."""
 
     verify_on_load: bool = True
     """Check every block that a load reads against its checksum. Where only narrow columns of a stored tensor are

@@ -3,9 +3,8 @@
 A *running* CRC lets one pass over the memory produce both the block checksums and the CRC that the zip format wants
 (the last one), and still verifies a block alone: continue from the previous value.
 
-An item has at most :data:`BLOCKS_PER_ITEM` blocks, so the checksums of any checkpoint are small, and whoever reads a
-part of an item reads at most two thousandths of it more than that part; but no block is smaller than
-:data:`SMALLEST_BLOCK`, so that a checksum costs little more than its bytes.
+A block is a 256th of its item, between 4 KiB and 1 MiB: so the checksums of any checkpoint are small, whoever reads a
+part of an item reads little more than the part, and a checksum costs little more than its bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 SMALLEST_BLOCK = 4096
-BLOCKS_PER_ITEM = 1024
+BLOCKS_PER_ITEM = 256
+LARGEST_BLOCK = 1 << 20
 
 
 def block_size(payload_length: int, smallest: int = SMALLEST_BLOCK) -> int:
-    """Bytes per checksum of a payload: the power of two that gives it at most :data:`BLOCKS_PER_ITEM` blocks."""
-    return max(smallest, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length())
+    """Bytes per checksum of a payload; always a power of two."""
+    return min(max(smallest, 1 << ((payload_length - 1) // BLOCKS_PER_ITEM).bit_length()), LARGEST_BLOCK)
 
 
 def block_counts(payload_lengths: np.ndarray[Any, Any], smallest: int) -> np.ndarray[Any, Any]:
     """How many blocks payloads of these lengths have."""
     powers = np.frexp(np.maximum(payload_lengths - 1, 0) // BLOCKS_PER_ITEM)[1].astype(np.int64)
-    counts: np.ndarray[Any, Any] = -(-payload_lengths // np.maximum(smallest, 1 << powers))
+    counts: np.ndarray[Any, Any] = -(-payload_lengths // np.clip(1 << powers, smallest, LARGEST_BLOCK))
     return counts
 
 

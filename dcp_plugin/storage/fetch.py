@@ -16,7 +16,7 @@ import torch
 from dcp_plugin.storage.checksums import block_size
 from dcp_plugin.storage.hostmemory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.storage.index import Location, StoredChunk
-from dcp_plugin.storage.ranges import Range, covering, runs_of, strides_of
+from dcp_plugin.storage.ranges import Range, covering, covering_one, runs_of, strides_of
 from dcp_plugin.types import Shape
 
 _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block
@@ -145,20 +145,22 @@ def of_box(
     location = chunk.location
     block = _block(location, smallest, verify)
     offsets, lengths = box
-    starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
-    if len(starts) > 1 or not target.is_contiguous():
+    first, run, runs = 0, location.payload_length, 1
+    if lengths != chunk.sizes:
+        starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
+        first, runs = int(starts[0]), len(starts)
+    if runs > 1 or not target.is_contiguous():
         strides = strides_of(chunk.sizes)
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
             starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
             ranges = covering(starts, run, block, location.payload_length)
             yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
         return
-    first = int(starts[0])
     straight = is_plain_memory(target) and target.dtype == dtype
     memory = memory_view(target) if straight else memoryview(b"")
     flat = target.view(-1)
     for start, stop in _cuts(first, first + run, _DIRECT_PIECE if straight else _COPIED_PIECE):
-        ranges = covering(starts - first + start, stop - start, block, location.payload_length)
+        ranges = covering_one(start, stop, block, location.payload_length)
         if straight:
             yield IntoMemory(key, location, ranges, block, start, memory[start - first : stop - first], target)
         else:

@@ -40,7 +40,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.storage.checksums import SMALLEST_BLOCK, block_counts
+from dcp_plugin.storage.checksums import LARGEST_BLOCK, SMALLEST_BLOCK, block_counts
 from dcp_plugin.types import KeyPath, Shape
 
 FORMAT_VERSION = 1
@@ -279,7 +279,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
         paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
         smallest_block = int(about["smallest_block"])
-        if not 4096 <= smallest_block <= 1 << 20 or smallest_block & (smallest_block - 1):
+        if not 4096 <= smallest_block <= LARGEST_BLOCK or smallest_block & (smallest_block - 1):
             raise ValueError(f"block size {smallest_block}")
         index = cls(columns, files, dtypes, paths, smallest_block)
         if len(index) != count:

@@ -42,12 +42,21 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tupl
     return starts * itemsize, prod(lengths[max(whole - 1, 0) :]) * itemsize
 
 
+def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Range]:
+    """The range to read for one run of a payload that ends at ``end``; ``block`` is None without checksums."""
+    if block is None:
+        return [(start, stop)]
+    return [(start // block * block, min(-(-stop // block) * block, end))]
+
+
 def covering(starts: Positions, length: int, block: int | None, end: int) -> list[Range]:
-    """The ranges to read for these runs of a payload that ends at ``end``; ``block`` is None without checksums."""
+    """The ranges to read for these runs."""
+    if len(starts) == 1:
+        return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
     stops = starts + length
     if block is not None:
         whole = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
-        if len(starts) == 1 or sum(b - a for a, b in whole) <= (1 + MOST_WASTE) * length * len(starts):
+        if sum(b - a for a, b in whole) <= (1 + MOST_WASTE) * length * len(starts):
             return whole
     return _merged(starts, stops, int(MOST_WASTE * length))
 

@@ -70,7 +70,7 @@ class ShardedReader(StorageReader):
         self._index: CheckpointIndex | None = None
         self.summary: Summary | None = None
         """What ``dcp_plugin.json`` says; None for a stock checkpoint. Known once the index is."""
-        self._layouts: dict[tuple[str, int], Location] = {}
+        self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
         """Bytes of data files that were read, to the last one: checksum blocks and gaps included."""
         self.unchecked_bytes = 0
@@ -179,7 +179,7 @@ class ShardedReader(StorageReader):
     def _recognise(self, reads: list[_Read]) -> None:
         """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""
         unknown = [
-            (read.location, read.dtype, read.chunk.sizes)
+            (read.chunk, read.dtype)
             for read in reads
             if read.chunk is not None and read.location.payload_offset is None
         ]
@@ -201,11 +201,11 @@ class ShardedReader(StorageReader):
         box = tuple(read.item.storage_offsets), tuple(read.item.lengths)
         if tuple(target.shape) != box[1]:
             raise CheckpointMismatch(f"{self.path}: {key} is read as {box[1]} into a target of {tuple(target.shape)}")
-        layout = self._layouts.get((chunk.location.file, chunk.location.offset), chunk.location)
-        if layout.payload_offset is None:
-            yield fetch.of_item(key, layout, lambda item: self._load_item(key, item, chunk, box, target))
+        if chunk.location.payload_offset is None:
+            chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
+        if chunk.location.payload_offset is None:
+            yield fetch.of_item(key, chunk.location, lambda item: self._load_item(key, item, chunk, box, target))
         else:
-            chunk = replace(chunk, location=layout)
             yield from fetch.of_box(key, chunk, read.dtype, box, target, self.index.smallest_block, self._verify)
 
     def _load_item(

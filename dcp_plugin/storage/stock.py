@@ -22,7 +22,7 @@ from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.storage.commit import METADATA
 from dcp_plugin.storage.framing import Frame, frame_if_possible
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.types import KeyPath, Shape
+from dcp_plugin.types import KeyPath
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -123,8 +123,8 @@ def _key_path(path: Any) -> KeyPath:
 
 def recognise(
     directory: Path,
-    wanted: Iterable[tuple[Location, torch.dtype, Shape]],
-    layouts: dict[tuple[str, int], Location],
+    wanted: Iterable[tuple[StoredChunk, torch.dtype]],
+    layouts: dict[tuple[str, int], StoredChunk],
 ) -> int:
     """Note in ``layouts``, by file and offset, the items that begin as we would begin them; the bytes it took to see.
 
@@ -132,18 +132,19 @@ def recognise(
     Another version of torch may write another beginning; such items stay unknown.
     """
     read = 0
-    by_file: dict[str, dict[int, tuple[Location, Frame]]] = defaultdict(dict)
-    for location, dtype, sizes in wanted:
-        around = frame_if_possible(dtype, sizes)
-        if around is not None and around.length == location.length:
-            by_file[location.file][location.offset] = location, around
+    by_file: dict[str, dict[int, tuple[StoredChunk, Frame]]] = defaultdict(dict)
+    for chunk, dtype in wanted:
+        around = frame_if_possible(dtype, chunk.sizes)
+        if around is not None and around.length == chunk.location.length:
+            by_file[chunk.location.file][chunk.location.offset] = chunk, around
     for name, items in by_file.items():
         with open(directory / name, "rb", buffering=0) as file:
-            for offset, (location, around) in sorted(items.items(), key=lambda item: item[0]):
-                if (name, offset) in layouts:
-                    continue
+            for offset in sorted(items.keys() - {known for file_name, known in layouts if file_name == name}):
+                chunk, around = items[offset]
                 read += len(around.head)
                 if os.pread(file.fileno(), len(around.head), offset) == around.head:
-                    known = replace(location, payload_offset=len(around.head), payload_length=around.payload_length)
-                    layouts[name, offset] = known
+                    place = replace(
+                        chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length
+                    )
+                    layouts[name, offset] = replace(chunk, location=place)
     return read

@@ -50,7 +50,7 @@ def write(items: Sequence[Data], to: Files, checkpoint: Path) -> list[Location]:
     finish_device_work(data for data in items if isinstance(data, torch.Tensor))
     lengths = [_item_length(data) for data in items]
     buckets = _buckets(lengths, to.io_threads)
-    meter = _Meter(checkpoint, sum(map(_aligned, lengths)))
+    meter = _Meter(checkpoint, sum(map(padded, lengths)))
     locations: dict[int, Location] = {}
 
     def write_one(number: int, bucket: list[int]) -> None:
@@ -70,7 +70,8 @@ def _item_length(data: Data) -> int:
     return len(data) if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape)).length
 
 
-def _aligned(length: int) -> int:
+def padded(length: int) -> int:
+    """What an item of this length takes in its file."""
     return length + -length % ALIGNMENT
 
 
@@ -89,7 +90,7 @@ def _buckets(lengths: list[int], count: int) -> list[list[int]]:
 
 
 def _write_file(to: Files, name: str, items: list[Data], lengths: list[int], meter: _Meter) -> list[Location]:
-    size = sum(_aligned(length) for length in lengths)
+    size = sum(padded(length) for length in lengths)
     rings = Rings()
     locations = []
     with BlockFile(to.directory / name, size, to.direct_io, meter.add) as file:

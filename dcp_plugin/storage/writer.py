@@ -90,7 +90,7 @@ class ShardedWriter(StorageWriter):
         self._facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
-        """Bytes of the items in this rank's data files."""
+        """Bytes of this rank's data files."""
 
     # torch.distributed.checkpoint.StorageWriter
 
@@ -125,7 +125,7 @@ class ShardedWriter(StorageWriter):
             files.sync_directory(assignment.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
-        self.bytes_written = sum(location.length for location in locations)
+        self.bytes_written = sum(write_files.padded(location.length) for location in locations)
         places = {item.index: location for (item, _), location in zip(unique, locations, strict=True)}
         places |= {item.index: places[original.index] for item, original in same_as}
         done: Future[list[WriteResult]] = Future()
