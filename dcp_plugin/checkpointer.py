@@ -342,7 +342,8 @@ class _Load:
         if self._ranks.rank == 0:
             for message in self._said:  # last: a warning that is an error stops nobody half-way
                 warnings.warn(message, stacklevel=3)
-        return replace(self._report, bytes_read=self._reader.bytes_read)
+        reader = self._reader
+        return replace(self._report, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes)
 
     def _open(self, state: Mapping[str, Any], parts: list[Part]) -> tuple[str, str]:
         parts.extend(parts_of(state))

@@ -104,6 +104,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.columns = columns
         self.files = files
         """Data files and their sizes in bytes."""
+        self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
+        """By file and offset, what torch must undo to read an item. Only stock checkpoints have such items."""
         self.smallest_block = smallest_block
         self._file_names = list(files)
         self._dtypes = dtypes

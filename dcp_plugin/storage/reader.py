@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_plugin._torch import StorageInfo, load_bytes
+from dcp_plugin._torch import StorageInfo, load_bytes, undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
 from dcp_plugin.storage import commit, fetch, read_files, stock
@@ -39,6 +40,9 @@ from dcp_plugin.storage.hostmemory import finish_device_work
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredValue
 from dcp_plugin.storage.summary import Summary, fingerprint
 from dcp_plugin.types import Shape
+
+_MOST_FRAME = 1 << 20
+"""More than anything around a tensor's payload takes, whichever version of torch wrote it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class _Read:
     location: Location
     chunk: StoredChunk | None = None
     dtype: torch.dtype = torch.uint8
+
+    @property
+    def box(self) -> tuple[Shape, Shape]:
+        """Offsets and lengths in the chunk."""
+        return tuple(self.item.storage_offsets), tuple(self.item.lengths)
 
 
 class ShardedReader(StorageReader):
@@ -141,7 +150,8 @@ class ShardedReader(StorageReader):
         self.unchecked_bytes += count.unchecked
         for read in reads:
             if read.chunk is None:
-                planner.load_bytes(read.item, io.BytesIO(values[read.location.file, read.location.offset]))
+                stored = values[read.location.file, read.location.offset]
+                planner.load_bytes(read.item, io.BytesIO(self._plain(stored, read.location)))
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -181,7 +191,9 @@ class ShardedReader(StorageReader):
         unknown = [
             (read.chunk, read.dtype)
             for read in reads
-            if read.chunk is not None and read.location.payload_offset is None
+            if read.chunk is not None
+            and read.location.payload_offset is None
+            and (read.location.file, read.location.offset) not in self.index.transforms
         ]
         self.bytes_read += stock.recognise(self.path, unknown, self._layouts)
 
@@ -198,28 +210,32 @@ class ShardedReader(StorageReader):
 
     def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
         key = read.item.storage_index.fqn
-        box = tuple(read.item.storage_offsets), tuple(read.item.lengths)
-        if tuple(target.shape) != box[1]:
-            raise CheckpointMismatch(f"{self.path}: {key} is read as {box[1]} into a target of {tuple(target.shape)}")
+        if tuple(target.shape) != read.box[1]:
+            shape = tuple(target.shape)
+            raise CheckpointMismatch(f"{self.path}: {key} is read as {read.box[1]} into a target of {shape}")
         if chunk.location.payload_offset is None:
             chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         if chunk.location.payload_offset is None:
-            yield fetch.of_item(key, chunk.location, lambda item: self._load_item(key, item, chunk, box, target))
+            yield fetch.of_item(key, chunk.location, lambda item: self._load_item(item, read, chunk, target))
         else:
-            yield from fetch.of_box(key, chunk, read.dtype, box, target, self.index.smallest_block, self._verify)
+            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, self.index.smallest_block, self._verify)
 
-    def _load_item(
-        self, key: str, item: bytearray, chunk: StoredChunk, box: tuple[Shape, Shape], target: torch.Tensor
-    ) -> None:
+    def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
+        """An item as it was before stream transforms; of one that turns out larger, the first bytes."""
+        transforms = self.index.transforms.get((location.file, location.offset))
+        return undo_transforms(item, transforms, limit) if transforms else item
+
+    def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
         """A tensor of unknown layout, through torch."""
-        where = f"the item of {key} in {chunk.location.file}"
+        where = f"the item of {read.item.storage_index.fqn} in {chunk.location.file}"
+        largest = prod(chunk.sizes) * read.dtype.itemsize + _MOST_FRAME
         try:
-            stored = load_bytes(item, weights_only=True)
+            stored = load_bytes(self._plain(item, chunk.location, largest), weights_only=True)
         except Exception as error:
             raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
             raise CheckpointCorrupt(f"{where} is not the tensor that the metadata describes")
-        target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))])
+        target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(*read.box, strict=True))])
 
 
 def metadata_of(index: CheckpointIndex, wanted: Callable[[str], bool] = lambda key: True) -> Metadata:

@@ -11,6 +11,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_plugin._torch import transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.storage.commit import METADATA
 from dcp_plugin.storage.framing import Frame, frame_if_possible
@@ -94,7 +96,24 @@ def read_index(directory: Path) -> CheckpointIndex:
     sizes = {name: (directory / name).stat().st_size if (directory / name).is_file() else 0 for name in files}
     index = CheckpointIndex.build(entries, sizes, paths)
     index.validate(directory)
+    index.transforms = _transforms(metadata)
     return index
+
+
+def _transforms(metadata: Metadata) -> dict[tuple[str, int], tuple[str, ...]]:
+    found = {}
+    for info in metadata.storage_data.values():
+        descriptors = tuple(map(str, info.transform_descriptors or ()))
+        if descriptors:
+            found[str(info.relative_path), int(info.offset)] = descriptors
+    for descriptors in set(found.values()):
+        try:
+            transforms_of(descriptors)
+        except ValueError as error:
+            raise CheckpointCorrupt(
+                f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo: {error}"
+            ) from error
+    return found
 
 
 def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:
@@ -109,11 +128,6 @@ def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:
 
 
 def _location(info: Any) -> Location:
-    if info.transform_descriptors:
-        raise CheckpointCorrupt(
-            f"{info.relative_path} was written through the stream transform {list(info.transform_descriptors)}, which "
-            f"this version cannot undo. Load it with torch.distributed.checkpoint and save it again."
-        )
     return Location(str(info.relative_path), int(info.offset), int(info.length), None, 0)
 
 
@@ -138,7 +152,10 @@ def recognise(
         if around is not None and around.length == chunk.location.length:
             by_file[chunk.location.file][chunk.location.offset] = chunk, around
     for name, items in by_file.items():
-        with open(directory / name, "rb", buffering=0) as file:
+        with (
+            suppress(OSError),
+            open(directory / name, "rb", buffering=0) as file,
+        ):  # who reads it will say what is wrong
             for offset in sorted(items.keys() - {known for file_name, known in layouts if file_name == name}):
                 chunk, around = items[offset]
                 read += len(around.head)
