@@ -44,7 +44,8 @@ class BlockFile:
         self, path: Path, size: int, direct: bool | Literal["auto"], wrote: Callable[[int], None] = lambda count: None
     ) -> None:
         self._path, self._wrote, self._forced = path, wrote, direct is True
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER))  # page-aligned
+        # Page-aligned, and shared memory: a fork while the device reads from it would move private pages elsewhere.
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER))
         self._filled = 0
         self._position = 0
         self.direct = False

@@ -24,7 +24,9 @@ from dcp_plugin.types import Shape
 
 ALIGNMENT = 64
 MAX_PAYLOAD = 1 << 30
-"""Largest payload of an item that we write, in bytes. Well below the 4 GiB at which zip64 begins."""
+"""Largest payload of an item that we write, in bytes."""
+
+_MOST = (1 << 32) - (1 << 20)  # where zip64 begins; stock writes items that large
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -75,10 +77,10 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     """The frame of a contiguous CPU tensor of this dtype and shape.
 
     Raises:
-        ValueError: The payload is larger than :data:`MAX_PAYLOAD`.
+        ValueError: The payload is so large that zip64 begins.
     """
     payload_length = torch.Size(shape).numel() * dtype.itemsize
-    if payload_length > MAX_PAYLOAD:
+    if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
     records = pickled_tensor(dtype, shape)
     before = [(name, records[name]) for name in ("data.pkl", ".format_version", ".storage_alignment", "byteorder")]

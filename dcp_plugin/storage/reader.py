@@ -223,7 +223,14 @@ class ShardedReader(StorageReader):
     def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
         """An item as it was before stream transforms; of one that turns out larger, the first bytes."""
         transforms = self.index.transforms.get((location.file, location.offset))
-        return undo_transforms(item, transforms, limit) if transforms else item
+        if not transforms:
+            return item
+        try:
+            return undo_transforms(item, transforms, limit)
+        except Exception as error:  # each transform has its own
+            raise CheckpointCorrupt(
+                f"{self.path}: byte {location.offset} of {location.file} on is no {'+'.join(transforms)}: {error}"
+            ) from error
 
     def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
         """A tensor of unknown layout, through torch."""
