@@ -50,12 +50,13 @@ class BlockFile:
         self._position = 0
         self.direct = False
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        files.preallocate(self._fd, size)
-        if direct is True or (direct == "auto" and size >= BUFFER):
-            try:
-                self._switch(True)
-            except OSError as error:
-                self._refused(error)
+        try:
+            files.preallocate(self._fd, size)
+            if direct is True or (direct == "auto" and size >= BUFFER):
+                self._try_direct()
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def __enter__(self) -> BlockFile:
         return self
@@ -118,6 +119,12 @@ class BlockFile:
             self._switch(False)
         self._flush(self._filled)
         os.fsync(self._fd)
+
+    def _try_direct(self) -> None:
+        try:
+            self._switch(True)
+        except OSError as error:
+            self._refused(error)
 
     def _switch(self, direct: bool) -> None:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
