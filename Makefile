@@ -44,5 +44,5 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once; this takes a few minutes) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
-		-c constraints.txt -e ".[dev,examples,hf,cli]"
+		-c constraints.txt -e ".[dev,examples,hf,cli,bench]"
 	@touch $@

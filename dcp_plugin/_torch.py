@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 state dicts consist of these
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.tensor import DTensor
 
@@ -95,6 +97,24 @@ def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, byte
     writer = _PickleOnly()
     torch.serialization._save(torch.empty(shape, dtype=dtype), writer, pickle, 2, False)  # type: ignore[no-untyped-call]
     return writer.records
+
+
+def transforms_of(descriptors: Sequence[str]) -> list[StreamTransformExtension]:
+    """The stream transforms (zstd, for one) that a stock item went through.
+
+    Raises:
+        ValueError: torch does not know one of them, or a package that it needs is missing.
+    """
+    found = ExtensionRegistry().from_descriptor_list(descriptors)
+    return [transform for transform in found if isinstance(transform, StreamTransformExtension)]
+
+
+def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: int) -> bytes:
+    """At most ``limit`` bytes of what the item was before its transforms."""
+    stream: IO[bytes] = io.BytesIO(data)
+    for transform in transforms_of(descriptors):
+        stream = transform.transform_from(stream)
+    return stream.read(limit)
 
 
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:

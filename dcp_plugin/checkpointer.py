@@ -263,7 +263,14 @@ class Checkpointer:
 
     def _writer(self, path: Path, step: int | None, views: Views | None) -> ShardedWriter:
         config = self.config
-        return ShardedWriter(path, step=step, io_threads=config.io_threads, checksum=config.checksum, views=views)
+        return ShardedWriter(
+            path,
+            step=step,
+            io_threads=config.io_threads,
+            direct_io=config.direct_io,
+            checksum=config.checksum,
+            views=views,
+        )
 
     def _gather(self, state: Mapping[str, Any], step: int | None, writer: ShardedWriter, began: float) -> _Job:
         """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
@@ -381,7 +388,8 @@ class _Load:
         if self._ranks.rank == 0:
             for message in self._said:  # last: a warning that is an error stops nobody half-way
                 warnings.warn(message, stacklevel=3)
-        return replace(self._report, bytes_read=self._reader.bytes_read)
+        reader = self._reader
+        return replace(self._report, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes)
 
     def _open(self, state: Mapping[str, Any], parts: list[Part]) -> tuple[str, str]:
         parts.extend(parts_of(state))

@@ -27,12 +27,16 @@ class CheckpointConfig:
     io_threads: int = 2
     """Threads per rank that write or read files. A rank writes at most this many data files per checkpoint."""
 
+    direct_io: bool | Literal["auto"] = "auto"
+    """Write data files past the page cache (``O_DIRECT``). ``"auto"``: where the file system takes it, which is found
+    out by trying. ``True``: a file system that refuses is an error."""
+
     checksum: bool = True
-    """Store CRC32 checksums of every item, by blocks of 1 MiB, in the index."""
+    """Store CRC32 checksums of every item in the index, by blocks, so that parts can be checked too."""
 
     verify_on_load: bool = True
-    """Check every block that a load reads against its checksum. Costs about 7% of the time of a read from memory
-    and nothing that can be measured on a disk."""
+    """Check every block that a load reads against its checksum. Where only narrow columns of a stored tensor are
+    wanted, the blocks that lie partly in them are not: that would mean to read the columns of all other ranks."""
 
     read_broadcast: bool | Literal["auto"] = "auto"
     """When several ranks want the same bytes, let one of them read them and pass them on to the others. ``"auto"``:
@@ -63,6 +67,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.io_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
+        if self.direct_io not in (True, False, "auto"):
+            raise ValueError(f"direct_io must be True, False or 'auto', got {self.direct_io!r}.")
         if self.timeout <= 0:
             raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
         if self.keep_last is not None and self.keep_last < 1:

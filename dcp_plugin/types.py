@@ -67,7 +67,9 @@ class LoadReport:
     cast: list[str] = field(default_factory=list)
     """Keys whose dtype differed; the values were converted to the target's."""
     bytes_read: int = 0
-    """Payload bytes that this rank read."""
+    """Bytes that this rank read from data files, with what was read to check and to skip."""
+    unchecked_bytes: int = 0
+    """Of these, what has a checksum that could not be compared: narrow columns of tensors stored whole."""
 
     def __str__(self) -> str:
         parts = [f"loaded {len(self.loaded)} items from {self.path}"]

@@ -121,3 +121,16 @@ def test_what_a_gpu_saved_loads_on_the_host_and_back(tmp_path: Path) -> None:
     }
     dcp.load(target, tmp_path / "ck")
     assert_same(target, {"t": big, "half": big.bfloat16(), "turned": big.reshape(512, -1).t()})
+
+
+def test_what_the_device_has_still_to_compute_is_saved_and_tensors_of_many_blocks_come_back(tmp_path: Path) -> None:
+    """Copies run on streams of their own: they must wait for the caller's work, and blocks for the copies."""
+    big = torch.randn(4096, 4096, device="cuda")
+    product = big
+    for _ in range(20):
+        product = product @ big / 64
+    state = {"product": product, "turned": product.t(), "columns": product[:, 100:3000], "half": product.half()}
+    dcp.save(state, tmp_path / "ck")
+    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(target, tmp_path / "ck")
+    assert_same(target, state)

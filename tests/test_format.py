@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dcp_plugin as dcp
 from dcp_plugin.storage.framing import ALIGNMENT, frame
-from dcp_plugin.storage.index import BLOCK_SIZE, StoredTensor
+from dcp_plugin.storage.index import StoredTensor
 from tests.compare import assert_same, same_bytes
 
 DTYPES = [
@@ -69,7 +69,7 @@ def _odd_tensors() -> dict[str, torch.Tensor]:
         "expanded": torch.arange(3).expand(4, 3),
         "conjugated": torch.randn(5, dtype=torch.complex64).conj(),
         "special values": special,
-        "several blocks": torch.randn(3 * BLOCK_SIZE // 4 + 11),
+        "several blocks": torch.randn((5 << 20) // 4 + 11),
         **{f"{dtype} {shape}": _tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES},
     }
 

@@ -7,6 +7,7 @@ import io
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -61,3 +62,15 @@ def _fsdp1_internals() -> None:
 
 def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
     launch.run(_fsdp1_internals, 2)
+
+
+def test_torch_tells_how_to_undo_its_stream_transforms() -> None:
+    (transform,) = _torch.transforms_of(["stream.zstd/1"])
+    packed = io.BytesIO()
+    with transform.transform_to(packed) as stream:
+        stream.write(b"some bytes")
+        stream.flush()
+        data = packed.getvalue()
+    assert _torch.undo_transforms(data, ["stream.zstd/1"], 4) == b"some"
+    with pytest.raises(ValueError, match=r"stream\.unheard"):
+        _torch.transforms_of(["stream.unheard/1"])

@@ -149,7 +149,7 @@ FORGERIES = {
     "file number out of range": (_set("file", 0, 7), "does not list"),
     "huge key table": (_set("key_ends", 0, 1 << 40), "does not count up"),
     "columns of different length": (_drop("ndim"), "differ in length"),
-    "absurd block size": (_about("block_size", "1048576", "1"), "block size"),
+    "absurd block size": (_about("smallest_block", "4096", "1"), "block size"),
     "a future format": (_about("format_version", "1", "99"), "Upgrade"),
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),

@@ -59,6 +59,19 @@ def sync_tree(directory: Path, but: str) -> None:
         sync_directory(Path(parent))
 
 
+def preallocate(fd: int, size: int) -> None:
+    """Reserve space for a new file, so that a full disk is found before it is written.
+
+    The C library's ``posix_fallocate``, which is what ``os`` has, writes to every block of a file system that cannot
+    do this (NFS 3, for one).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if size and hasattr(libc, "fallocate"):
+        arguments = (ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size))
+        if libc.fallocate(*arguments) != 0 and ctypes.get_errno() not in _UNSUPPORTED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Swap two existing names in one step; False where kernel or file system cannot (``renameat2(2)``)."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -24,10 +24,13 @@ from dcp_plugin.types import Shape
 
 ALIGNMENT = 64
 MAX_PAYLOAD = 1 << 30
-"""Largest payload of an item that we write, in bytes. Well below the 4 GiB at which zip64 begins."""
+"""Largest payload of an item that we write, in bytes."""
+
+_MOST = (1 << 32) - (1 << 20)  # where zip64 begins; stock writes items that large
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_CRC = struct.Struct("<I")
 _DESCRIPTOR = struct.Struct("<IIII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
@@ -42,25 +45,31 @@ class Frame:
     """What surrounds one payload. ``payload_offset`` is the length of ``head``."""
 
     head: bytes
+    head_crc: int
     payload_length: int
-    _central: bytes
-    _central_crc_at: int
-    _behind: bytes
+    length: int
+    """Of the whole item."""
+    _tail: bytes
+    _crc_at: tuple[int, ...]
 
     @property
     def payload_offset(self) -> int:
         return len(self.head)
 
-    @property
-    def length(self) -> int:
-        return len(self.head) + self.payload_length + len(self.tail(0))
-
-    def tail(self, crc: int) -> bytes:
+    def tail(self, crc: int) -> bytearray:
         """The bytes behind a payload whose CRC32 is ``crc``."""
-        descriptor = _descriptor(crc, self.payload_length)
-        at = self._central_crc_at
-        central = self._central[:at] + struct.pack("<I", crc) + self._central[at + 4 :]
-        return descriptor + self._behind + central
+        tail = bytearray(self._tail)
+        for position in self._crc_at:
+            _CRC.pack_into(tail, position, crc)
+        return tail
+
+
+def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
+    """The frame, or None for a tensor that torch stores in another form."""
+    try:
+        return frame(dtype, shape)
+    except ValueError:
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,10 +77,10 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     """The frame of a contiguous CPU tensor of this dtype and shape.
 
     Raises:
-        ValueError: The payload is larger than :data:`MAX_PAYLOAD`.
+        ValueError: The payload is so large that zip64 begins.
     """
     payload_length = torch.Size(shape).numel() * dtype.itemsize
-    if payload_length > MAX_PAYLOAD:
+    if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
     records = pickled_tensor(dtype, shape)
     before = [(name, records[name]) for name in ("data.pkl", ".format_version", ".storage_alignment", "byteorder")]
@@ -85,22 +94,23 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     entries.append(("data/0", len(head), 0, payload_length))
     head += _local_header("data/0", len(head), payload_length)
 
-    position = len(head) + payload_length + len(_descriptor(0, payload_length))
-    rest = b""
+    tail = _descriptor(0, payload_length)
+    crc_at = [4] if tail else []
     for name, data in behind:
-        entries.append((name, position + len(rest), crc32(data), len(data)))
-        rest += _record(name, position + len(rest), data)
+        entries.append((name, len(head) + payload_length + len(tail), crc32(data), len(data)))
+        tail += _record(name, len(head) + payload_length + len(tail), data)
 
-    central = b""
-    crc_at = 0
+    central_at = len(tail)
     for name, offset, crc, size in entries:
         if name == "data/0":
-            crc_at = len(central) + 16
+            crc_at.append(len(tail) + 16)
         full = (_ROOT + name).encode()
         flags = _flags(size)
-        central += _CENTRAL.pack(0x02014B50, 0, 0, flags, 0, 0, 0, crc, size, size, len(full), 0, 0, 0, 0, 0, offset)
-        central += full
-    return Frame(head, payload_length, central + _end(len(entries), len(central), position + len(rest)), crc_at, rest)
+        tail += _CENTRAL.pack(0x02014B50, 0, 0, flags, 0, 0, 0, crc, size, size, len(full), 0, 0, 0, 0, 0, offset)
+        tail += full
+    tail += _end(len(entries), len(tail) - central_at, len(head) + payload_length + central_at)
+    length = len(head) + payload_length + len(tail)
+    return Frame(head, crc32(head), payload_length, length, tail, tuple(crc_at))
 
 
 def _end(entries: int, central_size: int, central_offset: int) -> bytes:

@@ -18,8 +18,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``block_crc``           B         running CRC32 of the payload at the end of each block
 ======================  ========  =====================================================================
 
-A *running* CRC lets one pass over the memory produce both the block checksums and the zip's own CRC (the last one),
-and still verifies a block alone: continue from the previous value.
+Blocks are described in :mod:`~dcp_plugin.storage.checksums`; their size follows from the payload's length.
 
 Two items may be the same bytes (tied weights, equal values): then all their columns agree. Any other overlap, and
 anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a byte is used.
@@ -43,16 +42,16 @@ from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.storage.checksums import LARGEST_BLOCK, SMALLEST_BLOCK
 from dcp_plugin.storage.table import NO_TENSOR, Column, Location, Places, Table, default_path, dtype_named, ranges
 from dcp_plugin.storage.validation import validate
 from dcp_plugin.types import KeyPath, Shape
 
 __all__ = [
-    "BLOCK_SIZE", "FORMAT_VERSION", "CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor",
+    "FORMAT_VERSION", "CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor",
     "StoredValue", "default_path", "path_to_json",
 ]  # fmt: skip
 
-BLOCK_SIZE = 1 << 20
 FORMAT_VERSION = 1
 
 
@@ -124,14 +123,16 @@ class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order in which they were saved."""
 
     def __init__(
-        self, table: Table, columns: dict[str, Column], files: dict[str, int], block_size: int = BLOCK_SIZE
+        self, table: Table, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
     ) -> None:
         self.table = table
         self.columns = columns
         """All columns: those of the table, and those of the items."""
         self.files = files
         """Data files and their sizes in bytes."""
-        self.block_size = block_size
+        self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
+        """By file and offset, what torch must undo to read an item. Only stock checkpoints have such items."""
+        self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
         self.slots = dict(zip(table.keys, range(len(table.keys)), strict=True))
@@ -255,7 +256,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         about = {
             "format": "dcp_plugin",
             "format_version": str(FORMAT_VERSION),
-            "block_size": str(self.block_size),
+            "smallest_block": str(self.smallest_block),
             "dtypes": json.dumps(self.table.dtypes),
             "files": json.dumps(self.files),
             "paths": json.dumps({key: path_to_json(path) for key, path in self.table.paths.items()}),
@@ -315,11 +316,11 @@ class CheckpointIndex(Mapping[str, Entry]):
             raise ValueError("a key has a dtype that is not listed")
         files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
         paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
-        block_size = int(about["block_size"])
-        if not 4096 <= block_size <= 1 << 30:
-            raise ValueError(f"block size {block_size}")
+        smallest_block = int(about["smallest_block"])
+        if not 4096 <= smallest_block <= LARGEST_BLOCK or smallest_block & (smallest_block - 1):
+            raise ValueError(f"block size {smallest_block}")
         table = Table(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
-        index = cls(table, columns, files, block_size)
+        index = cls(table, columns, files, smallest_block)
         if len(index) != count:
             raise ValueError("a key occurs twice")
         if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
@@ -332,7 +333,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         Raises:
             CheckpointCorrupt: Naming file and key.
         """
-        validate(self.table, self.columns, self.files, self.block_size, directory)
+        validate(self.table, self.columns, self.files, self.smallest_block, directory)
 
 
 def _split_keys(text: Column, ends: Column) -> list[str]:

@@ -3,38 +3,40 @@
 A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
 with any planner, on our checkpoints and on stock ones.
 
-A payload of known layout is read by blocks, straight into the target's memory where a run of bytes is contiguous
-there, and every block that is touched is checked against its checksum. An item of unknown layout (a stock
-checkpoint's) goes through ``torch.load(weights_only=True)``.
+What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), and these are carried out by
+:mod:`~dcp_plugin.storage.read_files`. Stock items whose layout is the one we would have written are read like our own;
+others go through ``torch.load(weights_only=True)``. The planner is only called from the caller's thread.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_plugin._torch import load_bytes
+from dcp_plugin._torch import load_bytes, undo_transforms
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
-from dcp_plugin.storage import commit, stock
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
+from dcp_plugin.storage import commit, fetch, read_files, stock
+from dcp_plugin.storage.fetch import Fetch
+from dcp_plugin.storage.hostmemory import finish_device_work
 from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
 from dcp_plugin.storage.metadata import metadata_of
 from dcp_plugin.storage.summary import Summary, fingerprint
 from dcp_plugin.storage.validation import check_files
 from dcp_plugin.types import Shape
+
+_MOST_FRAME = 1 << 20
+"""More than anything around a tensor's payload takes, whichever version of torch wrote it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class _Read:
     location: Location
     chunk: StoredChunk | None = None
     dtype: torch.dtype = torch.uint8
+
+    @property
+    def box(self) -> tuple[Shape, Shape]:
+        """Offsets and lengths in the chunk."""
+        return tuple(self.item.storage_offsets), tuple(self.item.lengths)
 
 
 class ShardedReader(StorageReader):
@@ -70,7 +77,11 @@ class ShardedReader(StorageReader):
         self._index: CheckpointIndex | None = None
         self.summary: Summary | None = None
         """What ``dcp_plugin.json`` says; None for a stock checkpoint. Known once the index is."""
+        self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
+        """Bytes of data files that were read, to the last one: checksum blocks and gaps included."""
+        self.unchecked_bytes = 0
+        """Of these, bytes whose block was read in part only, so that its checksum could not be compared."""
 
     @property
     def fingerprint(self) -> str:
@@ -114,6 +125,7 @@ class ShardedReader(StorageReader):
         if checkpoint_id:
             self.path = local_path(checkpoint_id)
         self._index = None
+        self._layouts = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return metadata_of(self.index)
@@ -128,14 +140,28 @@ class ShardedReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[_Read]] = defaultdict(list)
-        for item in plan.items:
-            read = self._find(item)
-            by_file[read.location.file].append(read)
-        with ThreadPoolExecutor(self._io_threads, thread_name_prefix="dcp-read") as pool:
-            jobs = [pool.submit(self._read_file, name, wanted, planner) for name, wanted in by_file.items()]
-            for job in jobs:
-                self.bytes_read += job.result()
+        reads = [self._find(item) for item in plan.items]
+        self._recognise(reads)
+        values: dict[tuple[str, int], bytearray] = {}
+        targets = []
+        fetches: list[Fetch] = []
+        for read in reads:
+            if read.chunk is None:
+                fetches += self._fetch_of_value(read, values)
+            else:
+                target = planner.resolve_tensor(read.item).detach()
+                targets.append((read.item, target))
+                fetches += self._fetches_of_tensor(read, read.chunk, target)
+        finish_device_work(target for _, target in targets)
+        count = read_files.read(self.path, fetches, self._io_threads)
+        self.bytes_read += count.read
+        self.unchecked_bytes += count.unchecked
+        for read in reads:
+            if read.chunk is None:
+                stored = values[read.location.file, read.location.offset]
+                planner.load_bytes(read.item, io.BytesIO(self._plain(stored, read.location)))
+        for item, target in targets:
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -153,17 +179,7 @@ class ShardedReader(StorageReader):
     def check(self, key: str, location: Location) -> str:
         """Read one item completely. An empty string, or what is wrong with it."""
         try:
-            with open(self.path / location.file, "rb") as file:
-                if location.checksums is None or location.payload_offset is None:
-                    self._read_bytes(file.fileno(), key, location)
-                    return ""
-                for _ in self._blocks(file.fileno(), key, location, 0, location.payload_length):
-                    pass
-                head = os.pread(file.fileno(), location.payload_offset, location.offset)
-                behind = location.payload_offset + location.payload_length
-                tail = os.pread(file.fileno(), location.length - behind, location.offset + behind)
-                if crc32(tail, crc32(head)) != location.frame_crc:
-                    raise CheckpointCorrupt(f"{key} in {location.file}: the frame's checksum differs")
+            read_files.check_item(self.path, key, location, self.index.smallest_block)
         except Exception as error:
             return str(error)
         return ""
@@ -179,114 +195,60 @@ class ShardedReader(StorageReader):
             raise CheckpointCorrupt(f"{self.path}: {item.storage_index.fqn} has no chunk at {offset}")
         return _Read(item, chunk.location, chunk, entry.dtype)
 
-    def _read_file(self, name: str, wanted: list[_Read], planner: LoadPlanner) -> int:
-        count = 0
-        with open(self.path / name, "rb") as file:
-            for read in sorted(wanted, key=lambda read: read.location.offset):
-                if read.chunk is None:
-                    data = self._read_bytes(file.fileno(), read.item.storage_index.fqn, read.location)
-                    planner.load_bytes(read.item, io.BytesIO(data))
-                    count += len(data)
-                else:
-                    count += self._read_tensor(file.fileno(), read.item, read.chunk, read.dtype, planner)
-        return count
+    def _recognise(self, reads: list[_Read]) -> None:
+        """Find the payloads of a stock checkpoint's tensors, so that they need not go through ``torch.load``."""
+        unknown = [
+            (read.chunk, read.dtype)
+            for read in reads
+            if read.chunk is not None
+            and read.location.payload_offset is None
+            and (read.location.file, read.location.offset) not in self.index.transforms
+        ]
+        self.bytes_read += stock.recognise(self.path, unknown, self._layouts)
 
-    def _read_tensor(
-        self, fd: int, item: ReadItem, chunk: StoredChunk, dtype: torch.dtype, planner: LoadPlanner
-    ) -> int:
-        key = item.storage_index.fqn
-        target = planner.resolve_tensor(item).detach()
-        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        if chunk.location.payload_offset is None:
-            stored = self._load_item(fd, key, chunk.location)
-            if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
-                raise CheckpointCorrupt(f"{self.path}: the item of {key} is not the tensor that the metadata describes")
-            target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))])
-            count = chunk.location.length
-        else:
-            count = self._read_box(fd, key, dtype, chunk, offsets, lengths, target)
-        planner.commit_tensor(item, target)
-        return count
-
-    def _load_item(self, fd: int, key: str, location: Location) -> Any:
-        """An item of unknown layout, through torch."""
-        try:
-            return load_bytes(self._read_bytes(fd, key, location), weights_only=True)
-        except CheckpointCorrupt:
-            raise
-        except Exception as error:
-            raise CheckpointCorrupt(f"{self.path}: the item of {key} in {location.file} is damaged: {error}") from error
-
-    def _read_box(
-        self,
-        fd: int,
-        key: str,
-        dtype: torch.dtype,
-        chunk: StoredChunk,
-        offsets: Shape,
-        lengths: Shape,
-        target: torch.Tensor,
-    ) -> int:
-        """Read the box ``offsets``/``lengths`` of a stored chunk (in its own coordinates) into ``target``."""
-        if prod(lengths) == 0:
-            return 0
-        strides = [prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes))]
-        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
-        last = sum((o + n - 1) * s for o, n, s in zip(offsets, lengths, strides, strict=True))
-        start, stop = first * dtype.itemsize, (last + 1) * dtype.itemsize
-        contiguous = last + 1 - first == prod(lengths)
-        direct = contiguous and target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
-        flat = target.reshape(-1).view(torch.uint8) if direct else torch.empty(stop - start, dtype=torch.uint8)
-        out = flat.numpy().data
-        for position, block in self._blocks(fd, key, chunk.location, start, stop):
-            out[position : position + len(block)] = block
-        if not direct:
-            box = torch.as_strided(flat.view(dtype), lengths, strides)
-            target.copy_(box)
-        return stop - start
-
-    def _read_bytes(self, fd: int, key: str, location: Location) -> bytes | bytearray:
-        """The payload of a value's item, or the whole item where its layout is unknown."""
+    def _fetch_of_value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> Iterator[Fetch]:
+        """Values that are equal share an item, which is read once."""
+        location = read.location
+        if (location.file, location.offset) in values:
+            return
         if location.payload_offset is None:
-            item = bytearray(location.length)
-            if _read_fully(fd, memoryview(item), location.offset) < len(item):
-                raise CheckpointCorrupt(f"{self.path}: {location.file} ends within {key}")
+            location = replace(location, payload_offset=0, payload_length=location.length)
+        found, memory = fetch.of_value(read.item.storage_index.fqn, location, self.index.smallest_block, self._verify)
+        values[location.file, location.offset] = memory
+        yield found
+
+    def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
+        key = read.item.storage_index.fqn
+        if tuple(target.shape) != read.box[1]:
+            shape = tuple(target.shape)
+            raise CheckpointMismatch(f"{self.path}: {key} is read as {read.box[1]} into a target of {shape}")
+        if chunk.location.payload_offset is None:
+            chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
+        if chunk.location.payload_offset is None:
+            yield fetch.of_item(key, chunk.location, lambda item: self._load_item(item, read, chunk, target))
+        else:
+            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, self.index.smallest_block, self._verify)
+
+    def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
+        """An item as it was before stream transforms; of one that turns out larger, the first bytes."""
+        transforms = self.index.transforms.get((location.file, location.offset))
+        if not transforms:
             return item
-        return b"".join(bytes(block) for _, block in self._blocks(fd, key, location, 0, location.payload_length))
+        try:
+            return undo_transforms(item, transforms, limit)
+        except Exception as error:  # each transform has its own
+            raise CheckpointCorrupt(
+                f"{self.path}: byte {location.offset} of {location.file} on is no {'+'.join(transforms)}: {error}"
+            ) from error
 
-    def _blocks(self, fd: int, key: str, location: Location, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes ``start`` to ``stop`` of a payload, in pieces with their position relative to ``start``.
-
-        With checksums, whole blocks are read even where only a part of them is wanted.
-        """
-        assert location.payload_offset is not None
-        size = self.index.block_size
-        base = location.offset + location.payload_offset
-        checksums = location.checksums if self._verify else None
-        scratch = memoryview(bytearray(min(size, location.payload_length)))
-        for number in range(start // size, -(-stop // size)):
-            low, high = number * size, min((number + 1) * size, location.payload_length)
-            if checksums is None:
-                low, high = max(low, start), min(high, stop)
-            block = scratch[: high - low]
-            if _read_fully(fd, block, base + low) < len(block):
-                raise CheckpointCorrupt(f"{self.path}: {location.file} ends within {key}")
-            if checksums is not None:
-                before = int(checksums[number - 1]) if number else 0
-                if crc32(block, before) != checksums[number]:
-                    raise CheckpointCorrupt(
-                        f"{self.path}: the bytes of {key} in {location.file} are not those that were saved (checksum "
-                        f"differs in block {number}, at byte {base + low} of the file). Load an older checkpoint."
-                    )
-            begin, end = max(low, start), min(high, stop)
-            yield begin - start, block[begin - low : end - low]
-
-
-def _read_fully(fd: int, buffer: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
+    def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
+        """A tensor of unknown layout, through torch."""
+        where = f"the item of {read.item.storage_index.fqn} in {chunk.location.file}"
+        largest = prod(chunk.sizes) * read.dtype.itemsize + _MOST_FRAME
+        try:
+            stored = load_bytes(self._plain(item, chunk.location, largest), weights_only=True)
+        except Exception as error:
+            raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
+        if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
+            raise CheckpointCorrupt(f"{where} is not the tensor that the metadata describes")
+        target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(*read.box, strict=True))])

@@ -7,15 +7,22 @@ that loads it. Here an unpickler knows the classes that DCP's metadata consists 
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_plugin._torch import transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.storage.commit import METADATA
+from dcp_plugin.storage.framing import Frame, frame_if_possible
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
 
@@ -89,6 +96,7 @@ def read_index(directory: Path) -> CheckpointIndex:
     sizes = {name: _size(directory, name) for name in files}
     index = CheckpointIndex.build(entries, sizes, paths)
     index.validate(directory)
+    index.transforms = _transforms(metadata)
     return index
 
 
@@ -97,6 +105,22 @@ def _size(directory: Path, name: str) -> int:
         return (directory / name).stat().st_size
     except OSError as error:
         raise CheckpointCorrupt(f"{directory}: data file {name} is missing ({error.strerror})") from error
+
+
+def _transforms(metadata: Metadata) -> dict[tuple[str, int], tuple[str, ...]]:
+    found = {}
+    for info in metadata.storage_data.values():
+        descriptors = tuple(map(str, info.transform_descriptors or ()))
+        if descriptors:
+            found[str(info.relative_path), int(info.offset)] = descriptors
+    for descriptors in set(found.values()):
+        try:
+            transforms_of(descriptors)
+        except ValueError as error:
+            raise CheckpointCorrupt(
+                f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo: {error}"
+            ) from error
+    return found
 
 
 def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:
@@ -111,13 +135,40 @@ def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:
 
 
 def _location(info: Any) -> Location:
-    if info.transform_descriptors:
-        raise CheckpointCorrupt(
-            f"{info.relative_path} was written through the stream transform {list(info.transform_descriptors)}, which "
-            f"this version cannot undo. Load it with torch.distributed.checkpoint and save it again."
-        )
     return Location(str(info.relative_path), int(info.offset), int(info.length), None, 0)
 
 
 def _key_path(path: Any) -> KeyPath:
     return tuple(part if isinstance(part, (str, int)) else str(part) for part in path)
+
+
+def recognise(
+    directory: Path,
+    wanted: Iterable[tuple[StoredChunk, torch.dtype]],
+    layouts: dict[tuple[str, int], StoredChunk],
+) -> int:
+    """Note in ``layouts``, by file and offset, the items that begin as we would begin them; the bytes it took to see.
+
+    The beginning of an item holds the pickle that says dtype, shape and strides, so it settles where the payload is.
+    Another version of torch may write another beginning; such items stay unknown.
+    """
+    read = 0
+    by_file: dict[str, dict[int, tuple[StoredChunk, Frame]]] = defaultdict(dict)
+    for chunk, dtype in wanted:
+        around = frame_if_possible(dtype, chunk.sizes)
+        if around is not None and around.length == chunk.location.length:
+            by_file[chunk.location.file][chunk.location.offset] = chunk, around
+    for name, items in by_file.items():
+        with (
+            suppress(OSError),
+            open(directory / name, "rb", buffering=0) as file,
+        ):  # who reads it will say what is wrong
+            for offset in sorted(items.keys() - {known for file_name, known in layouts if file_name == name}):
+                chunk, around = items[offset]
+                read += len(around.head)
+                if os.pread(file.fileno(), len(around.head), offset) == around.head:
+                    place = replace(
+                        chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length
+                    )
+                    layouts[name, offset] = replace(chunk, location=place)
+    return read

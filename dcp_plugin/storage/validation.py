@@ -12,10 +12,13 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.storage.checksums import block_counts
 from dcp_plugin.storage.table import NO_TENSOR, Column, Table, dtype_named, partitioned
 
 
-def validate(table: Table, columns: dict[str, Column], files: dict[str, int], block_size: int, directory: Path) -> None:
+def validate(
+    table: Table, columns: dict[str, Column], files: dict[str, int], smallest_block: int, directory: Path
+) -> None:
     """Check every item against its file's size, every other item, and the box it is said to hold.
 
     Raises:
@@ -37,7 +40,7 @@ def validate(table: Table, columns: dict[str, Column], files: dict[str, int], bl
     for bad, what in (
         (outside, "lies outside its file or item"),
         (_overlapping(columns), "overlaps another item"),
-        ((blocks > 0) & (blocks != -(-payload_length // block_size)), "has a wrong number of checksums"),
+        ((blocks > 0) & (blocks != block_counts(payload_length, smallest_block)), "has a wrong number of checksums"),
     ):
         if bad.any():
             chunk = int(np.argmax(bad))

@@ -3,26 +3,21 @@
 A real DCP ``StorageWriter``: ``torch.distributed.checkpoint.save(sd, storage_writer=ShardedWriter(path))`` uses it
 with any planner, and gets the same checkpoint, committed by the same rule, as :func:`dcp_plugin.save`.
 
-The way of an item: the planner resolves it to a tensor or to bytes; its frame is computed from dtype and shape; the
-payload goes from tensor memory to the file, block by block, each block checksummed while it is in the cache. Two
-items on one rank that are the same memory or the same bytes (tied weights, equal values) are written once.
+The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.storage.write_files` writes it. Two items on one
+rank that are the same memory or the same bytes (tied weights, equal values) are written once.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from isal.isal_zlib import crc32
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -33,13 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_plugin import progress
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.storage import commit, files
-from dcp_plugin.storage.framing import ALIGNMENT, frame
+from dcp_plugin.storage import commit, files, write_files
 from dcp_plugin.storage.index import (
-    BLOCK_SIZE,
     CheckpointIndex,
     Entry,
     Location,
@@ -72,6 +64,7 @@ class ShardedWriter(StorageWriter):
         path: The final directory. It appears when the save is complete, and replaces a checkpoint that is there.
         step: Training step, for the summary.
         io_threads: Threads, and data files, per rank.
+        direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
         checksum: Whether to compute CRC32 checksums.
         views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
@@ -86,6 +79,7 @@ class ShardedWriter(StorageWriter):
         *,
         step: int | None = None,
         io_threads: int = 2,
+        direct_io: bool | Literal["auto"] = "auto",
         checksum: bool = True,
         views: Views | None = None,
         **facts: Any,
@@ -93,6 +87,7 @@ class ShardedWriter(StorageWriter):
         self.path = local_path(path)
         self._step = step
         self._io_threads = io_threads
+        self._direct_io: bool | Literal["auto"] = direct_io
         self._checksum = checksum
         self._views = views or {}
         self.facts = facts
@@ -125,20 +120,17 @@ class ShardedWriter(StorageWriter):
         wait_until_visible(assignment.directory, self.path)
         resolved = [(item, _resolve(planner, item)) for item in plan.items]
         unique, same_as = _without_duplicates(resolved)
-        total = sum(_size(data) for _, data in unique)
-        meter = _Meter(self.path, total)
-        buckets = _buckets(unique, self._io_threads, total)
+        to = write_files.Files(assignment.directory, assignment.rank, self._io_threads, self._direct_io, self._checksum)
         try:
-            with ThreadPoolExecutor(max(1, len(buckets)), thread_name_prefix="dcp-write") as pool:
-                jobs = [pool.submit(self._write_file, assignment, n, bucket, meter) for n, bucket in enumerate(buckets)]
-                results = {index: result for job in jobs for index, result in job.result()}
+            locations = write_files.write([data for _, data in unique], to, self.path)
             files.sync_directory(assignment.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
-        for item, original in same_as:
-            results[item.index] = replace(results[original.index], index=item.index)
+        self.bytes_written = sum(write_files.padded(location.length) for location in locations)
+        places = {item.index: location for (item, _), location in zip(unique, locations, strict=True)}
+        places |= {item.index: places[original.index] for item, original in same_as}
         done: Future[list[WriteResult]] = Future()
-        done.set_result(list(results.values()))
+        done.set_result([WriteResult(index, where.length, where) for index, where in places.items()])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -215,70 +207,6 @@ class ShardedWriter(StorageWriter):
             commit.discard(self._reservation)
             self._reservation = None
 
-    def _write_file(
-        self, assignment: Assignment, number: int, items: list[tuple[WriteItem, Any]], meter: _Meter
-    ) -> list[tuple[MetadataIndex, WriteResult]]:
-        name = f"__{assignment.rank}_{number}{commit.DATA_SUFFIX}"
-        written = []
-        with open(assignment.directory / name, "xb", buffering=BLOCK_SIZE) as file:
-            for item, data in items:
-                location = self._write_item(file, name, data, meter)
-                written.append((item.index, WriteResult(item.index, location.length, location)))
-            file.flush()
-            os.fsync(file.fileno())
-            meter.files(file.tell())
-        self.bytes_written = meter.file_bytes
-        return written
-
-    def _write_item(self, file: IO[bytes], name: str, data: torch.Tensor | bytes, meter: _Meter) -> Location:
-        offset = file.tell()
-        file.write(b"\0" * (-offset % ALIGNMENT))
-        offset += -offset % ALIGNMENT
-        around = None if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape))
-        payload = memoryview(data) if isinstance(data, bytes) else _memory(data)
-        head = around.head if around else b""
-        file.write(head)
-        crc = 0
-        running = []
-        for start in range(0, len(payload), BLOCK_SIZE):
-            block = payload[start : start + BLOCK_SIZE]
-            if self._checksum:
-                crc = crc32(block, crc)
-                running.append(crc)
-            file.write(block)
-            meter.add(len(block))
-        tail = around.tail(crc) if around else b""
-        file.write(tail)
-        return Location(
-            name,
-            offset,
-            len(head) + len(payload) + len(tail),
-            len(head),
-            len(payload),
-            crc32(tail, crc32(head)) if self._checksum else 0,
-            np.array(running, np.uint32) if self._checksum else None,
-        )
-
-
-class _Meter:
-    """Counts what all threads of one save have written, and tells the world."""
-
-    def __init__(self, path: Path, total: int) -> None:
-        self._path, self._total = path, total
-        self._written = 0
-        self._lock = threading.Lock()
-        self.file_bytes = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._written += count
-            event = progress.BytesWritten(self._path, self._written, self._total)
-        progress.emit(event)
-
-    def files(self, count: int) -> None:
-        with self._lock:
-            self.file_bytes += count
-
 
 def wait_until_visible(directory: Path, path: Path) -> None:
     """The directory was made by the coordinator. Not seeing it means that the ranks do not share the file system."""
@@ -299,7 +227,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | bytes:
     if item.type == WriteItemType.BYTE_IO:
         return cast(Any, data).getvalue()  # type: ignore[no-any-return]
     assert isinstance(data, torch.Tensor)
-    return data.detach().resolve_conj().resolve_neg()
+    return data.detach()
 
 
 def _without_duplicates(
@@ -321,29 +249,6 @@ def _without_duplicates(
             first[identity] = item
             unique.append((item, data))
     return unique, same_as
-
-
-def _size(data: torch.Tensor | bytes) -> int:
-    return len(data) if isinstance(data, bytes) else data.numel() * data.element_size()
-
-
-def _buckets(items: list[tuple[WriteItem, Any]], count: int, total: int) -> list[list[tuple[WriteItem, Any]]]:
-    """Items spread over files by size, the largest first. Little data is not worth a second file."""
-    if count == 1 or total < BLOCK_SIZE:
-        return [items] if items else []
-    buckets: list[list[tuple[WriteItem, Any]]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for item in sorted(items, key=lambda item: _size(item[1]), reverse=True):
-        lightest = loads.index(min(loads))
-        buckets[lightest].append(item)
-        loads[lightest] += _size(item[1])
-    return [bucket for bucket in buckets if bucket]
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order; its own memory where it lies on the host like that."""
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:

@@ -1,0 +1,27 @@
+"""This project, as it comes and without checksums."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import dcp_plugin
+from benchmarks._peer import IO_THREADS, OURS, Peer, State
+from benchmarks.peers import stock
+
+
+def save(state: State, path: Path, **options: bool) -> None:
+    dcp_plugin.save({"state": state}, path, io_threads=IO_THREADS, **options)
+
+
+def load(state: State, path: Path, **options: bool) -> None:
+    dcp_plugin.load({"state": state}, path, io_threads=IO_THREADS, **options)
+
+
+PEERS = [
+    Peer(OURS, save, load),
+    Peer("dcp_plugin, no checksums", partial(save, checksum=False), load, only="save"),
+    Peer("dcp_plugin, through the page cache", partial(save, direct_io=False), load, only="save"),
+    Peer("dcp_plugin, not verifying", save, partial(load, verify_on_load=False), only="load"),
+    Peer("dcp_plugin on stock's checkpoint", stock.save, load, only="load"),
+]

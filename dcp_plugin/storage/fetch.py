@@ -1,0 +1,197 @@
+"""What to read and where it goes: the reads of a plan, cut into pieces that need little memory.
+
+A run of bytes that is contiguous in the file and in the target goes straight into the target's memory. Anything else
+(columns, another dtype, a device) passes through a block of host memory, in pieces, and is copied from there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_plugin.storage.checksums import block_size
+from dcp_plugin.storage.hostmemory import BLOCK, Block, is_plain_memory, memory_view
+from dcp_plugin.storage.index import Location, StoredChunk
+from dcp_plugin.storage.ranges import Range, covering, covering_one, runs_of, strides_of
+from dcp_plugin.types import Shape
+
+_DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block
+_COPIED_PIECE = BLOCK // 2  # the other half is for what is read to complete checksum blocks
+_HOST = torch.device("cpu")
+
+
+@dataclass
+class Fetch(ABC):
+    """Ranges of one payload, to be read into the memory of :meth:`views` and then taken by :meth:`finish`."""
+
+    key: str
+    location: Location
+    ranges: list[Range]
+    """Bytes of the payload."""
+    block: int | None
+    """Bytes per checksum; None: nothing is checked."""
+
+    @property
+    def device(self) -> torch.device:
+        return _HOST
+
+    @property
+    def begin(self) -> int:
+        """Where the first range starts in the file."""
+        return self.location.offset + (self.location.payload_offset or 0) + self.ranges[0][0]
+
+    @property
+    def end(self) -> int:
+        return self.location.offset + (self.location.payload_offset or 0) + self.ranges[-1][1]
+
+    @abstractmethod
+    def views(self, block: Block) -> list[list[memoryview]]:
+        """For each range the memory that it goes to."""
+
+    def finish(self, block: Block) -> None:  # noqa: B027 - most have nothing to do
+        """Everything is read and checked."""
+
+
+@dataclass
+class IntoMemory(Fetch):
+    """Bytes from ``start`` on that go straight to ``memory``."""
+
+    start: int
+    memory: memoryview
+    owner: Any
+    """Keeps the memory alive."""
+
+    def views(self, block: Block) -> list[list[memoryview]]:
+        ((begin, end),) = self.ranges
+        stop = self.start + len(self.memory)
+        views = [self.memory]
+        if begin < self.start:
+            views.insert(0, memory_view(block.take(self.start - begin)))
+        if stop < end:
+            views.append(memory_view(block.take(end - stop)))
+        return [views]
+
+
+@dataclass
+class IntoTensor(Fetch):
+    """A box that is copied to ``target``: elements of ``dtype`` from ``start`` on, with these strides in the file."""
+
+    start: int
+    target: torch.Tensor
+    dtype: torch.dtype
+    strides: Shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def views(self, block: Block) -> list[list[memoryview]]:
+        origin = self.ranges[0][0]
+        self._bytes = block.take(self.ranges[-1][1] - origin)
+        memory = memory_view(self._bytes)
+        return [[memory[begin - origin : end - origin]] for begin, end in self.ranges]
+
+    def finish(self, block: Block) -> None:
+        skipped = self.start - self.ranges[0][0]
+        usable = len(self._bytes) - (len(self._bytes) - skipped) % self.dtype.itemsize
+        elements = self._bytes[skipped:usable].view(self.dtype)
+        block.copy(self.target, torch.as_strided(elements, self.target.shape, self.strides))
+        del self._bytes
+
+
+@dataclass
+class Whole(Fetch):
+    """An item of unknown layout, read completely and handed to ``take``."""
+
+    take: Callable[[bytearray], None]
+
+    def views(self, block: Block) -> list[list[memoryview]]:
+        self._item = bytearray(self.ranges[0][1])
+        return [[memoryview(self._item)]]
+
+    def finish(self, block: Block) -> None:
+        self.take(self._item)
+        del self._item
+
+
+def of_item(key: str, location: Location, take: Callable[[bytearray], None]) -> Fetch:
+    """The fetch of a complete item, its frame included."""
+    return Whole(key, _from(location, 0, location.length), [(0, location.length)], None, take)
+
+
+def of_value(key: str, location: Location, smallest: int, verify: bool) -> tuple[Fetch, bytearray]:
+    """The fetch of a value, and the memory that it fills."""
+    memory = bytearray(location.payload_length)
+    block = _block(location, smallest, verify)
+    return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory), memory), memory
+
+
+def of_box(
+    key: str,
+    chunk: StoredChunk,
+    dtype: torch.dtype,
+    box: tuple[Shape, Shape],
+    target: torch.Tensor,
+    smallest: int,
+    verify: bool,
+) -> Iterator[Fetch]:
+    """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape."""
+    if target.numel() == 0:
+        return
+    location = chunk.location
+    block = _block(location, smallest, verify)
+    offsets, lengths = box
+    first, run, runs = 0, location.payload_length, 1
+    if lengths != chunk.sizes:
+        starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
+        first, runs = int(starts[0]), len(starts)
+    if runs > 1 or not target.is_contiguous():
+        strides = strides_of(chunk.sizes)
+        for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
+            starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
+            ranges = covering(starts, run, block, location.payload_length)
+            yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
+        return
+    straight = is_plain_memory(target) and target.dtype == dtype
+    memory = memory_view(target) if straight else memoryview(b"")
+    flat = target.view(-1)
+    for start, stop in _cuts(first, first + run, _DIRECT_PIECE if straight else _COPIED_PIECE):
+        ranges = covering_one(start, stop, block, location.payload_length)
+        if straight:
+            yield IntoMemory(key, location, ranges, block, start, memory[start - first : stop - first], target)
+        else:
+            part = flat[(start - first) // dtype.itemsize : (stop - first) // dtype.itemsize]
+            yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
+
+
+def _block(location: Location, smallest: int, verify: bool) -> int | None:
+    return block_size(location.payload_length, smallest) if verify and location.checksums is not None else None
+
+
+def _from(location: Location, payload_offset: int, payload_length: int) -> Location:
+    return Location(location.file, location.offset, location.length, payload_offset, payload_length)
+
+
+def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
+    """A range cut at the multiples of ``piece``."""
+    while start < stop:
+        end = min((start // piece + 1) * piece, stop)
+        yield start, end
+        start = end
+
+
+def _parts(target: torch.Tensor, corner: Shape, strides: Shape, limit: int) -> Iterator[tuple[torch.Tensor, Shape]]:
+    """Parts of a box that span at most ``limit`` elements of the stored chunk, and where each of them starts."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
+    wide = next((dim for dim, size in enumerate(target.shape) if size > 1), None)
+    if span <= limit or wide is None:
+        yield target, corner
+        return
+    rows = max(1, limit // strides[wide])
+    for at in range(0, target.shape[wide], rows):
+        moved = (*corner[:wide], corner[wide] + at, *corner[wide + 1 :])
+        yield from _parts(target.narrow(wide, at, min(rows, target.shape[wide] - at)), moved, strides, limit)

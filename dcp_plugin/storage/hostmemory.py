@@ -1,0 +1,145 @@
+"""The bytes of tensors, in pieces, as host memory.
+
+A contiguous tensor on the host is its own memory; nothing is copied. Any other one (strided, conjugated, on a device)
+passes piece by piece through a :class:`Ring` of blocks, so neither a save nor a load needs memory for a whole tensor.
+For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the next is on
+its way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import torch
+
+PIECE = 128 << 10  # fits the processor's cache twice, so that checksum and copy read the bytes from memory once
+BLOCK = 4 << 20
+_BLOCKS = 3  # one that is being worked on, two on their way
+
+
+class Block:
+    """A piece of host memory that copies go through."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.memory = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=cuda)
+        self._taken = 0
+        self._event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+
+    def take(self, count: int) -> torch.Tensor:
+        """The next ``count`` bytes, aligned for any dtype; fresh memory if the block is used up."""
+        start, self._taken = self._taken, self._taken + count + -count % 64
+        return self.memory[start : start + count] if self._taken <= BLOCK else torch.empty(count, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy between the device and this block; see :meth:`wait`."""
+        if self._stream is None or self._event is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the last copy is done; then all of the block is free."""
+        self._taken = 0
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Ring:
+    """The blocks of one thread for one device, used in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._blocks = [Block(device) for _ in range(_BLOCKS if device.type == "cuda" else 1)]
+        self._next = 0
+
+    def next(self) -> Block:
+        """A block whose last copy is done."""
+        block = self._blocks[self._next % len(self._blocks)]
+        self._next += 1
+        block.wait()
+        return block
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of a tensor, row by row. A piece is valid until the next one is asked for."""
+        on_their_way: deque[tuple[Block, int]] = deque()
+        for part in parts_of(tensor, BLOCK):
+            block = self.next()
+            block.copy(block.take(part.nbytes).view(part.dtype).view(part.shape), part)
+            on_their_way.append((block, part.nbytes))
+            if len(on_their_way) == len(self._blocks):
+                yield _arrived(*on_their_way.popleft())
+        while on_their_way:
+            yield _arrived(*on_their_way.popleft())
+
+    def wait(self) -> None:
+        for block in self._blocks:
+            block.wait()
+
+
+class Rings:
+    """The rings of one thread, made when a device is first met."""
+
+    def __init__(self) -> None:
+        self._rings: dict[torch.device, Ring] = {}
+
+    def of(self, device: torch.device) -> Ring:
+        if device not in self._rings:
+            self._rings[device] = Ring(device)
+        return self._rings[device]
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of a tensor in row-major order."""
+        if not is_plain_memory(tensor):
+            yield from self.of(tensor.device).pieces(tensor)
+            return
+        memory = memory_view(tensor)
+        for start in range(0, len(memory), PIECE):
+            yield memory[start : start + PIECE]
+
+    def wait(self) -> None:
+        for ring in self._rings.values():
+            ring.wait()
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory on the host is its bytes in row-major order."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def memory_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor for which :func:`is_plain_memory`. Keep the tensor alive: the view does not.
+
+    ``tensor.numpy()`` knows fewer dtypes and takes five times as long, which counts for thousands of small ones.
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Views that make up the tensor in row-major order, each of at most ``limit`` bytes."""
+    if tensor.nbytes <= limit:
+        if tensor.numel():
+            yield tensor
+        return
+    rows = limit // (tensor.nbytes // len(tensor))
+    if rows:
+        for at in range(0, len(tensor), rows):
+            yield tensor[at : at + rows]
+    else:
+        for row in tensor:
+            yield from parts_of(row, limit)
+
+
+def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what this thread has queued on the tensors' devices: copies to and from them run on other streams."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _arrived(block: Block, count: int) -> memoryview:
+    block.wait()
+    return memory_view(block.memory)[:count]

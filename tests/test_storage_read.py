@@ -1,0 +1,314 @@
+"""Reading only what is needed, checking what was read, and naming what is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.utils.serialization import config as serialization
+
+import dcp_plugin as dcp
+from dcp_plugin.storage.index import StoredTensor
+from dcp_plugin.storage.ranges import MOST_WASTE, covering, runs_of
+from tests.compare import assert_same, same_bytes
+from tests.memory import extra_peak
+
+MIB = 1 << 20
+
+
+class _Boxes(LoadPlanner):
+    """Reads boxes of stored chunks into tensors of their shape."""
+
+    def __init__(self, boxes: list[tuple[str, tuple[int, ...], torch.Tensor]]) -> None:
+        self.boxes = boxes
+
+    def plan(self) -> LoadPlan:
+        items = []
+        for number, (key, offsets, target) in enumerate(self.boxes):
+            corner = torch.Size([0] * target.dim())
+            where = MetadataIndex(key, corner, 0)
+            into = MetadataIndex(str(number), corner)
+            items.append(ReadItem(LoadItemType.TENSOR, into, corner, where, torch.Size(offsets), target.shape))
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.boxes[int(read_item.dest_index.fqn)][2]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        assert tensor.data_ptr() == self.boxes[int(read_item.dest_index.fqn)][2].data_ptr()
+
+    set_up_planner = create_local_plan = create_global_plan = finish_plan = load_bytes = None  # type: ignore[assignment]
+
+
+_Boxes.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+def _read(path: Path, *boxes: tuple[str, tuple[int, ...], torch.Tensor], **options: Any) -> dcp.ShardedReader:
+    reader = dcp.ShardedReader(path, **options)
+    planner = _Boxes(list(boxes))
+    reader.read_data(planner.plan(), planner).wait()
+    return reader
+
+
+def _box(tensor: torch.Tensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+
+
+def test_the_ranges_of_any_box_hold_its_bytes_and_little_more() -> None:
+    chance = random.Random(0)
+    for _ in range(400):
+        sizes = tuple(chance.choice([1, 2, 5, 16, 40]) for _ in range(chance.randrange(5)))
+        lengths = tuple(chance.randint(1, size) for size in sizes)
+        offsets = tuple(chance.randint(0, size - length) for size, length in zip(sizes, lengths, strict=True))
+        numbers = torch.arange(int(np.prod(sizes, dtype=int))).reshape(sizes)
+        starts, run = runs_of(sizes, offsets, lengths, 1)
+        held = np.concatenate([np.arange(start, start + run) for start in starts])
+        assert held.tolist() == _box(numbers, offsets, lengths).reshape(-1).tolist()
+        for block in (None, 8):
+            ranges = covering(starts, run, block, numbers.numel())
+            read = np.concatenate([np.arange(*one) for one in ranges])
+            assert len(np.unique(read)) == len(read) and set(held) <= set(read.tolist())
+            at_the_ends = 2 * (block or 0) if len(starts) == 1 else 0
+            assert len(read) <= (1 + MOST_WASTE) * len(held) + at_the_ends
+
+
+def _target(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if kind == "strided":
+        return torch.zeros(*shape[:-1], shape[-1] + 3)[..., 1 : shape[-1] + 1]
+    return torch.zeros(shape, dtype=torch.float64 if kind == "cast" else torch.float32)
+
+
+@pytest.mark.parametrize("io_threads", [1, 3])
+def test_any_box_comes_back_into_any_kind_of_target(tmp_path: Path, io_threads: int) -> None:
+    chance = random.Random(1)
+    state = {"big": torch.randn(700, 2500), "cube": torch.randn(40, 50, 60), "line": torch.randn(3 * MIB)}
+    dcp.save(state, tmp_path / "ours", io_threads=io_threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save(dict(state), checkpoint_id=tmp_path / "stock")
+    boxes = []
+    for key, tensor in state.items():
+        for number in range(12):
+            lengths = tuple(chance.choice([1, chance.randint(1, size), size]) for size in tensor.shape)
+            offsets = tuple(chance.randint(0, s - n) for s, n in zip(tensor.shape, lengths, strict=True))
+            boxes.append((key, offsets, _target(("plain", "strided", "cast")[number % 3], lengths)))
+    for name in ("ours", "stock"):
+        for verify in (True, False):
+            for _, _, target in boxes:
+                target.zero_()
+            _read(tmp_path / name, *boxes, io_threads=io_threads, verify=verify)
+            for key, offsets, target in boxes:
+                expected = _box(state[key], offsets, tuple(target.shape)).to(target.dtype)
+                assert same_bytes(target.contiguous(), expected.contiguous())
+
+
+def test_rows_are_read_with_at_most_a_block_at_either_end(tmp_path: Path) -> None:
+    tensor = torch.randn(4000, 1001)
+    dcp.save({"t": tensor}, tmp_path / "ck")
+    target = torch.zeros(1333, 1001)
+    reader = _read(tmp_path / "ck", ("t", (1234, 0), target))
+    assert same_bytes(target, tensor[1234:2567].contiguous())
+    block = 64 << 10  # of an item of 16 MiB
+    assert target.nbytes < reader.bytes_read <= target.nbytes + 2 * block
+    assert reader.unchecked_bytes == 0
+
+
+def test_wide_columns_are_checked_and_narrow_ones_are_read_without_their_neighbours(tmp_path: Path) -> None:
+    wide, narrow = torch.randn(64, 4096), torch.randn(2048, 512)
+    dcp.save({"wide": wide, "narrow": narrow}, tmp_path / "ck")
+    target = torch.zeros(64, 2048)
+    reader = _read(tmp_path / "ck", ("wide", (0, 1024), target))
+    assert same_bytes(target, wide[:, 1024:3072].contiguous())
+    assert reader.bytes_read == target.nbytes and reader.unchecked_bytes == 0
+    target = torch.zeros(2048, 128)
+    reader = _read(tmp_path / "ck", ("narrow", (0, 256), target))
+    assert same_bytes(target, narrow[:, 256:384].contiguous())
+    assert reader.bytes_read == target.nbytes == reader.unchecked_bytes
+
+
+def test_a_part_of_a_stock_tensor_is_all_that_is_read_of_it(tmp_path: Path) -> None:
+    tensor = torch.randn(1000, 1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"t": tensor}, checkpoint_id=tmp_path / "ck")
+    target = torch.zeros(10, 1000)
+    reader = _read(tmp_path / "ck", ("t", (500, 0), target))
+    assert same_bytes(target, tensor[500:510].contiguous())
+    assert reader.bytes_read < target.nbytes + 4096
+
+
+def test_stock_items_of_another_layout_are_read_through_torch(tmp_path: Path) -> None:
+    state = {"t": torch.randn(300, 7), "n": {"x": 1}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        aligned = serialization.save.storage_alignment
+        serialization.save.storage_alignment = 4096
+        try:
+            stock.save(dict(state), checkpoint_id=tmp_path / "other")
+        finally:
+            serialization.save.storage_alignment = aligned
+        writer = stock.FileSystemWriter(tmp_path / "zstd", _extensions=[ZStandard()])
+        stock.save(dict(state), storage_writer=writer)
+    for name in ("other", "zstd"):
+        target: dict[str, Any] = {"t": torch.zeros(300, 7), "n": {"x": 0}}
+        dcp.load(target, tmp_path / name)
+        assert same_bytes(target["t"], state["t"]) and target["n"] == {"x": 1}
+        rows = torch.zeros(5, 7)
+        _read(tmp_path / name, ("t", (100, 0), rows))
+        assert same_bytes(rows, state["t"][100:105].contiguous())
+        assert dcp.verify(tmp_path / name).ok
+
+
+def test_a_stock_item_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, tensor in (("ck", torch.zeros(64)), ("bomb", torch.zeros(64 * MIB))):
+            writer = stock.FileSystemWriter(tmp_path / name, _extensions=[ZStandard()])
+            stock.save({"t": tensor}, storage_writer=writer)
+    bomb = (tmp_path / "bomb" / "__0_0.distcp").read_bytes()
+    length = (tmp_path / "ck" / "__0_0.distcp").stat().st_size
+    reader = dcp.ShardedReader(tmp_path / "ck")
+    reader.index.columns["place"][0, 1] = len(bomb)
+    (tmp_path / "ck" / "__0_0.distcp").write_bytes(bomb)
+    assert length < len(bomb) < MIB
+    planner = _Boxes([("t", (0,), torch.zeros(64))])
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"t in __0_0\.distcp is damaged"):
+        assert extra_peak(lambda: reader.read_data(planner.plan(), planner)) < 64 * MIB
+
+
+def test_many_small_tensors_take_few_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"layer.{number}": torch.full((1000,), float(number)) for number in range(1000)}
+    dcp.save({"m": state}, tmp_path / "ck")
+    calls = 0
+    real = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    target = {key: torch.zeros(1000) for key in state}
+    report = dcp.load({"m": target}, tmp_path / "ck")
+    assert_same(target, state)
+    assert calls < 20
+    assert report.bytes_read < 1.5 * 4_000_000
+
+
+def test_several_threads_share_one_file(tmp_path: Path) -> None:
+    tensor = torch.randn(12 * MIB)
+    dcp.save({"t": tensor}, tmp_path / "ck", io_threads=1)
+    target = torch.zeros(12 * MIB)
+    dcp.load({"t": target}, tmp_path / "ck", io_threads=4)
+    assert same_bytes(target, tensor)
+
+
+def test_equal_values_are_read_once(tmp_path: Path) -> None:
+    state = {str(number): {"lr": 0.125} for number in range(500)}
+    dcp.save({"groups": state}, tmp_path / "ck")
+    target = {str(number): {"lr": 0.0} for number in range(500)}
+    report = dcp.load({"groups": target}, tmp_path / "ck")
+    assert target == state
+    assert report.bytes_read < 4096
+
+
+@pytest.mark.parametrize("how", ["contiguous", "cast", "turned"])
+def test_a_load_needs_memory_for_blocks_only(tmp_path: Path, how: str) -> None:
+    dcp.save({"t": torch.randn(6000, 6000)}, tmp_path / "ck")
+    target = torch.ones(6000, 6000, dtype=torch.float64 if how == "cast" else torch.float32)
+    target = target.t() if how == "turned" else target
+    dcp.load({"t": torch.zeros(6000, 6000)}, tmp_path / "ck")
+    assert extra_peak(lambda: dcp.load({"t": target}, tmp_path / "ck")) < 32 * MIB
+
+
+def _flip(path: Path, key: str, byte: int) -> None:
+    """Change one byte of a key's payload."""
+    entry = dcp.ShardedReader(path).index[key]
+    assert isinstance(entry, StoredTensor)
+    place = entry.chunks[0].location
+    with open(path / place.file, "r+b") as file:
+        file.seek(place.offset + (place.payload_offset or 0) + byte)
+        changed = bytes([file.read(1)[0] ^ 1])
+        file.seek(-1, os.SEEK_CUR)
+        file.write(changed)
+
+
+def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path) -> None:
+    tensor = torch.randn(1024, 1024)
+    dcp.save({"fine": torch.randn(500), "t": tensor}, tmp_path / "ck")
+    _flip(tmp_path / "ck", "t", 600 * 4096 + 7)
+    for offsets, lengths in (
+        ((0, 0), (1024, 1024)),
+        ((590, 0), (20, 1024)),
+        ((600, 0), (1, 1024)),
+        ((0, 0), (1024, 1023)),
+    ):
+        with pytest.raises(dcp.CheckpointCorrupt, match=r"bytes of t in __0_\d\.distcp .*block 150"):
+            _read(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)))
+        _read(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)), verify=False)
+    target = torch.zeros(500, 1024)
+    _read(tmp_path / "ck", ("t", (0, 0), target))
+    assert same_bytes(target, tensor[:500].contiguous())
+    assert len(dcp.verify(tmp_path / "ck").errors) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "strided", "cast"])
+def test_what_is_copied_is_checked_before_the_target_is_touched(tmp_path: Path, kind: str) -> None:
+    dcp.save({"t": torch.randn(50, 40)}, tmp_path / "ck")
+    _flip(tmp_path / "ck", "t", 77)
+    target = _target(kind, (50, 40)).fill_(3)
+    with pytest.raises(dcp.CheckpointCorrupt):
+        dcp.load({"t": target}, tmp_path / "ck")
+    assert bool((target == 3).all()) == (kind != "plain")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "a directory"])
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
+    tmp_path: Path, damage: str, writer: str
+) -> None:
+    state = {"first": torch.randn(100), "last": torch.randn(5000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if writer == "ours":
+            dcp.save(dict(state), tmp_path / "ck")
+        else:
+            stock.save(dict(state), checkpoint_id=tmp_path / "ck")
+    reader = dcp.ShardedReader(tmp_path / "ck")
+    assert len(reader.index) == 2
+    file = tmp_path / "ck" / "__0_0.distcp"
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size - 3000)
+    else:
+        file.unlink()
+        if damage == "a directory":
+            file.mkdir()
+    planner = _Boxes([("first", (0,), torch.zeros(100)), ("last", (0,), torch.zeros(5000))])
+    key = "last" if damage == "truncated" else "first"
+    with pytest.raises(dcp.CheckpointCorrupt, match=rf"({key}.*__0_0\.distcp|__0_0\.distcp.*{key})"):
+        reader.read_data(planner.plan(), planner)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_lost_file_leaves_the_target_as_it_was(tmp_path: Path, damage: str) -> None:
+    state = {"a": torch.randn(MIB), "b": torch.randn(MIB)}
+    dcp.save(state, tmp_path / "ck")
+    file = tmp_path / "ck" / "__0_1.distcp"
+    if damage == "truncated":
+        os.truncate(file, 4096)
+    else:
+        file.unlink()
+    target = {key: torch.full((MIB,), 7.0) for key in state}
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_1\.distcp is (truncated|missing)"):
+        dcp.load(target, tmp_path / "ck")
+    assert all(bool((value == 7).all()) for value in target.values())

@@ -1,0 +1,189 @@
+"""Data files: the same bytes whichever way they are written, in blocks, with little memory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+from dcp_plugin.storage import direct, hostmemory, values
+from dcp_plugin.storage.checksums import RunningCrc, block_size
+from dcp_plugin.storage.direct import BUFFER, BlockFile
+from tests.compare import assert_same, same_bytes
+from tests.memory import extra_peak
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["disk", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A directory on a disk and one on tmpfs."""
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+            yield Path(shared)
+
+
+def _takes_direct(directory: Path) -> bool:
+    try:
+        with BlockFile(directory / "probe", BUFFER, True) as file:
+            file.write(bytes(BUFFER))
+    except dcp.SaveFailed:
+        return False
+    finally:
+        (directory / "probe").unlink()
+    return True
+
+
+@pytest.mark.parametrize("direct_io", [True, False, "auto"])
+def test_a_file_holds_what_was_appended_in_pieces_of_any_size(directory: Path, direct_io: Any) -> None:
+    if direct_io is True and not _takes_direct(directory):
+        pytest.skip("this file system has no O_DIRECT")
+    chance = random.Random(0)
+    for number in range(6):
+        sizes = [chance.choice([0, 1, 63, 4096, 65535, 65536, MIB, BUFFER - 1, BUFFER, BUFFER + 1]) for _ in range(8)]
+        pieces = [chance.randbytes(size) for size in sizes]
+        written: list[int] = []
+        with BlockFile(directory / str(number), sum(sizes), direct_io, written.append) as file:
+            for piece in pieces:
+                file.write(piece)
+            assert file.tell() == sum(sizes)
+        assert (directory / str(number)).read_bytes() == b"".join(pieces)
+        assert sum(written) == sum(sizes)
+
+
+def _state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "large": torch.randn(5 * MIB // 4 + 3),
+        "rows of a larger one": torch.randn(4096, 512)[1000:3000],
+        "columns": torch.randn(3000, 700)[:, 5:400],
+        "turned": torch.randn(1500, 900).t(),
+        "one long row": torch.randn(2, 3 * MIB // 2).t()[:, 1:].t(),
+        "conjugated": torch.randn(3, 70000, dtype=torch.complex64).conj(),
+        "negative": torch.randn(80000, dtype=torch.complex64).conj().imag,
+        "expanded": torch.randn(1, 700).expand(500, 700),
+        **{f"small {n}": torch.full((n,), float(n)) for n in range(50)},
+    }
+
+
+@pytest.mark.parametrize("direct_io", [True, False, "auto"])
+def test_every_way_to_write_gives_the_same_files(directory: Path, direct_io: Any) -> None:
+    state = _state()
+    if direct_io is True and not _takes_direct(directory):
+        with pytest.raises(dcp.SaveFailed, match="direct_io='auto'"):
+            dcp.save({"t": state}, directory / "ck", direct_io=True)
+        return
+    dcp.save({"t": state}, directory / "ck", direct_io=direct_io)
+    dcp.save({"t": state}, directory / "reference", direct_io=False)
+    names = [name for name in sorted(os.listdir(directory / "ck")) if name.endswith(".distcp")]
+    assert len(names) == 2
+    for name in names:
+        assert (directory / "ck" / name).read_bytes() == (directory / "reference" / name).read_bytes()
+    assert dcp.verify(directory / "ck").ok
+    target = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+    dcp.load({"t": target}, directory / "ck")
+    assert_same(target, {key: value.resolve_conj().resolve_neg() for key, value in state.items()})
+
+
+def _refuse_when_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.fcntl
+
+    def control(fd: int, command: int, argument: int = 0) -> Any:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(direct.fcntl, "fcntl", control)
+
+
+def _refuse_at_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+
+    def write(fd: int, data: Any, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(direct.os, "pwrite", write)
+
+
+@pytest.mark.parametrize("refuse", [_refuse_when_switched_on, _refuse_at_the_first_write])
+def test_where_direct_io_is_refused_the_page_cache_is_used_unless_the_user_insists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Any
+) -> None:
+    if not _takes_direct(tmp_path):
+        pytest.skip("this file system has no O_DIRECT to refuse")
+    state = {"t": torch.randn(2 * MIB)}
+    dcp.save(state, tmp_path / "reference")
+    refuse(monkeypatch)
+    dcp.save(state, tmp_path / "ck")
+    for name in ("__0_0.distcp",):
+        assert (tmp_path / "ck" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
+    with pytest.raises(dcp.SaveFailed, match="refuses O_DIRECT"):
+        dcp.save(state, tmp_path / "forced", direct_io=True)
+    assert not (tmp_path / "forced").exists()
+
+
+def test_direct_io_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="direct_io"):
+        dcp.CheckpointConfig(direct_io="yes")  # type: ignore[arg-type]
+
+
+def test_the_pieces_of_a_tensor_are_its_bytes_in_order() -> None:
+    rings = hostmemory.Rings()
+    for key, tensor in _state().items():
+        expected = bytes(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy())
+        assert b"".join(bytes(piece) for piece in rings.pieces(tensor)) == expected, key
+
+
+def test_running_checksums_do_not_depend_on_the_pieces() -> None:
+    data = memoryview(random.Random(0).randbytes(100_000))
+    whole = RunningCrc(4096)
+    whole.add(data)
+    for piece in (1000, 4096, 5000, 65536):
+        pieces = RunningCrc(4096)
+        for at in range(0, len(data), piece):
+            pieces.add(data[at : at + piece])
+        assert (pieces.crc, pieces.ends) == (whole.crc, whole.ends)
+    later = RunningCrc(4096, whole.ends[9])
+    later.add(data[10 * 4096 :])
+    assert later.ends == whole.ends[10:]
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 4097, MIB, MIB + 1, 32 * MIB, 256 * MIB, 1024 * MIB])
+def test_an_item_has_few_checksums_and_small_blocks(length: int) -> None:
+    block = block_size(length)
+    assert block & (block - 1) == 0
+    assert 4096 <= block <= MIB
+    assert block in (4096, MIB) or length / 512 < block <= length / 128
+
+
+@pytest.mark.parametrize("how", ["contiguous", "turned"])
+def test_a_save_needs_memory_for_blocks_only(tmp_path: Path, how: str) -> None:
+    tensor = torch.randn(6000, 6000) if how == "contiguous" else torch.randn(6000, 6000).t()
+    dcp.save({"warm": torch.randn(100)}, tmp_path / "warm")
+    assert extra_peak(lambda: dcp.save({"t": tensor}, tmp_path / "ck")) < 32 * MIB
+
+
+def test_values_that_are_written_alike_but_differ_stay_different() -> None:
+    odd = [True, 1, 1.0, 0.0, -0.0, (1, True), (1.0, 1), "1", b"1", None, (None, ("a", 2))]
+    back = [values.decode("k", values.encode(value)) for value in odd]
+    assert list(map(repr, back)) == list(map(repr, odd))
+
+
+def test_a_loaded_list_belongs_to_the_one_who_loaded_it() -> None:
+    data = values.encode([1, {"a": torch.ones(2)}])
+    first, second = values.decode("k", data), values.decode("k", data)
+    first[1]["a"].zero_()
+    assert same_bytes(second[1]["a"], torch.ones(2))
