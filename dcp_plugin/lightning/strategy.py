@@ -35,13 +35,13 @@ from torch.optim import Optimizer
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import layout, loading, resume
-from dcp_plugin.lightning._lightning import unwrapped
+from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.lightning.sampler import make_resumable
 from dcp_plugin.state import gather_module, gather_optimizer
+from dcp_plugin.state.sampler import make_resumable
 
 SUPPORTED = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 UNSUPPORTED = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
@@ -169,7 +169,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             dataloader = super().process_dataloader(dataloader)
             trainer = self.lightning_module.trainer
             if trainer.training:
-                make_resumable(dataloader)
+                make_resumable(dataloader, inside_distributed_sampler)
                 if self._dcp_resume is not None:
                     self._dcp_resume.prepare(trainer, dataloader)
             return dataloader
