@@ -23,11 +23,10 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.fabric.resume import Through, continue_at, data_rank, has_position, restore_rng
-from dcp_plugin.fabric.saving import NAMES, of_kind
+from dcp_plugin.fabric.saving import NAMES, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.state import unflatten_optimizer
-from dcp_plugin.state.app import module_of
 
 METADATA_OF_FABRIC = "meta.pt"
 """What Fabric itself puts beside a sharded checkpoint: everything but modules and optimizers."""
@@ -99,10 +98,9 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
     Raises:
         CheckpointMismatch: A name of ``state`` is not in the checkpoint, if ``strict``; or what is there does not fit.
     """
-    if isinstance(state, nn.Module):
-        return _load_module(strategy, path, state, strict)
-    if isinstance(state, Optimizer):
-        return _load_optimizer(strategy, path, state)
+    if isinstance(state, (nn.Module, Optimizer)):
+        _load_raw(strategy, path, state, strict)
+        return {}
     state = {} if state is None else state
     if not state and strategy.keeps_shards:
         raise ValueError(
@@ -126,11 +124,16 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
         raise CheckpointMismatch(
             f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what fits."
         )
+    trained = trained_modules(strategy, state)
+    alone = [name for name, module in trained.items() if name in places and module not in state.values()]
     target: dict[str, Any] = {}
     for name, place in places.items():
-        target.update(_target(strategy, name, state[name], place, found))
+        if name not in alone:
+            target.update(_target(strategy, name, state[name], place, found))
     left = _left(strategy, found, set(places.values()))
     target.update(dict.fromkeys(left.values()))
+    for name in alone:
+        _load_optimizer(strategy, path, places[name], state[name], trained[name])
     if of_kind(Optimizer, state) and strategy.dcp.config.rng:  # last, after the dataloaders have drawn
         target.update(_streams(strategy, found))
     strategy.dcp.checkpointer.load(target, path, strict=strict)
@@ -231,26 +234,28 @@ def _load_made_by_fabric(
     return metadata
 
 
-def _load_module(strategy: Any, path: Path, module: nn.Module, strict: bool) -> dict[str, Any]:
+def _load_raw(strategy: Any, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:
+    """One module or optimizer, from a checkpoint that has one."""
     found = _from_rank_0(strategy, path, lambda: look(path, []))
-    name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
-    strategy.dcp.checkpointer.load({name: module}, path, strict=strict)
-    return {}
-
-
-def _load_optimizer(strategy: Any, path: Path, optimizer: Optimizer) -> dict[str, Any]:
-    found = _from_rank_0(strategy, path, lambda: look(path, []))
+    if isinstance(value, nn.Module):
+        name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
+        strategy.dcp.checkpointer.load({name: value}, path, strict=strict)
+        return
     name = _only("optimizer", path, found.optimizers)
     try:
-        module = module_of(name, optimizer, {str(n): module for n, module in enumerate(strategy.dcp_modules)})
+        module = trained_modules(strategy, {name: value})[name]
     except CheckpointMismatch as error:
         raise CheckpointMismatch(
-            "an optimizer can be loaded alone if it and its model were set up by this Fabric after attach(fabric). "
-            "Load it with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
+            "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
+            "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
         ) from error
-    state = {MODEL: module, name: optimizer}
-    strategy.dcp.checkpointer.load(state, path, partial=PartialLoad(include=(f"{name}.*",)))
-    return {}
+    _load_optimizer(strategy, path, name, value, module)
+
+
+def _load_optimizer(strategy: Any, path: Path, place: str, optimizer: Optimizer, module: nn.Module) -> None:
+    """The optimizer without the values of its module."""
+    only_this = PartialLoad(include=(f"{place}.*",))
+    strategy.dcp.checkpointer.load({MODEL: module, place: optimizer}, path, partial=only_this)
 
 
 def _only(what: str, path: Path, found: list[str]) -> str:

@@ -59,9 +59,12 @@ def named_state(strategy: Any, state: Mapping[str, Any], filters: Mapping[str, F
         )
     users = [*modules, *optimizers]
     ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
+    trained = trained_modules(strategy, state)
+    saved_whole = [module for name, module in modules.items() if name not in filters]
     named: dict[str, Any] = {}
     for user, name in zip(users, ours, strict=True):
-        named[name] = _filtered(user, state[user], modules, filters[user]) if user in filters else state[user]
+        whole = user not in filters and (user in modules or trained[user] in saved_whole)
+        named[name] = state[user] if whole else _filtered(state[user], trained.get(user), filters.get(user))
     extra: dict[str, Any] = {}
     for user, value in state.items():
         if user not in users:
@@ -73,15 +76,26 @@ def named_state(strategy: Any, state: Mapping[str, Any], filters: Mapping[str, F
     return {**named, EXTRA: extra}
 
 
-def _filtered(user: str, value: Any, modules: Mapping[str, nn.Module], wanted: Filter) -> Through:
+def trained_modules(strategy: Any, state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The module that each optimizer of the state trains: one of the state, or else one that was set up.
+
+    Raises:
+        CheckpointMismatch: It is not in the state, and was not set up by this Fabric after ``attach``.
+    """
+    modules = of_kind(nn.Module, state)
+    set_up = {f"set up {number}": module for number, module in enumerate(strategy.dcp_modules)}
+    optimizers = of_kind(Optimizer, state)
+    return {name: module_of(name, optimizer, {**modules, **set_up}) for name, optimizer in optimizers.items()}
+
+
+def _filtered(value: Any, trained: nn.Module | None, wanted: Filter | None) -> Through:
     """What passes the filter of a module's, or an optimizer's, state dict, as Fabric defines it."""
-    if isinstance(value, nn.Module):
+    if trained is None:
         return Through.saves(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
 
     def of_optimizer() -> dict[str, Any]:
-        module = module_of(user, value, modules)
-        nested = {"state": {}, "param_groups": [], **_passing(gather_optimizer(module, value), wanted)}
-        return mark_slots(module, flatten_optimizer(nested))
+        nested = {"state": {}, "param_groups": [], **_passing(gather_optimizer(trained, value), wanted)}
+        return mark_slots(trained, flatten_optimizer(nested))
 
     return Through.saves(of_optimizer)
 
@@ -97,5 +111,5 @@ def _extra(strategy: Any, value: Any, wanted: Filter | None) -> Any:
     return value if isinstance(value, Stateful) else plain(value)
 
 
-def _passing(state: Mapping[str, Any], wanted: Filter) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if wanted(key, value)}
+def _passing(state: Mapping[str, Any], wanted: Filter | None) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if wanted is None or wanted(key, value)}
