@@ -147,6 +147,12 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # if saved by another door
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
+            elif fitting and "optimizer_states" in checkpoint:
+                checkpoint.setdefault("lr_schedulers", [])
+                rank_zero_warn(
+                    f"{path} was not saved by a Trainer: model and optimizers are restored; the loops, schedules and "
+                    "random streams of this training start at their beginning."
+                )
             return checkpoint
 
         def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
