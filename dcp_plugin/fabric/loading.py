@@ -6,7 +6,7 @@ the same.
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,8 @@ from dcp_plugin.fabric.saving import NAMES, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.state import unflatten_optimizer
+
+logger = logging.getLogger("dcp_plugin")
 
 METADATA_OF_FABRIC = "meta.pt"
 """What Fabric itself puts beside a sharded checkpoint: everything but modules and optimizers."""
@@ -60,11 +62,10 @@ def look(path: Path, wanted: list[str]) -> Contents:
     """
     info = inspect(path)
     keys: dict[str, list[str]] = {}
-    with_tensors: set[str] = set()
     for key in (*(tensor.key for tensor in info.tensors), *info.values):
         top, _, rest = key.partition(".")
         keys.setdefault(top, []).append(rest)
-    with_tensors.update(tensor.key.partition(".")[0] for tensor in info.tensors)
+    with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
     extras: dict[str, list[int]] = {}
     for key in keys.pop(EXTRA, []):
         names = [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]
@@ -125,7 +126,8 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
             f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what fits."
         )
     trained = trained_modules(strategy, state)
-    alone = [name for name, module in trained.items() if name in places and module not in state.values()]
+    modules = list(of_kind(nn.Module, state).values())
+    alone = [name for name, module in trained.items() if name in places and module not in modules]
     target: dict[str, Any] = {}
     for name, place in places.items():
         if name not in alone:
@@ -169,11 +171,13 @@ def _target(strategy: Any, name: str, value: Any, place: str, found: Contents) -
     if len(saved_on) == ranks:
         return {f"{place}.{rank}": Through.loads(partial(continue_at, value))}
     if rank == 0:
-        warnings.warn(
-            f"the position of {name!r} was saved on {len(saved_on)} data-parallel ranks and this run has {ranks}: the "
-            "dataloader starts with its first batch, so samples of the epoch under way come again. To continue "
-            "exactly, resume on as many ranks as then, or from a checkpoint made between two epochs.",
-            stacklevel=5,
+        logger.warning(
+            "the position of %r was saved on %d data-parallel ranks and this run has %d: the dataloader starts with "
+            "its first batch, so samples of the epoch under way come again. To continue exactly, resume on as many "
+            "ranks as then, or from a checkpoint made between two epochs.",
+            name,
+            len(saved_on),
+            ranks,
         )
     return {}
 

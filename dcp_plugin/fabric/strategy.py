@@ -40,6 +40,10 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     Call it right after making the Fabric, on all ranks. Attaching again returns the same object, with new settings if
     there are any.
 
+    To continue a training exactly, put the optimizer and a dataloader that knows its position (torchdata's
+    ``StatefulDataLoader``) into the state, and call ``fabric.load`` before the loop over the data. The random streams
+    of all ranks are saved too, and restored with an optimizer; loading weights alone leaves them as they are.
+
     Args:
         fabric: A Fabric of ``lightning`` or of ``lightning_fabric``, with any strategy for one device, DDP, FSDP or
             ModelParallel.

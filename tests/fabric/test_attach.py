@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def lightning_strategies() -> Any:
     from lightning.fabric import strategies
 
     return strategies
+
+
+def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
+    launch.run(_plugin_alone, 2, tmp_path)
+
+
+def _plugin_alone(root: Path) -> None:
+    from dcp_plugin.fabric import attach
+    from dcp_plugin.lightning import DCPCheckpointIO
+    from tests.fabric import training as t
+
+    fabric = t.fabric_for("ddp", plugins=DCPCheckpointIO(io_threads=1))
+    state = t.Training(fabric).state
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric.save(root / "rank-0", {"net": state["net"]})
+    said = [str(warning.message) for warning in caught if "rank 0 alone" in str(warning.message)]
+    assert len(said) == (fabric.global_rank == 0)
+    assert all("dcp_plugin.fabric.attach(fabric)" in message for message in said)
+    assert list(fabric.load(root / "rank-0")) == ["net"]
+
+    assert attach(fabric).config.io_threads == 1
+    fabric.save(root / "all", {"net": state["net"]})
+    assert {file.name for file in (root / "all").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
