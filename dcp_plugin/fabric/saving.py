@@ -82,10 +82,8 @@ def trained_modules(strategy: Any, state: Mapping[str, Any]) -> dict[str, nn.Mod
     Raises:
         CheckpointMismatch: It is not in the state, and was not set up by this Fabric after ``attach``.
     """
-    modules = of_kind(nn.Module, state)
-    set_up = {f"set up {number}": module for number, module in enumerate(strategy.dcp_modules)}
-    optimizers = of_kind(Optimizer, state)
-    return {name: module_of(name, optimizer, {**modules, **set_up}) for name, optimizer in optimizers.items()}
+    modules = {**of_kind(nn.Module, state), **strategy.dcp_modules}
+    return {name: module_of(name, optimizer, modules) for name, optimizer in of_kind(Optimizer, state).items()}
 
 
 def _filtered(value: Any, trained: nn.Module | None, wanted: Filter | None) -> Through:

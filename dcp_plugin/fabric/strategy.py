@@ -102,13 +102,13 @@ def dcp_strategy_class(base: type) -> type:
             self.dcp = Attachment(self, checkpoint_config)
 
         @functools.cached_property
-        def dcp_modules(self) -> weakref.WeakSet[nn.Module]:
-            """What was set up since: an optimizer that is loaded alone belongs to one of these."""
-            return weakref.WeakSet()
+        def dcp_modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
+            """What was set up since, in that order: an optimizer that is loaded alone belongs to one of these."""
+            return weakref.WeakValueDictionary()
 
         def setup_module(self, module: nn.Module) -> nn.Module:
             module = super().setup_module(module)
-            self.dcp_modules.add(module)
+            self.dcp_modules[f"{type(module).__name__} at {id(module):#x}"] = module
             return module
 
         def process_dataloader(self, dataloader: Any) -> Any:
