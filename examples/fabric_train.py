@@ -14,13 +14,12 @@ from pathlib import Path
 import hydra
 import torch
 import torch.nn.functional as F
-from gpt import GPT, Block
+from gpt import GPT, Block, shard
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import DictConfig
 from stdlib_text import StdlibText
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import OneCycleLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -100,21 +99,18 @@ def build_strategy(cfg: DictConfig) -> Strategy | str:
                 raise SystemExit("strategy=fsdp1 needs a GPU; strategy=fsdp2 shards on CPUs too.")
             return FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="sharded")
         case "fsdp2" | "hsdp":
-            shard = partial(shard_gpt, replicate=cfg.strategy.get("replicate", 1))
-            return ModelParallelStrategy(shard, data_parallel_size=ranks, tensor_parallel_size=1)
+            parallelize = partial(shard_over, replicas=cfg.strategy.get("replicate", 1))
+            return ModelParallelStrategy(parallelize, data_parallel_size=ranks, tensor_parallel_size=1)
         case unknown:
             raise SystemExit(f"strategy={unknown} is not one of single, ddp, fsdp1, fsdp2, hsdp")
 
 
-def shard_gpt(gpt: GPT, ranks: DeviceMesh, replicate: int) -> GPT:
-    """FSDP2, or with several replicas HSDP."""
+def shard_over(gpt: GPT, ranks: DeviceMesh, replicas: int) -> GPT:
     mesh = ranks["data_parallel"]
-    if replicate > 1:
-        shape = (replicate, ranks.size() // replicate)
+    if replicas > 1:
+        shape = (replicas, ranks.size() // replicas)
         mesh = init_device_mesh(ranks.device_type, shape, mesh_dim_names=("replicate", "shard"))
-    for block in gpt.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(gpt, mesh=mesh)
+    return shard(gpt, mesh)
 
 
 if __name__ == "__main__":

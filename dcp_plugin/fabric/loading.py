@@ -23,9 +23,8 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.fabric.resume import Through, continue_at, data_rank, has_position, restore_rng
-from dcp_plugin.fabric.saving import NAMES, of_kind, trained_modules
+from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
-from dcp_plugin.partial import PartialLoad
 from dcp_plugin.state import unflatten_optimizer
 
 logger = logging.getLogger("dcp_plugin")
@@ -127,15 +126,12 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
         )
     trained = trained_modules(strategy, state)
     modules = list(of_kind(nn.Module, state).values())
-    alone = [name for name, module in trained.items() if name in places and module not in modules]
-    target: dict[str, Any] = {}
+    trained = trained_modules(strategy, state)
+    target: dict[str, Any] = {**names_for({name: module for name, module in trained.items() if module not in modules})}
     for name, place in places.items():
-        if name not in alone:
-            target.update(_target(strategy, name, state[name], place, found))
+        target.update(_target(strategy, name, state[name], place, found))
     left = _left(strategy, found, set(places.values()))
     target.update(dict.fromkeys(left.values()))
-    for name in alone:
-        _load_optimizer(strategy, path, places[name], state[name], trained[name])
     if of_kind(Optimizer, state) and strategy.dcp.config.rng:  # last, after the dataloaders have drawn
         target.update(_streams(strategy, found))
     strategy.dcp.checkpointer.load(target, path, strict=strict)
@@ -253,13 +249,7 @@ def _load_raw(strategy: Any, path: Path, value: nn.Module | Optimizer, strict: b
             "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
             "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
         ) from error
-    _load_optimizer(strategy, path, name, value, module)
-
-
-def _load_optimizer(strategy: Any, path: Path, place: str, optimizer: Optimizer, module: nn.Module) -> None:
-    """The optimizer without the values of its module."""
-    only_this = PartialLoad(include=(f"{place}.*",))
-    strategy.dcp.checkpointer.load({MODEL: module, place: optimizer}, path, partial=only_this)
+    strategy.dcp.checkpointer.load({**names_for({name: module}), name: value}, path, strict=strict)
 
 
 def _only(what: str, path: Path, found: list[str]) -> str:

@@ -27,7 +27,7 @@ from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.fabric.resume import Through, data_rank, has_position, position_of, random_streams
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
-from dcp_plugin.state.app import module_of
+from dcp_plugin.state.app import NamesOnly, module_of
 
 NAMES = "fabric_names"
 Filter = Callable[[str, Any], bool]
@@ -60,11 +60,12 @@ def named_state(strategy: Any, state: Mapping[str, Any], filters: Mapping[str, F
     users = [*modules, *optimizers]
     ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
     trained = trained_modules(strategy, state)
-    saved_whole = [module for name, module in modules.items() if name not in filters]
     named: dict[str, Any] = {}
     for user, name in zip(users, ours, strict=True):
-        whole = user not in filters and (user in modules or trained[user] in saved_whole)
-        named[name] = state[user] if whole else _filtered(state[user], trained.get(user), filters.get(user))
+        filtered = user in filters
+        named[name] = _filtered(state[user], trained.get(user), filters[user]) if filtered else state[user]
+    saved_whole = [named[name] for name in ours if isinstance(named[name], nn.Module)]
+    named.update(names_for({name: module for name, module in trained.items() if module not in saved_whole}))
     extra: dict[str, Any] = {}
     for user, value in state.items():
         if user not in users:
@@ -86,7 +87,12 @@ def trained_modules(strategy: Any, state: Mapping[str, Any]) -> dict[str, nn.Mod
     return {name: module_of(name, optimizer, modules) for name, optimizer in of_kind(Optimizer, state).items()}
 
 
-def _filtered(value: Any, trained: nn.Module | None, wanted: Filter | None) -> Through:
+def names_for(trained: Mapping[str, nn.Module]) -> dict[str, NamesOnly]:
+    """What the core needs for optimizers whose modules are not saved or loaded with them."""
+    return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items()}
+
+
+def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Through:
     """What passes the filter of a module's, or an optimizer's, state dict, as Fabric defines it."""
     if trained is None:
         return Through.saves(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
@@ -109,5 +115,5 @@ def _extra(strategy: Any, value: Any, wanted: Filter | None) -> Any:
     return value if isinstance(value, Stateful) else plain(value)
 
 
-def _passing(state: Mapping[str, Any], wanted: Filter | None) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if wanted is None or wanted(key, value)}
+def _passing(state: Mapping[str, Any], wanted: Filter) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if wanted(key, value)}
