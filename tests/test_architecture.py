@@ -18,7 +18,7 @@ FLOORS = [
     ("planning", "staging"),
     ("state", "partial"),
     ("lifecycle", "inspection", "checkpointer", "api", "conventions"),
-    ("lightning", "accelerate", "cli", "__main__"),
+    ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
