@@ -9,11 +9,16 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import random
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import transformers
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
@@ -63,19 +68,40 @@ class Ours(DCPTrainerMixin, OnCPU):
 
 
 class Watch(TrainerCallback):
-    """What the training computed: the loss of every step, and the random stream of this rank after it."""
+    """What the training computed: the loss of every step, and random numbers of this rank, which are its own."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
-        self.streams: dict[int, float] = {}
+        self.numbers: dict[int, tuple[float, ...]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            transformers.set_seed(args.seed + args.process_index)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             self.losses[state.global_step] = logs["loss"]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with torch.random.fork_rng():
-            self.streams[state.global_step] = torch.rand(()).item()
+        self.numbers[state.global_step] = (torch.rand(()).item(), np.random.rand(), random.random())
+
+
+class AtTrainBegin(TrainerCallback):
+    """Looks at what a training starts with, and ends it before its first step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.state: dict[str, Any] = {}
+        self.step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.state = whole_state(self.trainer)
+        raise Stop
+
+
+class Stop(Exception):
+    """The training was only begun."""
 
 
 class Text(Dataset[dict[str, torch.Tensor]]):
@@ -106,11 +132,17 @@ def trainer(
     net: nn.Module | None = None,
     samples: int | None = None,
     config: Any = None,
+    eval_dataset: Any = None,
     callbacks: Any = (),
     **options: Any,
 ) -> Any:
     """A quiet trainer of six steps, two batches each, four steps an epoch; it saves every three steps."""
+    if layout == "single" and dist.is_initialized():  # as a script that torchrun has not started
+        dist.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name)
     warnings.filterwarnings("ignore", module="transformers|accelerate|peft")
+    transformers.utils.logging.disable_progress_bar()
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -129,13 +161,16 @@ def trainer(
     per_epoch = 4 * arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
     own = {} if config is None else {"checkpoint_config": config}
     kind = type(kind.__name__, (kind,), {"layout": layout})
-    return kind(
+    made = kind(
         model() if net is None else net,
         TrainingArguments(str(output_dir), **arguments),
         train_dataset=Text(per_epoch * WORLD_SIZE[layout] if samples is None else samples),
+        eval_dataset=eval_dataset,
         callbacks=list(callbacks),
         **own,
     )
+    made.remove_callback(transformers.PrinterCallback)
+    return made
 
 
 def whole_state(trainer: Any) -> dict[str, Any]:
@@ -145,4 +180,21 @@ def whole_state(trainer: Any) -> dict[str, Any]:
     state = {f"model.{key}": value for key, value in gather_module(module).items()}
     state.update({f"optim.{key}": value for key, value in optimizer.items()})
     state.update({f"schedule.{key}": value for key, value in trainer.lr_scheduler.state_dict().items()})
-    return full_state(state)
+    return {key: _portable(value) for key, value in full_state(state).items()}
+
+
+def _portable(value: Any) -> Any:
+    """A tensor as what can be compared, and sent to the test by a rank that ends."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return str(value.dtype), tuple(value.shape), bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def begin(trainer: Any, resume: bool | str | Path) -> AtTrainBegin:
+    """What a resumed training would start with. Collective."""
+    seen = AtTrainBegin()
+    seen.trainer = trainer
+    trainer.add_callback(seen)
+    with suppress(Stop):
+        trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
+    return seen

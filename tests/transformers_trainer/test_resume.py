@@ -1,0 +1,117 @@
+"""A resumed training is the training that was never interrupted; on other ranks, what was trained is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+from tests.compare import assert_same
+from tests.transformers_trainer import WORLD_SIZE
+
+CASES: dict[str, dict[str, Any]] = {
+    "middle of an epoch": {"save_steps": 3},
+    "async, end of an epoch": {"save_steps": 4, "async_save": True},
+    "no accumulation": {"save_steps": 3, "gradient_accumulation_steps": 1},
+}
+
+
+def _options(case: str) -> dict[str, Any]:
+    import dcp_plugin as dcp
+
+    options = dict(CASES[case])
+    return {"config": dcp.CheckpointConfig(async_save=options.pop("async_save", False)), **options}
+
+
+def _ran(trainer: Any, watch: Any) -> dict[str, Any]:
+    from tests.transformers_trainer import training as t
+
+    return {"state": t.whole_state(trainer), "losses": watch.losses, "numbers": watch.numbers}
+
+
+def _train_straight(root: Path, layout: str) -> dict[str, Any]:
+    from tests.transformers_trainer import training as t
+
+    results = {}
+    for case in CASES:
+        trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **_options(case))
+        trainer.train()
+        results[case] = _ran(trainer, watch)
+    return results
+
+
+def _resume(root: Path, layout: str) -> dict[str, Any]:
+    from tests.transformers_trainer import training as t
+
+    results = {}
+    for case in CASES:
+        options = {**_options(case), "save_strategy": "no", "net": t.model(seed=9)}
+        trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **options)
+        trainer.train(resume_from_checkpoint=str(root / case / f"checkpoint-{options['save_steps']}"))
+        results[case] = _ran(trainer, watch)
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Straight trainings by layout, each made when first asked for: their folder, and the results of all ranks."""
+    made: dict[str, tuple[Path, list[Any]]] = {}
+
+    def get(layout: str) -> tuple[Path, list[Any]]:
+        if layout not in made:
+            root = tmp_path_factory.mktemp(layout)
+            made[layout] = root, launch.run(_train_straight, WORLD_SIZE[layout], root, layout)
+        return made[layout]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", WORLD_SIZE)
+def test_resume_equals_no_interruption(trained: Any, layout: str) -> None:
+    root, straight = trained(layout)
+
+    resumed = launch.run(_resume, WORLD_SIZE[layout], root, layout)
+
+    for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):
+        for case in CASES:
+            assert_same(whole[case]["state"], rest[case]["state"])
+            assert len(rest[case]["numbers"]) == 6 - CASES[case]["save_steps"]
+            for what in ("losses", "numbers"):  # losses are logged on rank 0
+                assert rest[case][what].items() <= whole[case][what].items(), (rank, case, what)
+    if len(straight) > 1:
+        one, other = (straight[rank]["no accumulation"]["numbers"] for rank in (0, 1))
+        assert one != other, "each rank draws its own random numbers, or this test shows little"
+
+
+def _begin(path: Path, layout: str, **options: Any) -> Any:
+    import warnings
+
+    from tests.transformers_trainer import training as t
+
+    trainer = t.trainer(path.parent / f"to-{layout}", layout, net=t.model(seed=9), **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seen = t.begin(trainer, path)
+    return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
+
+
+@pytest.mark.parametrize(("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("ddp", "fsdp2")])
+def test_resume_in_another_layout_restores_every_byte(trained: Any, source: str, target: str) -> None:
+    path = trained(source)[0] / "middle of an epoch" / "checkpoint-3"
+    expected, _, nothing = launch.run(_begin, WORLD_SIZE[source], path, source)[0]
+    assert not nothing
+
+    begun = launch.run(_begin, WORLD_SIZE[target], path, target)
+
+    for state, step, _ in begun:
+        assert step == 3
+        assert_same(state, expected)
+    said = [message for _, _, messages in begun for message in messages]
+    if WORLD_SIZE[source] == WORLD_SIZE[target]:
+        assert not said
+    else:
+        assert len(said) == 1
+        assert "model and optimizer are loaded exactly, but" in said[0]
+        assert "samples per step" in said[0]
