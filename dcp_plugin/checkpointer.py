@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan
 
 from dcp_plugin import lifecycle, progress
@@ -30,7 +31,8 @@ from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
-from dcp_plugin.state.app import Part, Wanted, gather_state, join, layouts_of, parts_of, stored_under
+from dcp_plugin.state.app import Part, Wanted, gather_state, layouts_of, parts_of
+from dcp_plugin.state.source import Prefix, Source, find_prefix, join
 from dcp_plugin.storage.index import CheckpointIndex
 from dcp_plugin.storage.reader import ShardedReader, metadata_of
 from dcp_plugin.storage.views import Views
@@ -353,7 +355,7 @@ class _Load:
         parts: list[Part] = []
         self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
         index = self._reader.index
-        sources = self._sources(parts)
+        sources = {part.name: source for part, source in self._sources(parts)}
         wanted = self._ranks.agree(f"compare {self._path} with the state", lambda: self._want(parts, sources, index))
         self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, wanted, sources))
         filled = self._ranks.agree(f"read {self._path}", lambda: self._read_tensors(wanted, sources))
@@ -377,36 +379,39 @@ class _Load:
                     f"on rank 0 what to load, and broadcast it."
                 )
 
-    def _sources(self, parts: list[Part]) -> dict[str, str]:
+    def _sources(self, parts: list[Part]) -> Iterator[tuple[Part, Source]]:
         """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
         kinds = self._reader.summary.kinds if self._reader.summary else {}
         names = {part.name for part in parts}
-        sources = {}
         for part in parts:
-            sources[part.name] = part.name
-            if part.kind in ("module", "optimizer") and part.name not in kinds:
-                alike = [name for name, kind in kinds.items() if kind == part.kind and name not in names]
+            name = part.name
+            if part.kind in ("module", "optimizer") and name not in kinds:
+                alike = [other for other, kind in kinds.items() if kind == part.kind and other not in names]
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
-                    sources[part.name] = alike[0]
-                    self._said.append(
-                        f"{self._path} has no {part.name!r}; its only {part.kind}, {alike[0]!r}, is loaded."
-                    )
-        return sources
+                    name = alike[0]
+                    self._said.append(f"{self._path} has no {part.name!r}; its only {part.kind}, {name!r}, is loaded.")
+            yield part, Source(name, part.kind)
 
-    def _want(self, parts: list[Part], sources: dict[str, str], index: CheckpointIndex) -> dict[str, Wanted]:
+    def _want(self, parts: list[Part], sources: dict[str, Source], index: CheckpointIndex) -> dict[str, Wanted]:
         wanted = {}
+        prefixes: dict[nn.Module | None, Prefix] = {}
         problems: list[str] = []
         keys: list[str] = []
         for part in parts:
-            source = sources[part.name]
-            stored = stored_under(index, source)
-            depth = len(source.split("."))
-            paths = {key: index.path_of(join(source, key))[depth:] for key in stored}
-            want = wanted[part.name] = part.want(stored, paths)
+            source = replace(sources[part.name], prefix=prefixes.get(part.module, Prefix()))
+            want = part.want(*source.entries(index))
+            if part.kind == "module" and want.missing and not want.targets:
+                prefix = find_prefix(want.missing, want.unexpected)
+                if prefix is not None:
+                    self._say_prefix(part, source, prefix)
+                    source = replace(source, prefix=prefix)
+                    prefixes[part.module] = prefix
+                    want = part.want(*source.entries(index))
+            sources[part.name], wanted[part.name] = source, want
             keys += [join(part.name, key) for key in (*want.targets, *want.missing)]
             want.targets = {key: target for key, target in want.targets.items() if self._selected(part, key)}
-            missing = [join(source, key) for key in want.missing if self._selected(part, key)]
-            unexpected = [join(source, key) for key in want.unexpected if self._selected(part, key)]
+            missing = [source.stored(key) for key in want.missing if self._selected(part, key)]
+            unexpected = [source.stored(key) for key in want.unexpected if self._selected(part, key)]
             self._report.missing.extend(missing)
             self._report.unexpected.extend(unexpected)
             if want.tolerated and (missing or unexpected):
@@ -420,15 +425,19 @@ class _Load:
         self._plan(wanted, sources, index, problems)
         return wanted
 
+    def _say_prefix(self, part: Part, source: Source, prefix: Prefix) -> None:
+        here, there = join(part.name, prefix.dropped), join(source.name, prefix.added)
+        self._said.append(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+
     def _selected(self, part: Part, key: str) -> bool:
         return self._partial.selects(join(part.name, key))
 
     def _plan(
-        self, wanted: dict[str, Wanted], sources: dict[str, str], index: CheckpointIndex, problems: list[str]
+        self, wanted: dict[str, Wanted], sources: dict[str, Source], index: CheckpointIndex, problems: list[str]
     ) -> None:
         """Plan the reads and raise everything that does not fit, in one error."""
         self._targets = {
-            join(sources[name], key): sharded_value(target) if is_tensor(target) else None
+            sources[name].stored(key): sharded_value(target) if is_tensor(target) else None
             for name, want in wanted.items()
             for key, target in want.targets.items()
         }
@@ -444,23 +453,23 @@ class _Load:
             )
         self._report.cast.extend(self._planner.cast)
 
-    def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, str]) -> None:
+    def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, Source]) -> None:
         """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         for part in parts:
             targets = wanted[part.name].targets
             keys = [key for key, target in targets.items() if not is_tensor(target)]
-            part.check({key: self._targets[join(sources[part.name], key)] for key in keys})
+            part.check({key: self._targets[sources[part.name].stored(key)] for key in keys})
 
     def _only(self, kind: LoadItemType) -> LoadPlan:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
 
-    def _read_tensors(self, wanted: dict[str, Wanted], sources: dict[str, str]) -> dict[str, dict[str, Any]]:
+    def _read_tensors(self, wanted: dict[str, Wanted], sources: dict[str, Source]) -> dict[str, dict[str, Any]]:
         self._reader.read_data(self._only(LoadItemType.TENSOR), self._planner).wait()
         self._report.loaded.extend(self._targets)
         return {
             name: {
-                key: target if is_tensor(target) else self._targets[join(sources[name], key)]
+                key: target if is_tensor(target) else self._targets[sources[name].stored(key)]
                 for key, target in want.targets.items()
             }
             for name, want in wanted.items()

@@ -23,7 +23,8 @@ from dcp_plugin.state.module import finish_in_place, gather_module, materialise,
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list
 from dcp_plugin.state.replicas import mark_parameters, mark_slots
-from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredTensor
+from dcp_plugin.state.source import join
+from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath, ShardedValue
 
 
@@ -44,6 +45,10 @@ class Part(Protocol):
 
     name: str
     kind: str
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that a part is, or whose parameters it optimizes."""
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         """Leaves by key relative to the name, and their paths below it."""
@@ -123,17 +128,6 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     return sorted(found)
 
 
-def stored_under(index: CheckpointIndex, name: str) -> dict[str, Entry]:
-    """The entries under a name, by relative key. The name itself, if it is a key, is relative key ``""``."""
-    prefix = f"{name}."
-    keys = [name, *index.under(prefix)] if name in index else index.under(prefix)
-    return {key[len(prefix) :]: index[key] for key in keys}
-
-
-def join(name: str, key: str) -> str:
-    return f"{name}.{key}" if key else name
-
-
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     """(path, the mapping it is in, object) of each part. Mappings are entered if they hold live objects."""
     for key, value in node.items():
@@ -170,16 +164,16 @@ class _ModulePart:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self._module = module
+        self.module: nn.Module = module
         self._template: dict[str, Any] = {}
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        state = mark_parameters(self._module, gather_module(self._module))
+        state = mark_parameters(self.module, gather_module(self.module))
         return state, {key: (key,) for key in state}
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        materialise(self._module)
-        self._template = gather_module(self._module)
+        materialise(self.module)
+        self._template = gather_module(self.module)
         tensors, others = split_tensors(self._template)
         wanted = Wanted({**tensors, **dict.fromkeys(others)})
         wanted.missing = [key for key in wanted.targets if key not in stored]
@@ -193,7 +187,7 @@ class _ModulePart:
 
     def take(self, filled: dict[str, Any]) -> None:
         values = {key: value for key, value in filled.items() if not is_tensor(value)}
-        finish_in_place(self._module, self._template, values)
+        finish_in_place(self.module, self._template, values)
 
 
 class _OptimizerPart:
@@ -201,14 +195,14 @@ class _OptimizerPart:
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
         self.name = name
-        self._module = module
+        self.module = module
         self._optimizer = optimizer
         self._stock_aliases = stock_aliases
         self._load: OptimizerLoad | None = None
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        nested = gather_optimizer(self._module, self._optimizer)
-        state = mark_slots(self._module, flatten_optimizer(nested))
+        nested = gather_optimizer(self.module, self._optimizer)
+        state = mark_slots(self.module, flatten_optimizer(nested))
         paths: dict[str, KeyPath] = {key: (key,) for key in state}
         if self._stock_aliases:
             listed, listed_paths = group_list(nested)
@@ -218,7 +212,7 @@ class _OptimizerPart:
         return state, paths
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        self._load = OptimizerLoad(self._module, self._optimizer, stored, paths)
+        self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
         wanted = Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
         if stored and not self._load.foreign:
             wanted.tolerated = (
@@ -240,6 +234,7 @@ class _TreePart:
     """Common to data and Stateful objects: the checkpoint says what is there, the object only offers memory for it."""
 
     kind = "value"
+    module: nn.Module | None = None
     may_grow = False
     """Whether a tensor may have another shape than in the checkpoint."""
 
