@@ -97,7 +97,9 @@ def _begin(path: Path, layout: str, **options: Any) -> Any:
     return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
 
 
-@pytest.mark.parametrize(("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("ddp", "fsdp2")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("ddp", "fsdp2")]
+)
 def test_resume_in_another_layout_restores_every_byte(trained: Any, source: str, target: str) -> None:
     path = trained(source)[0] / "middle of an epoch" / "checkpoint-3"
     expected, _, nothing = launch.run(_begin, WORLD_SIZE[source], path, source)[0]
