@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp_plugin.accelerate.transformers.trainer import DCPTrainerMixin
+    from dcp_plugin.accelerate.trainer import DCPTrainerMixin
 
-_HOME_OF = {"DCPTrainerMixin": "dcp_plugin.accelerate.transformers.trainer"}
+_HOME_OF = {"DCPTrainerMixin": "dcp_plugin.accelerate.trainer"}
 
 __all__ = ["DCPTrainerMixin"]
 

@@ -1,5 +1,5 @@
 """What the door relies on inside of transformers and PEFT. If one of these fails, they have changed: see
-``_transformers.py``, and the order of events at the top of ``trainer.py``."""
+``_transformers.py``, and the order of events at the top of ``mixin.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _names(root: Path) -> None:
     from transformers import Trainer
 
     from dcp_plugin.accelerate import DCPTrainerMixin
-    from dcp_plugin.accelerate.transformers._transformers import OVERRIDDEN
+    from dcp_plugin.accelerate.trainer._transformers import OVERRIDDEN
 
     for name, parameters in OVERRIDDEN.items():
         method = getattr(Trainer, name, None)

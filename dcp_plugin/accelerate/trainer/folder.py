@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin import lifecycle
-from dcp_plugin.accelerate.transformers.content import SAMPLES, TRAINER_STATE
+from dcp_plugin.accelerate.trainer.content import SAMPLES, TRAINER_STATE
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import EXTRA, RNG

@@ -1,6 +1,6 @@
 """The one place for private names of transformers and PEFT, each with the reason why no public one does.
 
-What :class:`~dcp_plugin.accelerate.transformers.trainer.DCPTrainerMixin` overrides is private too, since the Trainer
+What :class:`~dcp_plugin.accelerate.trainer.mixin.DCPTrainerMixin` overrides is private too, since the Trainer
 has no public hook for any of it: ``OVERRIDDEN`` lists that, with the parameters it expects.
 ``tests/transformers_trainer/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
 """

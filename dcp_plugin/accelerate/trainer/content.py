@@ -21,7 +21,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from dcp_plugin._torch import is_tensor
-from dcp_plugin.accelerate.transformers._transformers import is_adapted, unwrapped
+from dcp_plugin.accelerate.trainer._transformers import is_adapted, unwrapped
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.state import gather_module, rng
 from dcp_plugin.state.fsdp1 import contains_fsdp1
@@ -74,7 +74,7 @@ class ToLoad:
     """What of a checkpoint a trainer takes: the state to load into, and what to do with it afterwards.
 
     Args:
-        names: The names in the checkpoint, see :class:`~dcp_plugin.accelerate.transformers.folder.Found`.
+        names: The names in the checkpoint, see :class:`~dcp_plugin.accelerate.trainer.folder.Found`.
     """
 
     def __init__(self, trainer: Trainer, names: frozenset[str]) -> None:

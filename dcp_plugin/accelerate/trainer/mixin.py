@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dcp_plugin.accelerate.transformers import content, folder
-from dcp_plugin.accelerate.transformers._transformers import describe_model, refuse_unsupported
-from dcp_plugin.accelerate.transformers.content import SCHEDULER, TRAINER_STATE, ToLoad
-from dcp_plugin.accelerate.transformers.folder import Found
+from dcp_plugin.accelerate.trainer import content, folder
+from dcp_plugin.accelerate.trainer._transformers import describe_model, refuse_unsupported
+from dcp_plugin.accelerate.trainer.content import SCHEDULER, TRAINER_STATE, ToLoad
+from dcp_plugin.accelerate.trainer.folder import Found
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG
