@@ -130,9 +130,9 @@ class Checkpointer:
             state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
             path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
             step: Recorded in the checkpoint.
-            files: Called on every rank, before anything is written in the background, with the directory in which
-                the checkpoint is being made. What it puts there is published with the checkpoint, and belongs to it.
-                With it, ``path`` may be a directory that has other files in it already; they stay.
+            files: Called on every rank, before anything else happens, with the directory in which the checkpoint is
+                being made. What it puts there is published with the checkpoint, and belongs to it. It may still
+                change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
             views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
 
         Returns:
@@ -145,9 +145,11 @@ class Checkpointer:
             RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
-        job = self._gather(state, local_path(path), step, views)
+        began = time.monotonic()
+        writer = self._writer(local_path(path), step, views)
         if files is not None:
-            self._add_files(job, ranks, files)
+            self._add_files(writer, ranks, files)
+        job = self._gather(state, step, writer, began)
         handle = SaveHandle(job.path, step)
         if not self.config.async_save:
             with progress.progress_line(job.path, self._shows_progress(ranks)):
@@ -209,6 +211,11 @@ class Checkpointer:
         if handle is not None:
             handle.wait()
 
+    @property
+    def ranks(self) -> Ranks:
+        """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
+        return self._meet()
+
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
 
@@ -245,18 +252,20 @@ class Checkpointer:
             ranks.agree("go on after a failed save", lambda: _raise(told))
         return ranks
 
-    def _gather(self, state: Mapping[str, Any], path: Path, step: int | None, views: Views | None) -> _Job:
+    def _writer(self, path: Path, step: int | None, views: Views | None) -> ShardedWriter:
+        config = self.config
+        return ShardedWriter(path, step=step, io_threads=config.io_threads, checksum=config.checksum, views=views)
+
+    def _gather(self, state: Mapping[str, Any], step: int | None, writer: ShardedWriter, began: float) -> _Job:
         """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
-        began = time.monotonic()
         flat: Flat = {}
         paths: dict[str, KeyPath] = {}
-        facts: dict[str, Any] = {}
         failure: Exception | None = None
         try:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, paths = gather_state(parts)
             flat = encode_state(leaves, self.config.allow_pickle)
-            facts = {
+            writer.facts = {
                 "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
                 "layouts": layouts_of(leaves),
             }
@@ -264,19 +273,16 @@ class Checkpointer:
                 flat = self._buffers.copy(flat)
         except Exception as error:
             failure = error
-        config = self.config
-        writer = ShardedWriter(
-            path, step=step, io_threads=config.io_threads, checksum=config.checksum, views=views, **facts
-        )
-        return _Job(path, step, flat, paths, failure, began, writer)
+        return _Job(writer.path, step, flat, paths, failure, began, writer)
 
     @staticmethod
-    def _add_files(job: _Job, ranks: Ranks, files: Callable[[Path], None]) -> None:
+    def _add_files(writer: ShardedWriter, ranks: Ranks, files: Callable[[Path], None]) -> None:
+        path = writer.path
         try:
-            directory = ranks.from_zero(f"reserve {job.path}", lambda: job.writer.reserve(among_other_files=True))
-            ranks.agree(f"add files to {job.path}", lambda: _add(directory, job.path, files))
+            directory = ranks.from_zero(f"reserve {path}", lambda: writer.reserve(among_other_files=True))
+            ranks.agree(f"add files to {path}", lambda: _add(directory, path, files))
         except Exception:
-            job.writer.discard()
+            writer.discard()
             raise
 
     @staticmethod

@@ -1,24 +1,24 @@
-"""Floor 5: the doors of Accelerate and transformers.
+"""Floor 5: the doors of Hugging Face Accelerate and of ``transformers.Trainer``.
 
-Names are imported when they are first used: whoever wants one framework needs not have the other.
+``attach(accelerator)`` is all there is to do for the one; see :mod:`dcp_plugin.accelerate.attachment`. Transformers is
+imported by those only who ask for ``DCPTrainerMixin``.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from dcp_plugin.accelerate.attachment import Attachment, attach
 
 if TYPE_CHECKING:
     from dcp_plugin.accelerate.trainer import DCPTrainerMixin
 
-_HOME_OF = {"DCPTrainerMixin": "dcp_plugin.accelerate.trainer"}
-
-__all__ = ["DCPTrainerMixin"]
+__all__ = ["Attachment", "DCPTrainerMixin", "attach"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+    if name == "DCPTrainerMixin":
+        from dcp_plugin.accelerate.trainer import DCPTrainerMixin
+
+        return DCPTrainerMixin
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,7 +96,7 @@ class ShardedWriter(StorageWriter):
         self._io_threads = io_threads
         self._checksum = checksum
         self._views = views or {}
-        self._facts = facts
+        self.facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
         """Bytes of this rank's data files."""
@@ -163,7 +163,7 @@ class ShardedWriter(StorageWriter):
             tensors=tensors,
             values=len(index) - tensors,
             payload_bytes=index.payload_bytes,
-            **self._facts,
+            **self.facts,
         )
         described = summary.encode()
         try:

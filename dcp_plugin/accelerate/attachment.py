@@ -1,0 +1,304 @@
+"""``attach(accelerator)``: from then on ``save_state`` and ``load_state`` go through the core, on all ranks.
+
+Accelerate has no public place to take over from: its hooks cannot replace the optimizer, nor anything under FSDP. So
+the two methods are replaced on the instance; a script stays as it is. ``model`` and ``optim`` are the prepared models
+and optimizers, numbered if there are several; the rest is in :mod:`dcp_plugin.accelerate.extras`.
+
+Users' hooks run as they do natively: save hooks before models are saved (under FSDP natively after), and may take
+weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
+directory in which the checkpoint is being made, and what they write is published with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from dcp_plugin.accelerate import _accelerate, extras, native, projects
+from dcp_plugin.accelerate.positions import Tracker
+from dcp_plugin.accelerate.training import Training
+from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.config import CheckpointConfig, PathLike, local_path
+from dcp_plugin.conventions import EXTRA, keys_by_name
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.types import LoadReport
+
+logger = logging.getLogger("dcp_plugin")
+
+_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_ATTRIBUTE = "dcp_plugin_attachment"
+_REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training")
+
+
+def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
+    """Make ``accelerator.save_state`` and ``accelerator.load_state`` sharded, atomic, and asynchronous when asked.
+
+    Call it before or after ``prepare``; before the training loop. Attaching again with the same settings, or none,
+    returns what is attached already.
+
+    Args:
+        config: How to save and load; the defaults if omitted.
+        overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
+
+    Raises:
+        CheckpointError: Accelerate trains in another way than it was asked to, or one that is not supported.
+        ValueError: It is attached already, with other settings.
+    """
+    wanted = CheckpointConfig.merge(config, **overrides)
+    attached: Attachment | None = getattr(accelerator, _ATTRIBUTE, None)
+    if attached is None:
+        return Attachment(accelerator, wanted)
+    if attached.config != wanted and (config is not None or overrides):
+        raise ValueError(f"{attached.config} is attached already: detach() first to attach {wanted}.")
+    return attached
+
+
+class Attachment:
+    """What :func:`attach` returns: a way to wait for saves, to see what a load did, and to undo it all.
+
+    As a context manager it detaches at the end.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
+        _refuse_silent_fallbacks(accelerator)
+        self.config = config
+        self.last_load: LoadReport | None = None
+        """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
+        self._accelerator = accelerator
+        self._checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
+        self._rotation_due = False
+        self._trackers = [Tracker(loader) for loader in _accelerate.dataloaders(accelerator)]
+        self._native = {name: getattr(accelerator, name) for name in _REPLACED}
+        for name in _REPLACED:
+            setattr(accelerator, name, getattr(self, name))
+        setattr(accelerator, _ATTRIBUTE, self)
+
+    # What the accelerator's methods become
+
+    def save_state(
+        self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """``Accelerator.save_state``. Returns the checkpoint's directory, which is there when the save is complete.
+
+        Raises:
+            SaveFailed: This save failed, or an earlier one in the background; on every rank.
+        """
+        self.wait()
+        accelerator = self._accelerator
+        _refuse_silent_fallbacks(accelerator)
+        automatic = projects.is_automatic(accelerator)
+        path = self._decide(lambda: projects.next_path(accelerator)) if automatic else _given(output_dir)
+        step = self._step_to_save()
+        training = Training.of(accelerator)
+        state: dict[str, Any] = {**training.models, **training.optimizers}
+
+        def before(directory: Path) -> None:
+            for name in self._run_save_hooks(training, directory):
+                del state[name]
+            if self._resumable_natively(training):
+                native.write_small_files(accelerator, directory, training.registered, step)
+            # Now, since hooks may draw random numbers.
+            state.update(extras.gather(accelerator, self._trackers, training.registered, step, self.config.rng))
+
+        views = native.views(training.models, training.optimizers) if self._resumable_natively(training) else None
+        if self.config.async_save and not automatic:
+            path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
+        self._rotation_due = automatic
+        handle = self._checkpointer.save(state, path, files=before, views=views)
+        accelerator.project_configuration.iteration += 1
+        if handle.done():
+            self.wait()
+        return str(path)
+
+    def load_state(
+        self,
+        input_dir: PathLike | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """``Accelerator.load_state``. Without ``input_dir``: the newest committed checkpoint of the project.
+
+        ``strict=False`` loads what fits. Other keyword arguments of the native method have no meaning here.
+
+        Raises:
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
+        """
+        self.wait()
+        accelerator = self._accelerator
+        _refuse_silent_fallbacks(accelerator)
+        by_number = input_dir is None and projects.is_automatic(accelerator)
+        path = self._decide(lambda: projects.newest(accelerator)) if by_number else _given(input_dir)
+        strict = bool(load_model_func_kwargs.get("strict", True))
+        training = Training.of(accelerator)
+        models = training.models if training.sharded else self._run_load_hooks(training.models, path)
+        if native.is_native(path):
+            self.last_load = None
+            accelerator.step = native.load(
+                accelerator, self._checkpointer, path, replace(training, models=models), strict=strict
+            )
+        else:
+            self._load(path, replace(training, models=models), strict)
+        if training.sharded:
+            self._run_load_hooks({}, path)
+        if projects.is_automatic(accelerator):
+            projects.continue_numbering(accelerator, path)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(_accelerate.dataloaders(self._accelerator))
+        prepared = self._native["prepare_data_loader"](data_loader, *args, **kwargs)
+        self._trackers += [Tracker(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        skipping = self._native["skip_first_batches"](dataloader, num_batches)
+        for tracker in self._trackers:
+            if tracker.loader is dataloader and skipping is not dataloader:
+                tracker.follow(skipping, num_batches)
+        return skipping
+
+    def end_training(self) -> None:
+        """Finish the save in flight before the process group goes."""
+        self.close()
+        self._native["end_training"]()
+
+    # Beyond them
+
+    def wait(self) -> None:
+        """Wait until no save is in flight.
+
+        Raises:
+            SaveFailed: It failed, on every rank; raised once.
+        """
+        self._checkpointer.wait()
+        due, self._rotation_due = self._rotation_due, False
+        if due and self._accelerator.is_main_process:
+            projects.rotate(self._accelerator)
+
+    def close(self) -> None:
+        """Wait, and free what saving needed. Saving again is possible.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def detach(self) -> None:
+        """Give the accelerator back its own methods, after the save in flight.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        if getattr(self._accelerator, _ATTRIBUTE, None) is self:
+            for name in (*_REPLACED, _ATTRIBUTE):
+                delattr(self._accelerator, name)
+            for tracker in self._trackers:
+                tracker.untrack()
+        self.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.detach()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Besides, a checkpoint could not be saved: {failure}")
+
+    # Save
+
+    def _resumable_natively(self, training: Training) -> bool:
+        return bool(self.config.stock_aliases) and training.sharded
+
+    def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
+        """Returns the names of the models whose weights a hook has taken out, to save them itself."""
+        hooks = _accelerate.save_hooks(self._accelerator)
+        given: dict[str, Any] = {}
+        if hooks and not training.sharded:
+            state_dict = self._accelerator.get_state_dict
+            given = {name: state_dict(model, unwrap=False) for name, model in training.models.items()}
+        left = list(given.values())
+        for hook in hooks:
+            hook(_accelerate.models(self._accelerator), left, str(directory))
+        return [name for name, weights in given.items() if all(weights is not one for one in left)]
+
+    def _step_to_save(self) -> int:
+        """Gradients are in no checkpoint: what was accumulated since the last optimizer step is done again."""
+        accelerator = self._accelerator
+        step: int = accelerator.step
+        within = 0 if accelerator.sync_gradients else step % accelerator.gradient_accumulation_steps
+        if within:
+            warnings.warn(
+                f"this save is in the middle of gradient accumulation, after {within} of "
+                f"{accelerator.gradient_accumulation_steps} batches. Gradients are not saved: a resumed training "
+                f"starts with the first batch of the window. To continue exactly, save if "
+                f"accelerator.sync_gradients.",
+                stacklevel=3,
+            )
+        for tracker in self._trackers:
+            tracker.step_back = within
+        return step - within
+
+    # Load
+
+    def _run_load_hooks(self, models: dict[str, nn.Module], path: Path) -> dict[str, nn.Module]:
+        """Returns the models that no hook has taken out, to load them itself."""
+        left = list(models.values())
+        for hook in _accelerate.load_hooks(self._accelerator):
+            hook(left, str(path))
+        return {name: model for name, model in models.items() if any(model is one for one in left)}
+
+    def _load(self, path: Path, training: Training, strict: bool) -> None:
+        def stored() -> list[str]:
+            return keys_by_name(path).get(EXTRA, [])
+
+        keys = self._checkpointer.ranks.agree(f"open {path}", stored)
+        restoring = extras.Restoring(self._accelerator, self._trackers, training.registered, keys)
+        state = {**training.models, **training.optimizers, **restoring.targets()}
+        self.last_load = self._checkpointer.load(state, path, strict=strict)
+        for message in restoring.apply():
+            logger.warning("%s: %s", path, message)
+
+    def _decide(self, choose: Callable[[], Path]) -> Path:
+        """Rank 0 chooses, all go there; or all raise."""
+        return Path(self._checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+
+
+def _given(path: PathLike | None) -> Path:
+    if path is None:
+        raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
+    return local_path(os.path.expanduser(path))
+
+
+def _refuse_silent_fallbacks(accelerator: Accelerator) -> None:
+    """Accelerate trains on, without a word, when it cannot do what it was asked for."""
+    kind = accelerator.distributed_type
+    if kind in _UNSUPPORTED:
+        raise CheckpointError(f"{kind.value} keeps or writes its state in a way of its own, which is not supported.")
+    if kind != DistributedType.FSDP and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise CheckpointError(
+            f"FSDP was asked for, but Accelerate has silently fallen back to {kind.value}: each process has the whole "
+            f"model. It does so on CPUs (cpu=True, use_cpu: true). Train on GPUs, or do not ask for FSDP."
+        )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and accelerator.num_processes == 1:
+        raise CheckpointError(
+            f"{launched} processes were launched, but Accelerate trains each on its own, without a word: they would "
+            f"all write the same checkpoint. On CPUs pass Accelerator(cpu=True)."
+        )

@@ -1,0 +1,85 @@
+"""The numbered checkpoints of an Accelerate project: which comes next, which is the newest, which have to go.
+
+Accelerate keeps them in ``<project_dir>/checkpoints/checkpoint_<iteration>``. Its own rotation deletes the oldest
+before the new one is written, and its choice of the newest is the last name in the folder, whatever is in it. Here
+only a committed checkpoint is the newest, and only after the new one is committed an old one is deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from dcp_plugin import lifecycle
+from dcp_plugin.accelerate import native
+from dcp_plugin.errors import CheckpointNotFound, SaveFailed
+
+logger = logging.getLogger("dcp_plugin")
+
+
+def is_automatic(accelerator: Accelerator) -> bool:
+    return bool(accelerator.project_configuration.automatic_checkpoint_naming)
+
+
+def next_path(accelerator: Accelerator) -> Path:
+    """Where the next automatic save goes.
+
+    Raises:
+        SaveFailed: There is something already, and this run does not continue it.
+    """
+    path = _folder(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+    if path.exists():
+        raise SaveFailed(
+            f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume with "
+            f"accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
+        )
+    return path
+
+
+def newest(accelerator: Accelerator) -> Path:
+    """The committed checkpoint with the highest number. On rank 0.
+
+    Raises:
+        CheckpointNotFound: There is none.
+    """
+    folder = _folder(accelerator)
+    for _, path in sorted(_numbered(folder), reverse=True):
+        reason = native.why_incomplete(path)
+        if not reason:
+            return path
+        logger.warning("passing over %s: %s", path, reason)
+    raise CheckpointNotFound(f"there is no committed checkpoint in {folder}")
+
+
+def continue_numbering(accelerator: Accelerator, loaded: Path) -> None:
+    """After a load, number the next save after all that are there: also after those of a branch that was left."""
+    numbers = [number for number, _ in _numbered(_folder(accelerator))]
+    accelerator.project_configuration.iteration = max(numbers, default=_number(loaded)) + 1
+
+
+def rotate(accelerator: Accelerator) -> None:
+    """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed."""
+    limit = accelerator.project_configuration.total_limit
+    if limit is None:
+        return
+    for _, path in sorted(_numbered(_folder(accelerator)), reverse=True)[max(1, limit) :]:
+        lifecycle.remove(path)
+
+
+def _folder(accelerator: Accelerator) -> Path:
+    return Path(accelerator.project_dir).expanduser().absolute() / "checkpoints"
+
+
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("checkpoint_*"):
+        if path.is_dir() and re.fullmatch(r"checkpoint_\d+", path.name):
+            yield _number(path), path
+
+
+def _number(path: Path) -> int:
+    found = re.search(r"\d+$", path.name)
+    return int(found[0]) if found else -1
