@@ -176,3 +176,38 @@ def _skip_nothing(root: Path) -> None:
 
 def test_ignore_data_skip_means_what_it_means_with_stock(tmp_path: Path) -> None:
     launch.run(_skip_nothing, 1, tmp_path)
+
+
+def _random_masks(root: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    def masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = torch.stack([sample["input_ids"] for sample in samples])
+        return {"input_ids": batch.where(torch.rand(batch.shape) > 0.2, 0), "labels": batch}
+
+    import torch
+
+    for save_steps, exact in ((3, False), (4, True)):
+        folder = root / str(save_steps)
+        t.trainer(folder, save_steps=save_steps, data_collator=masked, callbacks=[first := t.Watch()]).train()
+        resumed = t.trainer(folder, data_collator=masked, callbacks=[watch := t.Watch()], save_strategy="no")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{save_steps}"))
+        assert (watch.losses.items() <= first.losses.items()) == exact
+        assert any("draws others than without" in str(one.message) for one in said) == (not exact)
+
+
+def test_random_batches_in_the_middle_of_an_epoch_are_said_not_to_be_exact(tmp_path: Path) -> None:
+    launch.run(_random_masks, 1, tmp_path)
+
+
+def _fsdp_asked_for(root: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    with pytest.raises(dcp.CheckpointError, match=r"ask for FSDP, but Accelerate trains with .*MULTI_CPU"):
+        t.trainer(root, "ddp", fsdp=True)
+
+
+def test_fsdp_that_became_ddp_is_an_error(tmp_path: Path) -> None:
+    launch.run(_fsdp_asked_for, 2, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def _resume(root: Path, layout: str) -> dict[str, Any]:
     from tests.transformers_trainer import training as t
 
     results = {}
+    warnings.filterwarnings("error", message=".*loaded exactly, but|.*draws others than without")
     for case in CASES:
         options = {**_options(case), "save_strategy": "no", "net": t.model(seed=9)}
         trainer = t.trainer(root / case, layout, callbacks=[watch := t.Watch()], **options)
@@ -86,8 +88,6 @@ def test_resume_equals_no_interruption(trained: Any, layout: str) -> None:
 
 
 def _begin(path: Path, layout: str, **options: Any) -> Any:
-    import warnings
-
     from tests.transformers_trainer import training as t
 
     trainer = t.trainer(path.parent / f"to-{layout}", layout, net=t.model(seed=9), **options)

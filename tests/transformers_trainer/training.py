@@ -48,10 +48,12 @@ class OnCPU(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.layout not in ("fsdp2", "hsdp"):
+        if self.layout not in ("fsdp1", "fsdp2", "hsdp"):
             return
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
+            fsdp_version=1 if self.layout == "fsdp1" else 2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["GPT2Block"],
         )
         state = self.accelerator.state
         state.distributed_type = DistributedType.FSDP
@@ -133,6 +135,7 @@ def trainer(
     samples: int | None = None,
     config: Any = None,
     eval_dataset: Any = None,
+    data_collator: Any = None,
     callbacks: Any = (),
     **options: Any,
 ) -> Any:
@@ -166,6 +169,7 @@ def trainer(
         TrainingArguments(str(output_dir), **arguments),
         train_dataset=Text(per_epoch * WORLD_SIZE[layout] if samples is None else samples),
         eval_dataset=eval_dataset,
+        data_collator=data_collator,
         callbacks=list(callbacks),
         **own,
     )

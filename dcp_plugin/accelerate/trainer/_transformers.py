@@ -37,6 +37,7 @@ OVERRIDDEN = {
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_load_scaler": ("checkpoint",),
     "_load_rng_state": ("checkpoint",),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "_load_best_model": (),
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
 }
@@ -44,7 +45,8 @@ OVERRIDDEN = {
 
 
 def refuse_unsupported(trainer: Trainer) -> None:
-    """Raise CheckpointError for backends that keep and write their state in a way of their own."""
+    """Raise CheckpointError for backends that keep and write their state in a way of their own, and where Accelerate
+    has silently made something else of what was asked for."""
     backends = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": is_torch_xla_available(),
@@ -56,6 +58,11 @@ def refuse_unsupported(trainer: Trainer) -> None:
                 f"DCPTrainerMixin does not support {name}: it keeps or writes its state in a way of its own. "
                 "Train on one device, with DDP or FSDP, or take the mixin out."
             )
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        raise CheckpointError(
+            f"The TrainingArguments ask for FSDP, but Accelerate trains with {trainer.accelerator.distributed_type}, "
+            "where every rank holds everything: it shards on accelerators only. Take fsdp= out, or train on those."
+        )
 
 
 def unwrapped(trainer: Trainer) -> nn.Module:

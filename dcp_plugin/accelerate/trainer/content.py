@@ -13,9 +13,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -81,6 +83,7 @@ class ToLoad:
         self._trainer = trainer
         self._rng = f"{EXTRA}.{RNG}.{trainer.args.process_index}"
         self._new_rank = self._rng not in names
+        self.streams_continue = False
         if self._new_rank:
             self._rng = f"{EXTRA}.{RNG}.0"
         self.state: dict[str, Any] = {MODEL: model_of(trainer)}
@@ -99,6 +102,7 @@ class ToLoad:
 
     def continue_streams(self) -> None:
         """Set this rank's random generators, at the moment in the loop at which the checkpoint was made."""
+        self.streams_continue = True
         saved: Mapping[str, Any] = self.state.get(self._rng, {})
         if not saved:
             return
@@ -106,6 +110,12 @@ class ToLoad:
             rng.derive(saved["streams"], self._trainer.args.process_index)
         else:
             rng.restore(saved["streams"], self._trainer.args.device)
+
+
+def random_position() -> tuple[Any, ...]:
+    """Where this process is in its random streams: equal if no number was drawn in between."""
+    numpy: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
 def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:

@@ -106,7 +106,7 @@ class DCPTrainerMixin(Trainer):
                 super()._save_checkpoint(model, trial)
                 self._dcp_note_best(final, staged)
                 if self.is_world_process_zero():
-                    state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text()
+                    state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
             except Exception as error:
                 self._dcp_failure = self._dcp_failure or error
             finally:
@@ -208,6 +208,22 @@ class DCPTrainerMixin(Trainer):
             super()._load_rng_state(checkpoint)
         else:
             self._dcp_loaded.continue_streams()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        if self._dcp_loaded is None or self._dcp_loaded.streams_continue:
+            return super().get_batch_samples(*args, **kwargs)
+        # In the middle of an epoch, the Trainer sets the random streams when it has these batches. If making them has
+        # drawn from the streams, the batches are others, and so is what the streams go on with.
+        before = content.random_position()
+        batches = super().get_batch_samples(*args, **kwargs)
+        if content.random_position() != before and self.is_world_process_zero():
+            warnings.warn(
+                "The training resumes in the middle of an epoch, and its data collator or dataset draws random numbers "
+                "in the training process: it draws others than without the interruption. To continue exactly, resume "
+                "from a checkpoint made at the end of an epoch.",
+                stacklevel=2,
+            )
+        return batches
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
