@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not "cpu:0", which FSDP1 does not take
 
 import random
 import warnings
@@ -42,7 +43,7 @@ STEPS = 6
 
 
 class OnCPU(Trainer):
-    """FSDP2 on a CPU, for tests: Accelerate turns a request for it into DDP, so its state is set afterwards."""
+    """FSDP on a CPU, for tests: Accelerate turns a request for it into DDP, so its state is set afterwards."""
 
     layout = "single"
 
