@@ -40,10 +40,7 @@ class Found:
     """What is in it, by name: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
     world_size: int | None = None
     samples_per_step: int | None = None
-
-    @property
-    def has_trainer_state(self) -> bool:
-        return (self.path / TRAINER_STATE_NAME).exists()
+    has_trainer_state: bool = True
 
 
 def newest(root: PathLike, config: CheckpointConfig) -> Found:
@@ -84,7 +81,8 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     Checkpointer(config, solo=True).load(extra, path)
     if config.verify_on_load:
         _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
-    return Found(path, False, names, info.world_size, extra.get(f"{EXTRA}.{SAMPLES}"))
+    samples = extra.get(f"{EXTRA}.{SAMPLES}")
+    return Found(path, False, names, info.world_size, samples, (path / TRAINER_STATE_NAME).exists())
 
 
 def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: int | None) -> None:

@@ -16,7 +16,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +29,7 @@ from dcp_plugin.accelerate.trainer._transformers import describe_model, refuse_u
 from dcp_plugin.accelerate.trainer.content import SCHEDULER, TRAINER_STATE, ToLoad
 from dcp_plugin.accelerate.trainer.folder import Found
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG
 from dcp_plugin.ranks import Ranks
 
@@ -67,7 +68,7 @@ class DCPTrainerMixin(Trainer):
         self._dcp_failure: Exception | None = None
         self._dcp_after_publish: Callable[[], None] | None = None
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete.
 
         Raises:
@@ -98,31 +99,51 @@ class DCPTrainerMixin(Trainer):
         self._dcp_finish()
         run_dir = super()._get_output_dir(trial)
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        with tempfile.TemporaryDirectory(prefix="dcp_plugin-") as self._dcp_scratch:
-            staged = Path(self._dcp_scratch, os.path.basename(final))
+        save_small_files = super()._save_checkpoint
+        with ExitStack() as cleanup:
+            staged = self._dcp_start_staging(os.path.basename(final), cleanup)
             state: dict[str, Any] = {}
-            try:
+            with self._dcp_failing_together():
                 state = content.to_save(self, self.checkpoint_config.rng)
-                super()._save_checkpoint(model, trial)
+            with self._dcp_failing_together():
+                save_small_files(model, trial)
                 self._dcp_note_best(final, staged)
                 if self.is_world_process_zero():
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
-            except Exception as error:
-                self._dcp_failure = self._dcp_failure or error
-            finally:
-                self._dcp_scratch = None
-            failure, self._dcp_failure = self._dcp_failure, None
-
-            def add_files(directory: Path) -> None:
-                if failure is not None:
-                    raise failure
-                if self.is_world_process_zero():
-                    shutil.copytree(staged, directory, dirs_exist_ok=True)
-
-            handle = self._dcp_checkpointer.save(state, final, self.state.global_step, files=add_files)
+            files = self._dcp_files(staged)
+            handle = self._dcp_checkpointer.save(state, final, self.state.global_step, files=files)
         self._dcp_after_publish = lambda: self._dcp_published(run_dir, final)
         if handle.done():
             self._dcp_finish()
+
+    def _dcp_start_staging(self, name: str, cleanup: ExitStack) -> Path:
+        """From now on all that the Trainer writes goes into a folder of its own."""
+        self._dcp_scratch = os.devnull  # where nothing can be written
+        cleanup.callback(setattr, self, "_dcp_scratch", None)
+        with self._dcp_failing_together():
+            self._dcp_scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dcp_plugin-"))
+        return Path(self._dcp_scratch, name)
+
+    def _dcp_files(self, staged: Path) -> Callable[[Path], None]:
+        """What puts the small files into the checkpoint, or raises what has failed so far."""
+        failure, self._dcp_failure = self._dcp_failure, None
+
+        def add(directory: Path) -> None:
+            if failure is not None:
+                raise failure
+            if self.is_world_process_zero():
+                shutil.copytree(staged, directory, dirs_exist_ok=True)
+
+        return add
+
+    @contextmanager
+    def _dcp_failing_together(self) -> Iterator[None]:
+        """Keep a failure of this rank until all ranks raise it: the Trainer lets them wait for each other in between,
+        and whoever had left would not come."""
+        try:
+            yield
+        except Exception as error:
+            self._dcp_failure = self._dcp_failure or error
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._dcp_scratch or super()._get_output_dir(trial)
@@ -131,10 +152,8 @@ class DCPTrainerMixin(Trainer):
         if self._dcp_scratch is None or output_dir is None:
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
-            try:
+            with self._dcp_failing_together():
                 describe_model(self, output_dir)
-            except Exception as error:  # raised by all ranks together: the Trainer waits for all of them next
-                self._dcp_failure = error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._dcp_scratch is None:
@@ -239,7 +258,7 @@ class DCPTrainerMixin(Trainer):
         finalize: Callable[..., Any] = super()._finalize_training
         return finalize(*args, **kwargs)
 
-    def _dcp_find(self, resume: str | bool | None) -> Found | None:
+    def _dcp_find(self, resume: PathLike | bool | None) -> Found | None:
         """What to resume from; rank 0 decides for all."""
         if resume is None or resume is False:
             return None
@@ -269,8 +288,11 @@ class DCPTrainerMixin(Trainer):
                 f"it was made with {found.samples_per_step} samples per step and this run has {samples}: the position "
                 "in the data is that of as many steps, so samples of this epoch are repeated or missed"
             )
-        if found.has_trainer_state and world_size > (known := sum(f".{RNG}." in name for name in found.names)):
+        known = sum(name.startswith(f"{EXTRA}.{RNG}.") for name in found.names)
+        if found.has_trainer_state and 0 < known < world_size:
             said.append(f"it has the random states of {known} ranks: further ones start streams of their own")
+        elif found.has_trainer_state and not known and self.checkpoint_config.rng:
+            said.append("it has no random states")
         elif found.world_size not in (None, world_size):
             said.append(
                 f"it was made on {found.world_size} ranks, not {world_size}, so random numbers go on differently"
