@@ -50,6 +50,13 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def shard(gpt: GPT, mesh: DeviceMesh) -> GPT:
+    """FSDP2; on a 2-D mesh (replicas, shards) HSDP."""
+    for block in gpt.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(gpt, mesh=mesh)
+
+
 class LitGPT(L.LightningModule):
     """`replicate` matters to ModelParallelStrategy only: 1 is FSDP2, more is HSDP with that many replicas."""
 
@@ -65,10 +72,7 @@ class LitGPT(L.LightningModule):
         self.gpt = GPT(**self.model)
         torch.manual_seed(self.seed + 1 + self.global_rank)  # and drops out different activations
         if self.device_mesh is not None:  # ModelParallelStrategy
-            mesh = self.sharding_mesh(self.device_mesh)
-            for block in self.gpt.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.gpt, mesh=mesh)
+            shard(self.gpt, self.sharding_mesh(self.device_mesh))
 
     def sharding_mesh(self, ranks: DeviceMesh) -> DeviceMesh:
         if self.replicate == 1:

@@ -31,6 +31,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.state.app import NamesOnly
 from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -104,7 +105,7 @@ class Attachment:
 
         def before(directory: Path) -> None:
             for name in self._run_save_hooks(training, directory):
-                del state[name]
+                state[name] = NamesOnly(training.models[name])
             if self._resumable_natively(training):
                 native.write_small_files(accelerator, directory, training.registered, step)
             # Now, since hooks may draw random numbers.
@@ -140,14 +141,14 @@ class Attachment:
         path = self._decide(lambda: projects.newest(accelerator)) if by_number else _given(input_dir)
         strict = bool(load_model_func_kwargs.get("strict", True))
         training = Training.of(accelerator)
-        models = training.models if training.sharded else self._run_load_hooks(training.models, path)
+        taken = [] if training.sharded else self._run_load_hooks(training.models, path)
         if native.is_native(path):
             self.last_load = None
-            accelerator.step = native.load(
-                accelerator, self._checkpointer, path, replace(training, models=models), strict=strict
-            )
+            left = {name: model for name, model in training.models.items() if name not in taken}
+            remaining = replace(training, models=left)
+            accelerator.step = native.load(accelerator, self._checkpointer, path, remaining, strict=strict)
         else:
-            self._load(path, replace(training, models=models), strict)
+            self._load(path, training, taken, strict)
         if training.sharded:
             self._run_load_hooks({}, path)
         if projects.is_automatic(accelerator):
@@ -257,20 +258,21 @@ class Attachment:
 
     # Load
 
-    def _run_load_hooks(self, models: dict[str, nn.Module], path: Path) -> dict[str, nn.Module]:
-        """Returns the models that no hook has taken out, to load them itself."""
+    def _run_load_hooks(self, models: dict[str, nn.Module], path: Path) -> list[str]:
+        """Returns the names of the models that a hook has taken out, to load them itself."""
         left = list(models.values())
         for hook in _accelerate.load_hooks(self._accelerator):
             hook(left, str(path))
-        return {name: model for name, model in models.items() if any(model is one for one in left)}
+        return [name for name, model in models.items() if all(model is not one for one in left)]
 
-    def _load(self, path: Path, training: Training, strict: bool) -> None:
+    def _load(self, path: Path, training: Training, taken: list[str], strict: bool) -> None:
         def stored() -> list[str]:
             return keys_by_name(path).get(EXTRA, [])
 
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
         restoring = extras.Restoring(self._accelerator, self._trackers, training.registered, keys)
-        state = {**training.models, **training.optimizers, **restoring.targets()}
+        named = {name: NamesOnly(training.models[name]) for name in taken}
+        state = {**training.models, **named, **training.optimizers, **restoring.targets()}
         self.last_load = self._checkpointer.load(state, path, strict=strict)
         for message in restoring.apply():
             logger.warning("%s: %s", path, message)

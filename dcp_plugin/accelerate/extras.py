@@ -36,7 +36,8 @@ def gather(
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
         extra[f"schedulers.{number}"] = schedules.capture(scheduler, accelerator.num_processes)
     for number, tracker in enumerate(trackers):
-        extra[f"dataloaders.{number}"] = tracker.position()
+        if (position := tracker.position()) is not None:
+            extra[f"dataloaders.{number}"] = position
         if (own := tracker.own_state()) is not None:
             extra[f"datasets.{number}.{rank}"] = own
     extra.update({f"registered.{number}": one for number, one in enumerate(registered)})

@@ -114,8 +114,13 @@ class Tracker:
 
     # Save
 
-    def position(self) -> Position:
-        """Where the training is. An epoch whose last batch has been handed out is over."""
+    def position(self) -> Position | None:
+        """Where the training is. An epoch whose last batch has been handed out is over.
+
+        None on a rank that does not read the data itself but gets it dispatched.
+        """
+        if isinstance(self.loader, DataLoaderDispatcher) and self.loader.state.process_index != 0:
+            return None
         within = not self._exhausted
         handed_out = self._skipped + self._delivered - self._ahead()
         consumed = max(0, handed_out - self.step_back) if within else 0
@@ -236,7 +241,8 @@ def _generator_state(sampler: TrackedSampler) -> torch.Tensor | None:
 
 
 def _track(base: Any, tracker: Tracker) -> None:
-    base.__class__ = _tracked_class(type(base))
+    kind: Any = type(base)
+    base.__class__ = _tracked_class(kind)
     base.dcp_tracker = tracker
 
 

@@ -40,6 +40,13 @@ class Wanted:
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
 
+@dataclass(frozen=True)
+class NamesOnly:
+    """A module in the state that names the parameters of its optimizer, and is itself neither saved nor loaded."""
+
+    module: nn.Module
+
+
 class Part(Protocol):
     """One named object of the state."""
 
@@ -78,8 +85,11 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         raise CheckpointMismatch(f"two objects of the state have the name {max(named, key=named.count)!r}: rename one")
     modules = {name: value for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, nn.Module)}
     parts: list[Part] = [_ModulePart(name, module) for name, module in modules.items()]
+    modules.update(
+        {name: value.module for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, NamesOnly)}
+    )
     for name, (path, owner, value) in zip(named, found, strict=True):
-        if isinstance(value, nn.Module):
+        if name in modules:
             continue
         if isinstance(value, torch.optim.Optimizer):
             parts.append(_OptimizerPart(name, _module_of(name, value, modules), value, stock_aliases))
@@ -139,7 +149,7 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
 
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
-        isinstance(value, (nn.Module, torch.optim.Optimizer))
+        isinstance(value, (nn.Module, torch.optim.Optimizer, NamesOnly))
         or (isinstance(value, Stateful) and not is_tensor(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()

@@ -33,14 +33,15 @@ from tests.compare import full_state
 
 
 class Net(nn.Module):
-    """Dropout, uneven sizes, a buffer, a parameter that never gets a gradient."""
+    """Dropout, uneven sizes, a buffer, and parameters that never get a gradient."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, unused: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.body = nn.Sequential(OrderedDict(inp=nn.Linear(6, 7), drop=nn.Dropout(0.3), norm=nn.LayerNorm(7)))
         self.head = nn.Linear(7, 1)
-        self.unused = nn.Linear(3, 3)
+        if unused:
+            self.unused = nn.Linear(3, 3)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,6 +110,7 @@ def start(
     data: dict[str, Any] | None = None,
     workers: int = 0,
     late: bool = False,
+    unused: bool = True,
     **config: Any,
 ) -> Run:
     """A prepared training; attached unless ``native``, before ``prepare`` unless ``late``."""
@@ -137,7 +139,7 @@ def start(
     loader: Any = DataLoader(
         TensorDataset(numbers, torch.arange(samples)), batch_size=batch, shuffle=True, num_workers=workers
     )
-    model, optimizer, loader, scheduler = _prepare(accelerator, layout, Net(seed), loader)
+    model, optimizer, loader, scheduler = _prepare(accelerator, layout, Net(seed, unused), loader)
     torch.manual_seed(seed + 100 + (dist.get_rank() if dist.is_initialized() else 0))
     if late and not native:
         attached = attach(accelerator, **config)

@@ -1,0 +1,267 @@
+"""Attaching, detaching, hooks, registered objects, saves in the background."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.compare import assert_same, full_state
+
+
+def test_importing_the_door_does_not_import_transformers() -> None:
+    code = "import sys, dcp_plugin.accelerate; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_attaching_twice_is_attaching_once_and_detaching_undoes_it(tmp_path: Path) -> None:
+    launch.run(_attach_and_detach, 1, tmp_path)
+
+
+def _attach_and_detach(root: Path) -> None:
+    from dcp_plugin.accelerate import attach
+    from tests.accelerate import training as t
+
+    run = t.start("single", native=True)
+    accelerator, before = run.accelerator, dict(vars(run.accelerator))
+    base, sampler = type(run.loader.base_dataloader), run.loader.batch_sampler.sampler
+    attached = attach(accelerator, io_threads=3)
+    assert attach(accelerator) is attached
+    assert attach(accelerator, io_threads=3) is attached
+    with pytest.raises(ValueError, match=r"detach\(\) first"):
+        attach(accelerator, io_threads=2)
+    attached.detach()
+    attached.detach()
+    assert dict(vars(accelerator)) == before
+    assert type(run.loader.base_dataloader) is base
+    assert run.loader.batch_sampler.sampler is sampler
+    run.train(1)
+    accelerator.save_state(str(root / "native"))
+    assert (root / "native" / "model.safetensors").exists()
+    with attach(accelerator):
+        accelerator.save_state(str(root / "ours"))
+    assert accelerator.save_state.__func__ is type(accelerator).save_state
+    assert dcp.verify(root / "ours").ok
+
+
+def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(tmp_path: Path) -> None:
+    launch.run(_hooks, 2, tmp_path, "ddp")
+
+
+def test_hooks_under_fsdp(tmp_path: Path) -> None:
+    launch.run(_hooks, 2, tmp_path, "fsdp2")
+
+
+def _hooks(root: Path, layout: str) -> None:
+    from tests.accelerate import training as t
+
+    seen: dict[bool, list[Any]] = {}
+    for native in (True, False):
+        run = t.start(layout, native=native, unused=False).train(1)
+        seen[native] = calls = []
+
+        def on_save(models: Any, weights: Any, folder: str, run: Any = run, calls: Any = calls) -> None:
+            calls.append(("save", models is run.accelerator._models, [sorted(one) for one in weights]))
+            if run.accelerator.is_main_process:
+                Path(folder, "config.json").write_text("{}")
+
+        def on_load(models: Any, folder: str, run: Any = run, calls: Any = calls) -> None:
+            calls.append(("load", [one is run.model for one in models], os.path.exists(f"{folder}/config.json")))
+
+        run.accelerator.register_save_state_pre_hook(on_save)
+        run.accelerator.register_load_state_pre_hook(on_load)
+        path = root / f"{layout}-{native}"
+        run.accelerator.save_state(str(path))
+        dist.barrier()  # Accelerate alone does not wait for rank 0
+        run.accelerator.load_state(str(path))
+    assert seen[True] == seen[False]
+
+
+def test_a_hook_may_take_a_model_out_and_save_it_itself(tmp_path: Path) -> None:
+    launch.run(_take_out, 1, tmp_path / "ck")
+
+
+def _take_out(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("single").train(1)
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop())
+    run.accelerator.save_state(str(path))
+    keys = {tensor.key for tensor in dcp.inspect(path).tensors}
+    assert not any(key.startswith("model.") for key in keys)
+    assert "optim.state.head.weight.exp_avg" in keys
+    other = t.start("single", seed=3)
+    before = full_state(other.model.state_dict())
+    other.accelerator.register_load_state_pre_hook(lambda models, folder: models.pop())
+    other.accelerator.load_state(str(path))
+    assert_same(before, full_state(other.model.state_dict()))
+    whole, loaded = run.whole_state(), other.whole_state()
+    slots = [key for key in whole if key.startswith("optim.")]
+    assert_same({key: whole[key] for key in slots}, {key: loaded[key] for key in slots})
+
+
+def test_registered_objects_of_every_kind_come_back(tmp_path: Path) -> None:
+    """A model that only the user has sharded, its optimizer, an average of the weights, a plain counter."""
+    launch.run(_registered, 2, tmp_path / "ck")
+
+
+def _registered(path: Path) -> None:
+    from tests.accelerate import training as t
+    from tests.accelerate.test_native import Counter
+
+    def build(seed: int, count: int) -> tuple[Any, ...]:
+        accelerator = t.start("own_fsdp2", seed).accelerator
+        accelerator.free_memory()
+        model = t._shard("own_fsdp2", t.Net(seed, unused=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        average = nn.Linear(2, 2)
+        nn.init.constant_(average.weight, seed)
+        counter = Counter(count)
+        accelerator.register_for_checkpointing(model, optimizer, average, counter)
+        return accelerator, model, optimizer, average, counter
+
+    accelerator, model, optimizer, average, _ = build(1, 7)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    accelerator.save_state(str(path))
+    names = {key.split(".")[0] for key in (tensor.key for tensor in dcp.inspect(path).tensors)}
+    assert names == {"model", "optim", "extra"}
+    other, loaded, loaded_optimizer, loaded_average, counter = build(2, 0)
+    other.load_state(str(path))
+    assert_same(full_state(model.state_dict()), full_state(loaded.state_dict()))
+    assert len(loaded_optimizer.state) == len(optimizer.state)
+    assert_same(average.state_dict(), loaded_average.state_dict())
+    assert counter.value == 7
+    accelerator, *_ = build(3, 0)
+    accelerator.register_for_checkpointing(Counter(1))
+    with pytest.raises(dcp.CheckpointMismatch, match="has 2 objects given to register_for_checkpointing"):
+        accelerator.load_state(str(path))
+
+
+def test_several_models_are_told_apart(tmp_path: Path) -> None:
+    launch.run(_several_models, 2, tmp_path / "ck")
+
+
+def _several_models(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    def build(seed: int) -> tuple[Any, ...]:
+        accelerator = t.start("ddp").accelerator
+        accelerator.free_memory()
+        models = [t.Net(seed, unused=False), t.Net(seed + 1, unused=False)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in reversed(models)]
+        return (accelerator, *accelerator.prepare(*models, *optimizers))
+
+    accelerator, *models, _, _ = build(1)
+    accelerator.save_state(str(path))
+    other, *loaded, _, _ = build(5)
+    other.load_state(str(path))
+    for one, two in zip(models, loaded, strict=True):
+        assert_same(one.state_dict(), two.state_dict())
+
+
+def test_a_save_in_the_background_is_the_state_at_the_call(tmp_path: Path) -> None:
+    launch.run(_background, 2, tmp_path)
+
+
+def _background(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("fsdp2", async_save=True, project=root, limit=1)
+    states = []
+    for _ in range(3):
+        run.train(1)
+        states.append(run.whole_state())
+        run.accelerator.save_state()
+    (root / "checkpoints" / "not_one.txt").write_text("")
+    run.attached.wait()
+    dist.barrier()
+    assert [name for name in os.listdir(root / "checkpoints") if "checkpoint" in name] == ["checkpoint_2"]
+    other = t.start("fsdp2", seed=9, async_save=True)
+    other.accelerator.save_state(str(root / "mine"))
+    (root / "mine" / "notes.txt").write_text("right after the save")
+    other.accelerator.load_state(str(root / "mine"))  # waits for it
+    assert (root / "mine" / "notes.txt").exists()
+    other.accelerator.load_state(str(root / "checkpoints" / "checkpoint_2"))
+    assert_same(other.whole_state(), states[-1])
+    other.accelerator.save_state(str(root / "last"))
+    other.accelerator.end_training()
+    assert dcp.latest(root / "last") == root / "last"
+
+
+def test_a_failed_background_save_is_raised_on_every_rank_once(tmp_path: Path) -> None:
+    launch.run(_failed_in_background, 2, tmp_path)
+
+
+def _failed_in_background(root: Path) -> None:
+    from dcp_plugin.storage import writer
+    from tests.accelerate import training as t
+
+    run = t.start("ddp", async_save=True)
+    run.accelerator.save_state(str(root / "good"))
+    run.attached.wait()
+    resolve = writer._resolve
+    if dist.get_rank() == 1:
+
+        def broken(*args: Any) -> Any:
+            raise OSError("no space left")
+
+        writer._resolve = broken
+    run.accelerator.save_state(str(root / "bad"))
+    with pytest.raises(dcp.CheckpointError, match="no space left"):
+        run.attached.wait()
+    writer._resolve = resolve
+    run.accelerator.load_state(str(root / "good"))
+    with pytest.raises(dcp.CheckpointError):
+        run.accelerator.load_state(str(root / "bad"))
+    run.attached.close()
+
+
+def test_in_the_middle_of_an_accumulation_window_it_warns_and_goes_back_to_its_start(tmp_path: Path) -> None:
+    launch.run(_in_a_window, 2, tmp_path / "ck")
+
+
+def _in_a_window(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("ddp", samples=48)
+    seen, said = [], []
+    for number, batch in enumerate(run.loader):
+        seen.append(batch[1].tolist())
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(run.model(batch[0]).sum())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        if number == 4:  # the first batch of the third window
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run.accelerator.save_state(str(path))
+            said = [str(one.message) for one in caught if "gradient accumulation" in str(one.message)]
+    assert len(said) == 1 and "after 1 of 2 batches" in said[0]
+    other = t.start("ddp", seed=2, samples=48)
+    other.accelerator.load_state(str(path))
+    assert other.accelerator.step == 4
+    assert [batch[1].tolist() for batch in other.loader] == seen[4:]
+
+
+def test_random_streams_stay_out_if_they_are_not_wanted(tmp_path: Path) -> None:
+    launch.run(_without_rng, 1, tmp_path)
+
+
+def _without_rng(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    for wanted in (True, False):
+        t.start("single", rng=wanted).accelerator.save_state(str(root / str(wanted)))
+        keys = [tensor.key for tensor in dcp.inspect(root / str(wanted)).tensors]
+        assert any(key.startswith("extra.rng.0.streams") for key in keys) == wanted

@@ -1,0 +1,169 @@
+"""Every kind of prepared dataloader goes on where it was, or says what is to do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import launch
+
+
+def _batches(loader: Any) -> list[list[int]]:
+    return [batch[1].tolist() for batch in loader]
+
+
+class _Said(logging.Handler):
+    """What the package has logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("dcp_plugin").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"workers": 2},
+        {"late": True},
+        {"data": {"use_seedable_sampler": True}},
+        {"data": {"split_batches": True}},
+    ],
+    ids=["plain", "workers", "attached after prepare", "seedable", "split"],
+)
+def test_a_later_epoch_continues_in_its_middle(tmp_path: Path, options: dict[str, Any]) -> None:
+    for layout, ranks in (("single", 1), ("ddp", 2)):
+        launch.run(_later_epoch, ranks, tmp_path / layout, layout, options)
+
+
+def _later_epoch(path: Path, layout: str, options: dict[str, Any]) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start(layout, **options)
+    first = _batches(run.loader)
+    second: list[list[int]] = []
+    for number, batch in enumerate(run.loader):
+        second.append(batch[1].tolist())
+        if number == 3:
+            run.accelerator.save_state(str(path))
+            drawn = torch.rand(3)
+    third = _batches(run.loader)
+    assert first != second != third
+    other = t.start(layout, seed=4, **options)
+    other.accelerator.load_state(str(path))
+    rest = iter(other.loader)
+    resumed = [next(rest)[1].tolist()]
+    assert torch.equal(torch.rand(3), drawn), "the random stream of the training goes on, too"
+    resumed += [batch[1].tolist() for batch in rest]
+    assert resumed == second[4:]
+    if not options.get("workers"):  # whose seeds come from the stream that drew less here
+        assert len(third) == len(_batches(other.loader))
+
+
+def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip(tmp_path: Path) -> None:
+    launch.run(_skip, 2, tmp_path)
+
+
+def _skip(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    def epochs(run: Any, count: int) -> list[list[list[int]]]:
+        return [_batches(run.loader) for _ in range(count)]
+
+    run = t.start("ddp", stateful=False)
+    first = epochs(run, 1)
+    second = []
+    for number, batch in enumerate(run.loader):
+        second.append(batch[1].tolist())
+        if number == 4:
+            run.accelerator.save_state(str(root / "ck"))
+            drawn = torch.rand(3)
+    third = epochs(run, 1)
+    assert first[0] != second
+
+    other, said = t.start("ddp", seed=4, stateful=False), _Said()
+    other.accelerator.load_state(str(root / "ck"))
+    (message,) = [message for message in said.messages if "skip_first_batches" in message]
+    assert "after batch 5 of an epoch" in message and "skip_first_batches(dataloader, 5)" in message
+    rest = iter(other.accelerator.skip_first_batches(other.loader, 5))
+    resumed = [next(rest)[1].tolist()]
+    assert torch.equal(torch.rand(3), drawn)
+    for number, batch in enumerate(rest):
+        resumed.append(batch[1].tolist())
+        if number == 1:
+            other.accelerator.save_state(str(root / "again"))
+    assert resumed == second[5:]
+    assert epochs(other, 1) == third
+
+    again = t.start("ddp", seed=5, stateful=False)
+    again.accelerator.load_state(str(root / "again"))
+    assert _batches(again.accelerator.skip_first_batches(again.loader, 8)) == second[8:]
+
+
+def test_an_iterable_dataset_that_keeps_its_place_continues_on_the_same_ranks(tmp_path: Path) -> None:
+    launch.run(_iterable, 1, tmp_path / "ck")
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Numbers, from a place that it keeps itself."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> Any:
+        while self._next < 40:
+            self._next += 1
+            yield torch.zeros(6), self._next - 1
+        self._next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+def _iterable(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    def prepared() -> tuple[Any, Any]:
+        run = t.start("single", data={"dispatch_batches": False})
+        run.accelerator._dataloaders.clear()
+        run.attached._trackers.clear()
+        return run.accelerator, run.accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
+
+    accelerator, loader = prepared()
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch[1].tolist())
+        if number == 2:
+            accelerator.save_state(str(path))
+    other, loader = prepared()
+    other.load_state(str(path))
+    assert _batches(loader) == seen[3:]
+
+
+def test_dispatched_batches_continue_too(tmp_path: Path) -> None:
+    launch.run(_dispatched, 2, tmp_path / "ck")
+
+
+def _dispatched(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("ddp", data={"dispatch_batches": True, "use_seedable_sampler": True})
+    seen = []
+    for number, batch in enumerate(run.loader):
+        seen.append(batch[1].tolist())
+        if number == 3:
+            run.accelerator.save_state(str(path))
+    other = t.start("ddp", seed=4, data={"dispatch_batches": True, "use_seedable_sampler": True})
+    other.accelerator.load_state(str(path))
+    assert _batches(other.loader) == seen[4:]

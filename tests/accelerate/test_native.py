@@ -1,0 +1,102 @@
+"""Accelerate without this package resumes what it wrote under FSDP; what Accelerate wrote resumes through it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.accelerate import WORLD_SIZE
+from tests.compare import assert_same
+
+
+def _save(root: Path, layout: str, native: bool) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start(layout, native=native, stateful=False, unused=False)
+    run.accelerator.register_for_checkpointing(Counter(7))
+    run.train(2)
+    run.accelerator.save_state(str(root / "ck"))
+    state = run.whole_state()
+    if run.accelerator.is_main_process:
+        torch.save((state, run.scheduler.state_dict()), root / "state.pt")
+
+
+def _load(root: Path, layout: str, native: bool) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start(layout, seed=3, native=native, stateful=False, unused=False)
+    counter = Counter(0)
+    run.accelerator.register_for_checkpointing(counter)
+    run.accelerator.load_state(str(root / "ck"))
+    state, schedule = torch.load(root / "state.pt", weights_only=True)
+    found = run.whole_state()
+    if native:  # it makes lists of the betas
+        state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        found = {key: found[key] for key in state}
+    assert_same(state, found)
+    assert run.scheduler.state_dict() == schedule
+    assert counter.value == 7
+
+
+class Counter:
+    """Something that users register."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
+def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, layout: str) -> None:
+    launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, False)
+    launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, True)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+    folders = [str(tmp_path / "ck" / "pytorch_model_fsdp_0"), str(tmp_path / "merged")]
+    subprocess.run([*command, *folders], check=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    state, _ = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert_same({key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}, merged)
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2", "hsdp", "fsdp1"])
+def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, layout: str) -> None:
+    launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, True)
+    launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False)
+
+
+def test_a_registered_object_of_stock_accelerate_is_not_executed(tmp_path: Path) -> None:
+    launch.run(_save, 1, tmp_path, "single", True)
+    torch.save(Planted(tmp_path / "executed"), tmp_path / "ck" / "custom_checkpoint_0.pkl")
+    launch.run(_refuse_planted, 1, tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+class Planted:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._path,))
+
+
+def _refuse_planted(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("single", stateful=False, unused=False)
+    run.accelerator.register_for_checkpointing(Counter(0))
+    with pytest.raises(dcp.UnsafeCheckpoint, match="custom_checkpoint_0"):
+        run.accelerator.load_state(str(root / "ck"))
