@@ -56,8 +56,8 @@ def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path:
     launch.run(_background, 2, tmp_path)
 
 
-def _small_files(root: Path) -> None:
-    """transformers writes them on rank 0, and the Trainer then waits for all ranks."""
+def _on_one_rank(root: Path) -> None:
+    """Something fails on one rank before the Trainer waits for all ranks, as it does when there is a best step."""
     from tests.transformers_trainer import training as t
 
     class Full(t.Ours):  # type: ignore[misc, name-defined]
@@ -71,10 +71,23 @@ def _small_files(root: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": t.Text(4)}
     with pytest.raises(dcp.CheckpointError, match=r"rank 0.*disk full"):
         t.trainer(root, "ddp", kind=Full, **options).train()
+
+    class Unsaved(Full):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            """This works."""
+
+        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+            scheduler = super().create_scheduler(*args, **kwargs)
+            if self.args.process_index == 1:
+                scheduler.state_dict = lambda: 1 / 0
+            return scheduler
+
+    with pytest.raises(dcp.CheckpointError, match=r"rank 1.*division by zero"):
+        t.trainer(root, "ddp", kind=Unsaved, **options).train()
     assert not [path for path in root.iterdir() if path.name.startswith("checkpoint-")]
     with pytest.raises(dcp.CheckpointNotFound, match="no complete checkpoint"):
         t.trainer(root, "ddp").train(resume_from_checkpoint=True)
 
 
-def test_small_files_that_cannot_be_written_fail_the_save_everywhere(tmp_path: Path) -> None:
-    launch.run(_small_files, 2, tmp_path)
+def test_what_cannot_be_saved_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    launch.run(_on_one_rank, 2, tmp_path)

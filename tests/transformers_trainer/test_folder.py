@@ -191,3 +191,20 @@ def _train_with_best(root: Path, kind: str, options: dict[str, Any]) -> list[str
     trainer = t.trainer(root, kind=base, config=config, eval_dataset=t.Text(2), **options)
     trainer.train()
     return _checkpoints(root)
+
+
+def _on_sigterm(root: Path) -> None:
+    """What ``enable_jit_checkpoint`` does: it makes the folder itself, marks it as incomplete, and saves."""
+    from transformers.trainer_jit_checkpoint import CheckpointManager
+
+    from tests.transformers_trainer import training as t
+
+    trainer = t.trainer(root, save_strategy="no")
+    trainer.train()
+    CheckpointManager(trainer).execute_jit_checkpoint()
+    assert not (root / "checkpoint-6" / "checkpoint-is-incomplete.txt").exists()
+    assert t.begin(t.trainer(root, net=t.model(seed=9)), resume=True).step == 6
+
+
+def test_a_checkpoint_just_in_time_goes_into_its_prepared_folder(tmp_path: Path) -> None:
+    launch.run(_on_sigterm, 1, tmp_path)

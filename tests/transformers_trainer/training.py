@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not "cpu:0", which FSDP1 does not take
 
 import gc
 import random
@@ -149,6 +148,7 @@ def trainer(
             os.environ.pop(name)
     warnings.filterwarnings("ignore", module="transformers|accelerate|peft")
     transformers.utils.logging.disable_progress_bar()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not "cpu:0", which FSDP1 does not take
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
