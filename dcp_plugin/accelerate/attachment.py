@@ -109,7 +109,7 @@ class Attachment:
             if self._resumable_natively(training):
                 native.write_small_files(accelerator, directory, training.registered, step)
             # Now, since hooks may draw random numbers.
-            state.update(extras.gather(accelerator, self._trackers, training.registered, step, self.config.rng))
+            state.update(extras.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
         views = native.views(training.models, training.optimizers) if self._resumable_natively(training) else None
         if self.config.async_save and not automatic:
@@ -252,7 +252,7 @@ class Attachment:
                 f"accelerator.sync_gradients.",
                 stacklevel=3,
             )
-        for tracker in self._trackers:
+        for tracker in self._tracked():
             tracker.step_back = within
         return step - within
 
@@ -270,12 +270,17 @@ class Attachment:
             return keys_by_name(path).get(EXTRA, [])
 
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
-        restoring = extras.Restoring(self._accelerator, self._trackers, training.registered, keys)
+        restoring = extras.Restoring(self._accelerator, self._tracked(), training.registered, keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
         self.last_load = self._checkpointer.load(state, path, strict=strict)
         for message in restoring.apply():
             logger.warning("%s: %s", path, message)
+
+    def _tracked(self) -> list[Tracker]:
+        """In the order in which they were prepared, without those that ``free_memory`` has let go."""
+        prepared = {id(loader) for loader in _accelerate.dataloaders(self._accelerator)}
+        return [tracker for tracker in self._trackers if id(tracker.loader) in prepared]
 
     def _decide(self, choose: Callable[[], Path]) -> Path:
         """Rank 0 chooses, all go there; or all raise."""

@@ -66,7 +66,8 @@ def rotate(accelerator: Accelerator) -> None:
     limit = accelerator.project_configuration.total_limit
     if limit is None:
         return
-    for _, path in sorted(_numbered(_folder(accelerator)), reverse=True)[max(1, limit) :]:
+    complete = [path for _, path in sorted(_numbered(_folder(accelerator))) if not native.why_incomplete(path)]
+    for path in complete[: -max(1, limit)]:
         lifecycle.remove(path)
 
 

@@ -136,8 +136,7 @@ def _iterable(path: Path) -> None:
 
     def prepared() -> tuple[Any, Any]:
         run = t.start("single", data={"dispatch_batches": False})
-        run.accelerator._dataloaders.clear()
-        run.attached._trackers.clear()
+        run.accelerator.free_memory()
         return run.accelerator, run.accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
 
     accelerator, loader = prepared()
