@@ -1,4 +1,4 @@
-"""The one place for what is private in Lightning Fabric or in Python's shutdown, each with the reason.
+"""The one place for what is private in Lightning Fabric, each with the reason.
 
 Fabric comes in two packages of different classes: ``lightning.fabric`` and ``lightning_fabric`` (the one below
 ``pytorch_lightning``). Which one an object belongs to is read from its class, so neither has to be installed.
@@ -9,8 +9,6 @@ Fabric comes in two packages of different classes: ``lightning.fabric`` and ``li
 from __future__ import annotations
 
 import importlib
-import threading
-from collections.abc import Callable
 from typing import Any
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")
@@ -52,9 +50,3 @@ def plugin_of(strategy: Any) -> Any:
         return strategy.checkpoint_io
     except NotImplementedError:
         return None
-
-
-def when_the_program_ends(work: Callable[[], None]) -> None:
-    """Call ``work`` while threads can still be started. ``atexit`` comes too late: by then the background save has
-    failed, because Python starts no thread of a pool any more."""
-    threading._register_atexit(work)  # type: ignore[attr-defined]

@@ -7,18 +7,15 @@ and is told so.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dcp_plugin.checkpointer import Checkpointer, SaveHandle
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.fabric._fabric import plugin_of, when_the_program_ends
-
-logger = logging.getLogger("dcp_plugin")
+from dcp_plugin.fabric._fabric import plugin_of
 
 
 class Attachment:
@@ -29,7 +26,6 @@ class Attachment:
         self._config = config
         self._class_before = type(strategy)
         self._checkpointer: Checkpointer | None = None
-        self._last_save: SaveHandle | None = None
 
     @property
     def config(self) -> CheckpointConfig:
@@ -52,10 +48,7 @@ class Attachment:
         return self._checkpointer
 
     def save(self, state: Mapping[str, Any], path: Path, step: int | None) -> None:
-        self._last_save = None
-        self._last_save = self.checkpointer.save(state, path, step)
-        if self.config.async_save:
-            _nobody_waited_for.add(self)
+        self.checkpointer.save(state, path, step)
 
     def wait(self) -> None:
         """Wait until what was saved is on disk.
@@ -63,7 +56,6 @@ class Attachment:
         Raises:
             SaveFailed: It failed; on every rank, and once.
         """
-        _nobody_waited_for.discard(self)
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -73,7 +65,6 @@ class Attachment:
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        _nobody_waited_for.discard(self)
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
@@ -99,29 +90,3 @@ class Attachment:
             if error is None:
                 raise
             error.add_note(f"Besides, a checkpoint could not be saved: {failure}")
-
-    def _finish_late(self) -> None:
-        """The program ends, and nobody has waited."""
-        handle = self._last_save
-        path = "a checkpoint" if handle is None else handle.path
-        if handle is not None and not handle.done() and getattr(self._strategy, "is_global_zero", True):
-            logger.warning(
-                "the program ends while %s is being saved; it goes on until that is on disk. Call wait() on what "
-                "attach() returned to be told whether it succeeded.",
-                path,
-            )
-        try:
-            self.wait()
-        except Exception as error:
-            logger.error("%s was NOT saved, and the program ended without asking: %s", path, error)
-
-
-_nobody_waited_for: set[Attachment] = set()
-
-
-def _finish_all() -> None:
-    for attachment in list(_nobody_waited_for):
-        attachment._finish_late()
-
-
-when_the_program_ends(_finish_all)

@@ -102,7 +102,8 @@ def _lightning(path: Path, load: bool) -> dict[str, Any]:
     look = Look()
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(), plugins=[DCPCheckpointIO()], callbacks=[look],
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, max_steps=4 if load else 2,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        max_steps=4 if load else 2,
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(_data(), batch_size=4)
     trainer.fit(Module(), loader, ckpt_path=str(path) if load else None)

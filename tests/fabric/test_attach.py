@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -166,45 +164,3 @@ def _one_rank_fails(root: Path) -> None:
 
 def _broken(state: dict[str, Any]) -> None:
     raise OSError("no such position")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(tmp_path: Path, fails: bool) -> None:
-    import dcp_plugin as dcp
-
-    launch.run(_forgets_to_wait, 1, tmp_path, fails)
-    said = (tmp_path / "log").read_text()
-    assert f"the program ends while {tmp_path / 'saved'} is being saved" in said
-    assert ("was NOT saved, and the program ended without asking" in said) == fails
-    assert ("disk full" in said) == fails
-    assert (dcp.latest(tmp_path) is None) == fails
-    if not fails:
-        assert dcp.verify(tmp_path / "saved").ok
-
-
-def _forgets_to_wait(root: Path, fails: bool) -> None:
-    """The save is held up until the program is at its end."""
-    import torch
-
-    from dcp_plugin import progress
-    from dcp_plugin.fabric import attach
-    from tests.fabric import training as t
-
-    at_the_end = threading.Event()
-
-    class Log(logging.FileHandler):
-        def emit(self, record: logging.LogRecord) -> None:
-            super().emit(record)
-            at_the_end.set()
-
-    def hold(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveStarted):
-            assert at_the_end.wait(30)
-            if fails:
-                raise OSError("disk full")
-
-    logging.getLogger("dcp_plugin").addHandler(Log(root / "log"))
-    progress.subscribe(hold)
-    fabric = t.fabric_for("single")
-    attach(fabric, async_save=True)
-    fabric.save(root / "saved", {"model": fabric.setup(torch.nn.Linear(9, 9))})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import Any
 
 import pytest
@@ -14,10 +13,6 @@ from tests import launch
 @pytest.mark.parametrize("case", ["names", "distributed_sampler", "epochs", "unwrapping", "rng_while_saving"])
 def test_fabric_is_as_the_door_expects(tmp_path: Any, case: str) -> None:
     launch.run(globals()[f"_{case}"], 1, tmp_path)
-
-
-def test_python_runs_work_at_the_end_of_a_program_before_it_stops_thread_pools() -> None:
-    assert callable(threading._register_atexit)  # type: ignore[attr-defined]
 
 
 def _names(root: Any) -> None:
