@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import threading
 import warnings
 from typing import Any
 
@@ -61,3 +62,7 @@ def _fsdp1_internals() -> None:
 
 def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
     launch.run(_fsdp1_internals, 2)
+
+
+def test_python_runs_work_at_the_end_of_a_program_before_it_stops_thread_pools() -> None:
+    assert callable(getattr(threading, "_register_atexit", None)), "background saves that nobody waits for would fail"
