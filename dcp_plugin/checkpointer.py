@@ -10,6 +10,7 @@ rank's part of a load depends on another's, unless they share the reading.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan
 
 from dcp_plugin import lifecycle, progress
+from dcp_plugin._python import before_threads_end
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
@@ -166,6 +168,8 @@ class Checkpointer:
             return handle
         blocked = time.monotonic() - job.began
         self._in_flight = handle
+        _unattended.add(self)
+        _attend_when_the_program_ends()
         self._thread = threading.Thread(
             target=self._run, args=(handle, lambda: self._write(job, ranks, blocked)), name="dcp-save"
         )
@@ -214,6 +218,7 @@ class Checkpointer:
         """
         handle, thread = self._in_flight, self._thread
         self._in_flight = self._thread = None
+        _unattended.discard(self)
         if thread is not None:
             thread.join()
         if handle is not None:
@@ -238,6 +243,20 @@ class Checkpointer:
             if self._ranks is not None:
                 self._ranks.close()
                 self._ranks = None
+
+    def _attend_late(self) -> None:
+        """The program ends, and nobody has waited for the save in flight."""
+        handle, ranks = self._in_flight, self._ranks
+        if handle is not None and not handle.done() and (ranks is None or ranks.rank == 0):
+            logger.warning(
+                "the program ends while %s is being saved; it goes on until that is on disk. Wait for it, or close "
+                "what saves, to be told whether it succeeded.",
+                handle.path,
+            )
+        try:
+            self.wait()
+        except Exception as error:
+            logger.error("%s was NOT saved, and the program ended without asking: %s", handle and handle.path, error)
 
     def _meet(self) -> Ranks:
         """The group of ranks; made at the first use, and again after a failure or a new default group."""
@@ -358,6 +377,19 @@ class Checkpointer:
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
         return wanted and ranks.rank == 0
+
+
+_unattended: set[Checkpointer] = set()
+"""Those whose background save nobody has waited for yet."""
+
+
+@functools.cache
+def _attend_when_the_program_ends() -> None:
+    def attend() -> None:
+        for checkpointer in tuple(_unattended):
+            checkpointer._attend_late()
+
+    before_threads_end(attend)
 
 
 class _Load:

@@ -13,12 +13,12 @@ import dcp_plugin as dcp
 
 ROOT = Path(dcp.__file__).parent
 FLOORS = [
-    ("_torch", "config", "errors", "types", "progress", "ranks", "_entry_points"),
+    ("_torch", "_python", "config", "errors", "types", "progress", "ranks", "_entry_points"),
     ("storage",),
     ("planning", "staging"),
     ("state", "partial"),
     ("lifecycle", "inspection", "checkpointer", "api", "conventions"),
-    ("lightning", "accelerate", "cli", "__main__"),
+    ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))

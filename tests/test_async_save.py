@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -87,3 +90,32 @@ def _events(root: Path) -> list[str]:
 
 def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
     launch.run(_events, 2, tmp_path)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(tmp_path: Path, fails: bool) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORGETS_TO_WAIT, str(tmp_path / "ck"), str(int(fails))], capture_output=True, text=True
+    )
+    assert ended.returncode == 0
+    assert f"the program ends while {tmp_path / 'ck'} is being saved" in ended.stderr
+    assert ("was NOT saved, and the program ended without asking" in ended.stderr) == fails
+    assert ("disk full" in ended.stderr) == fails
+    assert (dcp.latest(tmp_path) is None) == fails
+    if not fails:
+        assert dcp.verify(tmp_path / "ck").ok
+
+
+_FORGETS_TO_WAIT = """
+import sys, time, torch, dcp_plugin as dcp
+from dcp_plugin import progress
+
+def slowly(event):
+    if isinstance(event, progress.SaveStarted):
+        time.sleep(1.0)  # the main thread has ended by now
+        if int(sys.argv[2]):
+            raise OSError("disk full")
+
+progress.subscribe(slowly)
+dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
+"""

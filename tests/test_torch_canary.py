@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import threading
 import warnings
 from typing import Any
 
@@ -74,3 +75,7 @@ def test_torch_tells_how_to_undo_its_stream_transforms() -> None:
     assert _torch.undo_transforms(data, ["stream.zstd/1"], 4) == b"some"
     with pytest.raises(ValueError, match=r"stream\.unheard"):
         _torch.transforms_of(["stream.unheard/1"])
+
+
+def test_python_runs_work_at_the_end_of_a_program_before_it_stops_thread_pools() -> None:
+    assert callable(getattr(threading, "_register_atexit", None)), "background saves that nobody waits for would fail"

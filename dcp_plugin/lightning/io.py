@@ -47,6 +47,13 @@ class DCPCheckpointIO(CheckpointIO):
         """Set by a promoted strategy: all ranks save."""
         in_existence.add(self)
 
+    def __repr__(self) -> str:
+        """What Lightning's other package shows when it refuses this as a plugin: say what to do there."""
+        return (
+            "DCPCheckpointIO, which is for `lightning` (for a Fabric of `lightning_fabric` there is "
+            "dcp_plugin.fabric.attach(fabric))"
+        )
+
     def checkpointer(self, world_size: int) -> Checkpointer:
         """The checkpointer of a promoted strategy, whose ranks all use it together."""
         if self._checkpointer is None:
@@ -133,7 +140,8 @@ class DCPCheckpointIO(CheckpointIO):
         warnings.warn(
             "DCPCheckpointIO is used by rank 0 alone: the strategy has not been promoted, so each checkpoint goes "
             "through rank 0's memory, and the random state of the ranks is not saved. The callback that promotes it "
-            "comes with the installed package (entry points); without installation, add callbacks=[DCPCallback()].",
+            "comes with the installed package (entry points); without installation, add callbacks=[DCPCallback()]. A "
+            "Fabric has no callbacks: dcp_plugin.fabric.attach(fabric) promotes its strategy.",
             stacklevel=3,
         )
 

@@ -65,7 +65,9 @@ def load(
     keys = keys_by_name(path)
     names = _optimizers_in(keys, path, len(optimizers))
     checkpoint: Checkpoint = {}
-    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=False)), EXTRA: checkpoint}
+    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=False))}
+    if EXTRA in keys:
+        state[EXTRA] = checkpoint
     before = _copies(gather_module(model)) if hooked else None
     # What only the checkpoint has, for the hook: single values, read as a whole.
     foreign = [key for key in keys.get(MODEL, ()) if before is not None and key not in before]

@@ -136,7 +136,7 @@ class Resume:
             rng.derive(state["streams"], trainer.global_rank)
             return
         rng.restore(state["streams"], trainer.strategy.root_device)
-        for loader, saved in zip(_lightning.train_dataloaders(trainer), state["loaders"], strict=False):
+        for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
             for generator, generator_state in zip(_generators(loader), saved, strict=False):
                 generator.set_state(generator_state)
 

@@ -35,13 +35,13 @@ from torch.optim import Optimizer
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import layout, loading, resume
-from dcp_plugin.lightning._lightning import unwrapped
+from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.lightning.sampler import make_resumable
 from dcp_plugin.state import gather_module, gather_optimizer
+from dcp_plugin.state.sampler import make_resumable
 
 SUPPORTED = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 UNSUPPORTED = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
@@ -147,6 +147,12 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # if saved by another door
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
+            elif fitting and "optimizer_states" in checkpoint:
+                checkpoint.setdefault("lr_schedulers", [])
+                rank_zero_warn(
+                    f"{path} was not saved by a Trainer: model and optimizers are restored; the loops, schedules and "
+                    "random streams of this training start at their beginning."
+                )
             return checkpoint
 
         def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
@@ -169,7 +175,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             dataloader = super().process_dataloader(dataloader)
             trainer = self.lightning_module.trainer
             if trainer.training:
-                make_resumable(dataloader)
+                make_resumable(dataloader, inside_distributed_sampler)
                 if self._dcp_resume is not None:
                     self._dcp_resume.prepare(trainer, dataloader)
             return dataloader

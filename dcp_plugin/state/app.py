@@ -92,7 +92,7 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         if name in modules:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            parts.append(_OptimizerPart(name, _module_of(name, value, modules), value, stock_aliases))
+            parts.append(_OptimizerPart(name, module_of(name, value, modules), value, stock_aliases))
         elif is_tensor(value) or not isinstance(value, (Mapping, Stateful)):
             parts.append(_ValuePart(name, owner, path[-1]))
         elif isinstance(value, Mapping):
@@ -156,7 +156,12 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
     )
 
 
-def _module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
+def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """The module that an optimizer trains.
+
+    Raises:
+        CheckpointMismatch: None has all of its parameters.
+    """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for module in modules.values():
         known = fsdp1.flat_parameter_names(module) if fsdp1.contains_fsdp1(module) else parameter_names(module)

@@ -10,14 +10,12 @@ generator the order of this epoch came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
-
-from dcp_plugin.lightning._lightning import inside_distributed_sampler
 
 
 class ResumableSampler(Sampler[int]):
@@ -57,8 +55,12 @@ class ResumableSampler(Sampler[int]):
             yield index
 
 
-def make_resumable(dataloader: Any) -> None:
-    """Give a stateful dataloader a sampler with a position, where Lightning has put one without."""
+def make_resumable(dataloader: Any, inside_distributed_sampler: Callable[[Any], Any]) -> None:
+    """Give a stateful dataloader a sampler with a position, where Lightning has put one without.
+
+    Args:
+        inside_distributed_sampler: The user's sampler in Lightning's; None for any other sampler.
+    """
     batches = getattr(dataloader, "batch_sampler", None)
     inner = inside_distributed_sampler(getattr(batches, "sampler", None))
     generator = getattr(inner, "generator", None)

@@ -1,0 +1,98 @@
+"""The one place for private names of transformers and PEFT, each with the reason why no public one does.
+
+What :class:`~dcp_plugin.accelerate.trainer.mixin.DCPTrainerMixin` overrides is private too, since the Trainer
+has no public hook for any of it: ``OVERRIDDEN`` lists that, with the parameters it expects.
+``tests/transformers_trainer/test_canaries.py`` fails loudly when one of them moves or changes its meaning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import _is_peft_model
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
+
+from dcp_plugin.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+OVERRIDDEN = {
+    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "save_model": ("output_dir", "_internal_call"),
+    "_get_output_dir": ("trial",),
+    "_save_checkpoint": ("model", "trial"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_save_scaler": ("output_dir",),
+    "_save_rng_state": ("output_dir",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_load_scaler": ("checkpoint",),
+    "_load_rng_state": ("checkpoint",),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "_load_best_model": (),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+}
+"""The methods of Trainer that the mixin takes over, with their parameters."""
+
+
+def refuse_unsupported(trainer: Trainer) -> None:
+    """Raise CheckpointError for backends that keep and write their state in a way of their own, and where Accelerate
+    has silently made something else of what was asked for."""
+    backends = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "XLA": is_torch_xla_available(),
+        "SageMaker's model parallelism": is_sagemaker_mp_enabled(),
+    }
+    for name, used in backends.items():
+        if used:
+            raise CheckpointError(
+                f"DCPTrainerMixin does not support {name}: it keeps or writes its state in a way of its own. "
+                "Train on one device, with DDP or FSDP, or take the mixin out."
+            )
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        raise CheckpointError(
+            f"The TrainingArguments ask for FSDP, but Accelerate trains with {trainer.accelerator.distributed_type}, "
+            "where every rank holds everything: it shards on accelerators only. Take fsdp= out, or train on those."
+        )
+
+
+def unwrapped(trainer: Trainer) -> nn.Module:
+    """The model as the user knows it."""
+    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return model
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether this is a PEFT model: a base that somebody else keeps, and adapters. No public name tells it without
+    importing PEFT, which need not be installed."""
+    is_peft_model: Callable[[nn.Module], bool] = _is_peft_model
+    return is_peft_model(model)
+
+
+def describe_model(trainer: Trainer, directory: str) -> None:
+    """Write what transformers keeps beside a model's weights, without the weights: configurations, the tokenizer,
+    the training arguments. Call it on the ranks that write."""
+    model: Any = unwrapped(trainer)
+    if not is_adapted(model):
+        # ``_save`` rather than its parts: subclasses of Trainer override it to add files of their own.
+        trainer._save(directory, state_dict={})
+        for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
+            if os.path.exists(empty := os.path.join(directory, name)):
+                os.remove(empty)
+        return
+    os.makedirs(directory, exist_ok=True)
+    for name, config in model.peft_config.items():  # PEFT's own save wants the weights, whole
+        config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
+    tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    torch.save(trainer.args, os.path.join(directory, TRAINING_ARGS_NAME))

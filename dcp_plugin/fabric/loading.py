@@ -1,0 +1,282 @@
+"""What ``fabric.load`` takes from where: checkpoints of every door, and of Fabric without this package.
+
+The rule: rank 0 looks at what is there and tells the others, so that all ranks ask the core for the same, or raise
+the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from dcp_plugin._torch import DTensor, ShardedTensor
+from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.fabric.resume import Through, continue_at, data_rank, has_position, restore_rng
+from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
+from dcp_plugin.inspection import inspect
+from dcp_plugin.state import unflatten_optimizer
+
+logger = logging.getLogger("dcp_plugin")
+
+METADATA_OF_FABRIC = "meta.pt"
+"""What Fabric itself puts beside a sharded checkpoint: everything but modules and optimizers."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint has, in the words of whoever saved it."""
+
+    tops: list[str]
+    """The first segments of its keys, but for ``extra``."""
+    optimizers: list[str]
+    """Those of them under which there is the state of an optimizer."""
+    sharded: list[str]
+    """Those under which there are tensors."""
+    extras: dict[str, list[int]] = field(default_factory=dict)
+    """What it has of ``extra``, and which ranks have it, if it is kept by rank."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The users' names of modules and optimizers."""
+    made_by_fabric: bool = False
+    """Fabric itself saved it, without this package."""
+
+
+def look(path: Path, wanted: list[str]) -> Contents:
+    """What there is, on one rank.
+
+    Args:
+        wanted: Names in ``extra`` that have dots, maybe.
+    """
+    info = inspect(path)
+    keys: dict[str, list[str]] = {}
+    for key in (*(tensor.key for tensor in info.tensors), *info.values):
+        top, _, rest = key.partition(".")
+        keys.setdefault(top, []).append(rest)
+    with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
+    extras: dict[str, list[int]] = {}
+    for key in keys.pop(EXTRA, []):
+        names = [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]
+        for name in names:
+            rank = key[len(name) + 1 :].partition(".")[0]
+            ranks = extras.setdefault(name, [])
+            if rank.isdecimal() and int(rank) not in ranks:
+                ranks.append(int(rank))
+    found: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
+    if extras.pop(NAMES, None) is not None:
+        Checkpointer(solo=True).load(found, path)
+    return Contents(
+        tops=list(keys),
+        optimizers=[top for top, rest in keys.items() if all(_is_of_optimizer(key) for key in rest)],
+        sharded=[top for top in keys if top in with_tensors],
+        extras=extras,
+        names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
+        made_by_fabric=(path / METADATA_OF_FABRIC).is_file(),
+    )
+
+
+def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """``fabric.load`` and ``fabric.load_raw`` of a directory. Collective.
+
+    Random streams are restored with an optimizer: loading weights alone does not change them.
+
+    Returns:
+        What the checkpoint has and ``state`` did not ask for. Where the strategy keeps shards this leaves out models
+        and optimizers, which no rank could hold, as Fabric does; otherwise they are in it as state dicts.
+
+    Raises:
+        CheckpointMismatch: A name of ``state`` is not in the checkpoint, if ``strict``; or what is there does not fit.
+    """
+    if isinstance(state, (nn.Module, Optimizer)):
+        _load_raw(strategy, path, state, strict)
+        return {}
+    state = {} if state is None else state
+    if not state and strategy.keeps_shards:
+        raise ValueError(
+            f"fabric.load({str(path)!r}) with {type(strategy).__name__} needs a state with the module to restore: the "
+            "whole model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
+        )
+    live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
+    asked = [name for name in state if name not in live]
+    found = _from_rank_0(strategy, path, lambda: look(path, asked))
+    if found.made_by_fabric:
+        return _load_made_by_fabric(strategy, path, state, strict, weights_only)
+    places = {**_places(MODEL, of_kind(nn.Module, state), found), **_places(OPTIM, of_kind(Optimizer, state), found)}
+    for name in asked:
+        if name in found.extras:
+            places[name] = f"{EXTRA}.{name}"
+        elif name in found.tops:
+            places[name] = name
+    missing = [name for name in state if name not in places]
+    if strict and missing:
+        there = [*(found.names.get(top, top) for top in found.tops), *(name for name in found.extras if name != RNG)]
+        raise CheckpointMismatch(
+            f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what fits."
+        )
+    trained = trained_modules(strategy, state)
+    modules = list(of_kind(nn.Module, state).values())
+    trained = trained_modules(strategy, state)
+    target: dict[str, Any] = {**names_for({name: module for name, module in trained.items() if module not in modules})}
+    for name, place in places.items():
+        target.update(_target(strategy, name, state[name], place, found))
+    left = _left(strategy, found, set(places.values()))
+    target.update(dict.fromkeys(left.values()))
+    if of_kind(Optimizer, state) and strategy.dcp.config.rng:  # last, after the dataloaders have drawn
+        target.update(_streams(strategy, found))
+    strategy.dcp.checkpointer.load(target, path, strict=strict)
+    for name, place in places.items():
+        if _is_replaced(state[name]):
+            state[name] = target[place]
+    return {name: _nested(target[place], place in found.optimizers) for name, place in left.items()}
+
+
+def _places(kind: str, mine: Mapping[str, Any], found: Contents) -> dict[str, str]:
+    """Where the user's modules, or optimizers, are in the checkpoint: by the user's names, else by their order."""
+    places: dict[str, str] = {}
+    by_order = among(kind, found.tops)
+    for user in mine:
+        known = [name for name, other in found.names.items() if other == user and name in by_order]
+        if known or user in found.tops:
+            places[user] = known[0] if known else user
+    others = [user for user in mine if user not in places]
+    rest = [name for name in by_order if name not in places.values()]
+    if len(others) == len(rest):
+        places.update(zip(others, rest, strict=True))
+    elif len(mine) == 1 and not by_order:
+        places[others[0]] = kind  # of another name: the core finds the only one of its kind, and says so
+    return places
+
+
+def _target(strategy: Any, name: str, value: Any, place: str, found: Contents) -> dict[str, Any]:
+    """What the core has to fill for one item of the state, by key."""
+    if not has_position(value):
+        return {place: None if _is_replaced(value) else value}
+    rank, ranks = data_rank(strategy)
+    saved_on = found.extras.get(name, [])
+    if len(saved_on) == ranks:
+        return {f"{place}.{rank}": Through.loads(partial(continue_at, value))}
+    if rank == 0:
+        logger.warning(
+            "the position of %r was saved on %d data-parallel ranks and this run has %d: the dataloader starts with "
+            "its first batch, so samples of the epoch under way come again. To continue exactly, resume on as many "
+            "ranks as then, or from a checkpoint made between two epochs.",
+            name,
+            len(saved_on),
+            ranks,
+        )
+    return {}
+
+
+def _is_replaced(value: Any) -> bool:
+    """Whether a value of the state is exchanged for that of the checkpoint, as Fabric does with plain ones; live and
+    sharded ones are filled in place."""
+    if isinstance(value, Mapping):
+        return all(_is_replaced(item) for item in value.values())
+    return not isinstance(value, (nn.Module, Optimizer, Stateful, DTensor, ShardedTensor))
+
+
+def _left(strategy: Any, found: Contents, taken: set[str]) -> dict[str, str]:
+    """Where the remainder is, by the name under which the user gets it."""
+    tops = [top for top in found.tops if top not in taken and not (strategy.keeps_shards and top in found.sharded)]
+    extras = {name: f"{EXTRA}.{name}" for name in found.extras if name != RNG}
+    return {
+        **{found.names.get(top, top): top for top in tops},
+        **{name: place for name, place in extras.items() if place not in taken},
+    }
+
+
+def _streams(strategy: Any, found: Contents) -> dict[str, Any]:
+    ranks = found.extras.get(RNG, [])
+    if not ranks:
+        return {}
+    mine = getattr(strategy, "global_rank", 0)
+    source = mine if mine in ranks else 0
+    return {f"{EXTRA}.{RNG}.{source}": Through.loads(partial(restore_rng, strategy, saved_on=len(ranks)))}
+
+
+def _nested(value: Any, is_optimizer: bool) -> Any:
+    """An optimizer's state dict as Fabric would have it; any other value as it is."""
+    if not is_optimizer or not isinstance(value, dict) or "state" in value:
+        return value
+    return unflatten_optimizer({key: item for key, item in value.items() if key != "param_groups"})
+
+
+def _load_made_by_fabric(
+    strategy: Any, path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """A sharded checkpoint of Fabric without this package: tensors by the user's names, all else in a file."""
+    live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
+    metadata: dict[str, Any] = _from_rank_0(
+        strategy,
+        path,
+        lambda: torch.load(path / METADATA_OF_FABRIC, map_location="cpu", weights_only=weights_only is not False),
+    )
+    missing = [name for name in state if name not in live and name not in metadata]
+    if strict and missing:
+        raise CheckpointMismatch(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
+    strategy.dcp.checkpointer.load(live, path, strict=strict)
+    for name in state:
+        if name in metadata and isinstance(state[name], Stateful):
+            state[name].load_state_dict(metadata.pop(name))
+        elif name in metadata and name not in live:
+            state[name] = metadata.pop(name)
+    return metadata
+
+
+def _load_raw(strategy: Any, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:
+    """One module or optimizer, from a checkpoint that has one."""
+    found = _from_rank_0(strategy, path, lambda: look(path, []))
+    if isinstance(value, nn.Module):
+        name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
+        strategy.dcp.checkpointer.load({name: value}, path, strict=strict)
+        return
+    name = _only("optimizer", path, found.optimizers)
+    try:
+        module = trained_modules(strategy, {name: value})[name]
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(
+            "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
+            "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
+        ) from error
+    strategy.dcp.checkpointer.load({**names_for({name: module}), name: value}, path, strict=strict)
+
+
+def _only(what: str, path: Path, found: list[str]) -> str:
+    if len(found) == 1:
+        return found[0]
+    there = f"{len(found)} ({', '.join(found)})" if found else "none"
+    raise CheckpointMismatch(
+        f"load_raw takes the only {what} of a checkpoint, and {path} has {there}: use fabric.load."
+    )
+
+
+def _is_of_optimizer(key: str) -> bool:
+    return key.partition(".")[0] in ("state", "param_groups")
+
+
+def _from_rank_0(strategy: Any, path: Path, work: Callable[[], T]) -> T:
+    """The result of ``work`` on rank 0, or its error, on every rank."""
+    outcome: Any = None
+    if strategy.is_global_zero:
+        try:
+            outcome = work()
+        except CheckpointError as error:
+            outcome = error
+        except Exception as error:
+            outcome = CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}")
+    outcome = strategy.broadcast(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    result: T = outcome
+    return result

@@ -1,0 +1,117 @@
+"""The training of train.py as a loop of one's own over Lightning Fabric: the same model, text and settings.
+
+    python examples/fabric_train.py                           # one process
+    torchrun --standalone --nproc-per-node 2 examples/fabric_train.py strategy=fsdp2
+    torchrun --standalone --nproc-per-node 4 examples/fabric_train.py strategy=hsdp checkpoint=sync resume=must
+
+Stop it however you like and start it again, on another number of ranks or with another strategy.
+`attach(fabric)` is the one line that has all ranks save and load; everything else is plain Fabric.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+import torch.nn.functional as F
+from gpt import GPT, Block, shard
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from omegaconf import DictConfig
+from stdlib_text import StdlibText
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import OneCycleLR
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dcp_plugin import resolve_resume
+from dcp_plugin.fabric import attach
+
+
+@hydra.main(version_base=None, config_path="../configs", config_name="train")
+def main(cfg: DictConfig) -> None:
+    fabric = Fabric(accelerator=cfg.accelerator, strategy=build_strategy(cfg), devices=cfg.devices, num_nodes=cfg.nodes)
+    keep = cfg.checkpoint.get("keep", -1)
+    checkpoints = attach(fabric, async_save=cfg.checkpoint.async_save, keep_last=keep if keep > 0 else None)
+    fabric.launch()
+
+    torch.manual_seed(cfg.seed)  # every rank starts with the same weights
+    model = fabric.setup_module(GPT(**cfg.model))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), weight_decay=cfg.optim.weight_decay))
+    torch.manual_seed(cfg.seed + 1 + fabric.global_rank)  # and drops out different activations
+    schedule = OneCycleLR(optimizer, cfg.optim.lr, total_steps=cfg.steps, cycle_momentum=False)
+    text = StdlibText(context=cfg.model.context, seed=cfg.seed, **cfg.data)
+    loader = text.share(fabric.global_rank, fabric.world_size)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "text": Position(loader), "step": 0}
+
+    root = Path(cfg.run_dir, "checkpoints")
+    if newest := fabric.broadcast(resolve_resume(cfg.resume, root)):
+        fabric.load(newest, state)  # before the loop over the data
+        fabric.print(f"resumed from {newest}")
+    while state["step"] < cfg.steps:
+        for windows in loader:
+            windows = fabric.to_device(windows)
+            loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            state["step"] += 1
+            if state["step"] % cfg.log_every == 0:
+                fabric.print(f"step {state['step']} loss {fabric.all_reduce(loss.detach()).item():.6f}")
+            if cfg.checkpoint.enabled and state["step"] % cfg.checkpoint.every == 0:
+                fabric.save(root / f"step-{state['step']:06d}", state)
+            if state["step"] == cfg.steps:
+                break
+        else:
+            loader.sampler.set_epoch(loader.sampler.epoch + 1)
+    checkpoints.wait()  # Fabric does not say when a training ends
+
+
+class Position:
+    """Where in the text the training is: a number of global batches, which is right on any number of ranks.
+
+    A dataloader whose position is each rank's own goes into the state as it is.
+    """
+
+    def __init__(self, loader: StatefulDataLoader) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> dict:
+        return {"epoch": self.loader.sampler.epoch, "batches": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.loader.sampler.set_epoch(state["epoch"])
+        self.loader.load_state_dict(state["batches"])
+        self.loader.state_dict()  # makes the iterator, which draws, now: random numbers are restored after this
+
+
+def build_strategy(cfg: DictConfig) -> Strategy | str:
+    ranks = cfg.devices * cfg.nodes
+    match cfg.strategy.name:
+        case "single":
+            if ranks > 1:
+                raise SystemExit(f"strategy=single is for one process, not {ranks}: take strategy=ddp or fsdp2.")
+            return "auto"
+        case "ddp":
+            return "ddp"
+        case "fsdp1":
+            if cfg.accelerator == "cpu" or not torch.cuda.is_available():
+                raise SystemExit("strategy=fsdp1 needs a GPU; strategy=fsdp2 shards on CPUs too.")
+            return FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="sharded")
+        case "fsdp2" | "hsdp":
+            parallelize = partial(shard_over, replicas=cfg.strategy.get("replicate", 1))
+            return ModelParallelStrategy(parallelize, data_parallel_size=ranks, tensor_parallel_size=1)
+        case unknown:
+            raise SystemExit(f"strategy={unknown} is not one of single, ddp, fsdp1, fsdp2, hsdp")
+
+
+def shard_over(gpt: GPT, ranks: DeviceMesh, replicas: int) -> GPT:
+    mesh = ranks["data_parallel"]
+    if replicas > 1:
+        shape = (replicas, ranks.size() // replicas)
+        mesh = init_device_mesh(ranks.device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return shard(gpt, mesh)
+
+
+if __name__ == "__main__":
+    main()

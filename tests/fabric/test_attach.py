@@ -1,0 +1,166 @@
+"""``attach``: what it returns, what it refuses, and the end of a program with a save in flight."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+
+PACKAGES = ("lightning.fabric", "lightning_fabric")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_attach_can_be_repeated_and_undone(tmp_path: Path, package: str) -> None:
+    launch.run(_repeated_and_undone, 1, tmp_path, package)
+
+
+def _repeated_and_undone(root: Path, package: str) -> None:
+    import importlib
+
+    import torch
+
+    import dcp_plugin as dcp
+    from dcp_plugin.fabric import attach
+
+    fabric = importlib.import_module(package).Fabric(accelerator="cpu", devices=1)
+    stock = type(fabric.strategy)
+    attached = attach(fabric, async_save=True)
+    assert attach(fabric) is attached
+    assert attached.config.async_save
+    attach(fabric, async_save=True, io_threads=1)
+    assert attached.config.io_threads == 1
+
+    state = {"model": fabric.setup(torch.nn.Linear(3, 3)), "step": 1}
+    fabric.save(root / "ours", state)
+    assert fabric.load(root / "ours", dict(state)) == {}  # waits
+    attached.wait()
+    assert dcp.verify(root / "ours").ok
+    attached.detach()
+    assert type(fabric.strategy) is stock
+    fabric.save(root / "stock", state)
+    assert (root / "stock").is_file()
+    with attach(fabric):
+        fabric.save(root / "again", state)
+        fabric.load(root / "stock", state)  # a file, in Fabric's own way
+    assert type(fabric.strategy) is stock
+
+
+def test_strategies_of_ones_own_and_plugins() -> None:
+    launch.run(_strategies_and_plugins, 1)
+
+
+def _strategies_and_plugins() -> None:
+    import lightning_fabric
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+
+    import dcp_plugin as dcp
+    from dcp_plugin import fabric as door
+    from dcp_plugin.lightning import DCPCheckpointIO
+
+    fabric = Fabric(accelerator="cpu", strategy=door.DCPSingleDeviceStrategy("cpu"), plugins=DCPCheckpointIO(timeout=7))
+    assert door.attach(fabric).config.timeout == 7
+    door.attach(fabric).detach()
+    assert type(fabric.strategy) is door.DCPSingleDeviceStrategy  # as it was made
+    explicit = door.DCPDDPStrategy(checkpoint_config=dcp.CheckpointConfig(timeout=8))
+    assert explicit.dcp.config.timeout == 8
+    for name in ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"):
+        assert issubclass(getattr(door, f"DCP{name}"), getattr(lightning_strategies(), name))
+    standalone = door.dcp_strategy_class(lightning_fabric.strategies.SingleDeviceStrategy)("cpu")
+    assert lightning_fabric.Fabric(accelerator="cpu", strategy=standalone).strategy is standalone
+
+    with pytest.raises(TypeError, match=r"Fabric of `lightning_fabric` there is dcp_plugin\.fabric\.attach"):
+        lightning_fabric.Fabric(accelerator="cpu", plugins=DCPCheckpointIO())
+    with pytest.raises(ValueError, match="strategy"):
+        Fabric(accelerator="cpu", strategy=standalone)
+    with pytest.raises(dcp.CheckpointError, match="not a Trainer"):
+        door.attach(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
+    with pytest.raises(dcp.CheckpointError, match="XLAStrategy is not supported"):
+        door.dcp_strategy_class(lightning_strategies().XLAStrategy)
+    with pytest.raises(TypeError, match="has no field async_sav"):
+        door.attach(fabric, async_sav=True)
+
+
+def lightning_strategies() -> Any:
+    from lightning.fabric import strategies
+
+    return strategies
+
+
+def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
+    launch.run(_plugin_alone, 2, tmp_path)
+
+
+def _plugin_alone(root: Path) -> None:
+    from dcp_plugin.fabric import attach
+    from dcp_plugin.lightning import DCPCheckpointIO
+    from tests.fabric import training as t
+
+    fabric = t.fabric_for("ddp", plugins=DCPCheckpointIO(io_threads=1))
+    state = t.Training(fabric).state
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric.save(root / "rank-0", {"net": state["net"]})
+    said = [str(warning.message) for warning in caught if "rank 0 alone" in str(warning.message)]
+    assert len(said) == (fabric.global_rank == 0)
+    assert all("dcp_plugin.fabric.attach(fabric)" in message for message in said)
+    assert list(fabric.load(root / "rank-0")) == ["net"]
+
+    assert attach(fabric).config.io_threads == 1
+    fabric.save(root / "all", {"net": state["net"]})
+    assert {file.name for file in (root / "all").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+
+
+def test_a_failure_on_one_rank_is_raised_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
+    launch.run(_one_rank_fails, 2, tmp_path)
+
+
+def _one_rank_fails(root: Path) -> None:
+    import torch
+
+    import dcp_plugin as dcp
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    fabric = t.fabric_for("fsdp2")
+    attached = attach(fabric, async_save=True)
+    training = t.Training(fabric)
+    training.save(root / "saved")
+    attached.wait()
+    saved = training.whole_state()
+
+    def refuses_on_rank_1(key: str, value: Any) -> bool:
+        if fabric.global_rank == 1:
+            raise OSError("nothing goes")
+        return True
+
+    fabric.save(root / "saved", training.state, filter={"net": refuses_on_rank_1})
+    with pytest.raises(dcp.CheckpointError, match=r"rank 1.*nothing goes"):
+        attached.wait()
+    attached.wait()  # told once
+    fabric.save(root / "saved", training.state, filter={"net": refuses_on_rank_1})
+    with pytest.raises(RuntimeError, match="stop") as caught, attached:
+        raise RuntimeError("stop")
+    assert "nothing goes" in caught.value.__notes__[0]
+
+    attach(fabric)
+    if fabric.global_rank == 1:
+        training.state["loader"]._dataloader.load_state_dict = _broken
+    with pytest.raises(dcp.CheckpointError, match=r"rank 1.*no such position"):
+        training.load(root / "saved")
+    with pytest.raises(dcp.CheckpointNotFound):
+        training.load(root / "nowhere")
+    back = t.Training(fabric, seed=5)
+    back.load(root / "saved")
+    from tests.compare import assert_same
+
+    assert_same(saved, back.whole_state())
+    torch.distributed.barrier()
+
+
+def _broken(state: dict[str, Any]) -> None:
+    raise OSError("no such position")

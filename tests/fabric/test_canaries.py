@@ -1,0 +1,112 @@
+"""What the door relies on inside of Fabric. If one of these fails, Fabric has changed: see ``_fabric.py``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from tests import launch
+
+
+@pytest.mark.parametrize("case", ["names", "distributed_sampler", "epochs", "unwrapping", "rng_while_saving"])
+def test_fabric_is_as_the_door_expects(tmp_path: Any, case: str) -> None:
+    launch.run(globals()[f"_{case}"], 1, tmp_path)
+
+
+def _names(root: Any) -> None:
+    import importlib
+
+    from dcp_plugin.fabric import _fabric
+
+    for package in _fabric.PACKAGES:
+        module = importlib.import_module(package)
+        strategies = importlib.import_module(f"{package}.strategies")
+        assert isinstance(module.Fabric.strategy, property), "attach promotes fabric.strategy"
+        for name in (*_fabric.SUPPORTED, *_fabric.UNSUPPORTED):
+            strategy = getattr(strategies, name)
+            assert _fabric.package_of(strategy) == package
+            for method in ("save_checkpoint", "load_checkpoint", "setup_module", "process_dataloader", "broadcast"):
+                assert callable(getattr(strategy, method)), f"{name}.{method}"
+        for name in _fabric.SHARDED:
+            with pytest.raises(NotImplementedError):  # what plugin_of takes for "has none"
+                getattr(strategies, name).checkpoint_io.fget(object.__new__(getattr(strategies, name)))
+        for call, method in (("save", "save_checkpoint"), ("load", "load_checkpoint"), ("load_raw", "load_checkpoint")):
+            assert f"self._strategy.{method}(" in inspect.getsource(getattr(module.Fabric, call)), call
+
+
+def _distributed_sampler(root: Any) -> None:
+    """What Fabric puts into a stateful dataloader on several ranks, and that it has no state."""
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+
+    from dcp_plugin.fabric import _fabric
+    from tests.fabric import training as t
+
+    inner = t.StatefulDataLoader(t.samples(4), shuffle=True).sampler
+    wrapper = DistributedSamplerWrapper(inner, num_replicas=2, rank=0, shuffle=True)
+    assert not hasattr(wrapper, "state_dict")
+    assert _fabric.inside_distributed_sampler(wrapper) is inner
+    assert _fabric.inside_distributed_sampler(inner) is None
+
+
+def _epochs(root: Any) -> None:
+    """Fabric numbers epochs by the iterations of this process; resume.py counts on from the checkpoint's."""
+    from torch.utils.data.distributed import DistributedSampler
+
+    from tests.fabric import training as t
+
+    told: list[int] = []
+
+    class Told(DistributedSampler[Any]):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
+    data = t.samples(4)
+    loader = t.StatefulDataLoader(data, sampler=Told(data, num_replicas=1, rank=0))
+    loader = t.fabric_for("single").setup_dataloaders(loader)
+    for _ in range(2):
+        list(loader)
+    assert told == [0, 1], "one call per iteration over the loader, and the epoch starts at 0 in each process"
+
+
+def _unwrapping(root: Any) -> None:
+    """Strategies get what is inside Fabric's wrappers, and Fabric copies replaced values back."""
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    fabric = t.fabric_for("single")
+    attach(fabric)
+    training = t.Training(fabric)
+    training.run(1)
+    training.save(root / "saved")
+    seen: dict[str, Any] = {}
+    strategy: Any = fabric.strategy
+    strategy.load_checkpoint = lambda **arguments: seen.update(arguments["state"]) or arguments["state"].update(step=9)
+    training.load(root / "saved")
+    assert type(seen["net"]) is t.Net
+    assert isinstance(seen["optimizer"], t.torch.optim.AdamW)
+    assert isinstance(seen["loader"], t.StatefulDataLoader)
+    assert training.state["step"] == 9
+
+
+def _rng_while_saving(root: Any) -> None:
+    """A save in the middle of an epoch draws no random numbers, and a loader that was asked for its state gives the
+    same iterator to the next loop, without drawing again."""
+    import torch
+
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    fabric = t.fabric_for("single")
+    attach(fabric)
+    training = t.Training(fabric)
+    training.run(1)
+    before = torch.get_rng_state()
+    training.save(root / "saved")
+    assert torch.equal(before, torch.get_rng_state())
+    loader = t.StatefulDataLoader(t.samples(4), shuffle=True)
+    loader.state_dict()
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,277 @@
+"""What ``fabric.save`` puts into a checkpoint and ``fabric.load`` takes out: names, filters, strictness, the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import launch
+from tests.compare import assert_same, full_state
+
+
+@pytest.mark.parametrize("case", ["names", "several", "filter", "strict", "remainder", "reserved_names"])
+def test_on_one_device(tmp_path: Path, case: str) -> None:
+    launch.run(globals()[f"_{case}"], 1, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["filter_on_two_ranks", "remainder_on_two_ranks", "raw"])
+def test_on_two_ranks(tmp_path: Path, case: str) -> None:
+    launch.run(globals()[f"_{case}"], 2, tmp_path)
+
+
+def _attached(layout: str) -> Any:
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    fabric = t.fabric_for(layout)
+    attach(fabric)
+    return fabric
+
+
+def _trained(fabric: Any, steps: int = 1) -> Any:
+    from tests.fabric import training as t
+
+    training = t.Training(fabric)
+    training.run(steps)
+    return training
+
+
+def _names(root: Path) -> None:
+    """Those of conventions.py, so that every other door and stock torch find model and optimizer."""
+    import torch.distributed.checkpoint as stock
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    import dcp_plugin as dcp
+    from tests.fabric import training as t
+
+    training = _trained(_attached("single"))
+    training.save(root / "saved")
+    saved = training.whole_state()
+    info = dcp.inspect(root / "saved")
+    assert {key.partition(".")[0] for key in (*(x.key for x in info.tensors), *info.values)} == {
+        "model", "optim", "extra",
+    }  # fmt: skip
+    assert info.step == 1
+
+    def fresh() -> tuple[t.Net, torch.optim.Optimizer]:
+        net = t.Net()
+        groups = [{"params": net.body.parameters()}, {"params": net.head.parameters(), "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.5)
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)  # stock loads only the fields that are there
+        return net, optimizer
+
+    def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+
+        model = {f"model.{key}": value for key, value in gather_module(net).items()}
+        flat = flatten_optimizer(gather_optimizer(net, optimizer))
+        return full_state({**model, **{f"optim.{key}": value for key, value in flat.items()}})
+
+    net, optimizer = fresh()
+    dcp.load({"model": net, "optim": optimizer}, root / "saved")
+    assert_same(saved, state_of(net, optimizer))
+
+    net, optimizer = fresh()
+    model_state, optim_state = get_state_dict(net, optimizer)
+    stock.load({"model": model_state, "optim": optim_state}, checkpoint_id=str(root / "saved"))
+    set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+    assert_same(saved, state_of(net, optimizer))
+
+    dcp.save({"model": net, "optim": optimizer, "epoch": 7}, root / "plain")
+    back = t.Training(_attached("single"), seed=5)
+    back.state.update(epoch=0)
+    back.fabric.load(root / "plain", {name: back.state[name] for name in ("net", "optimizer")})
+    assert_same(saved, back.whole_state())
+    assert back.fabric.load(root / "plain", {"net": back.state["net"]}).keys() == {"optim", "epoch"}
+
+
+def _several(root: Path) -> None:
+    """Modules and optimizers are found by the user's names, and by their order where nobody wrote names."""
+    import dcp_plugin as dcp
+
+    fabric = _attached("single")
+
+    def pair() -> dict[str, Any]:
+        generator, critic = nn.Linear(3, 3), nn.Linear(3, 3)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (generator, critic)]
+        set_up = [fabric.setup(*both) for both in zip((generator, critic), optimizers, strict=True)]
+        (generator, of_generator), (critic, of_critic) = set_up
+        for model, optimizer in set_up:
+            fabric.backward(model(torch.ones(1, 3)).sum())
+            optimizer.step()
+        return {"g": generator, "c": critic, "og": of_generator, "oc": of_critic}
+
+    first = pair()
+    fabric.save(root / "two", first)
+    keys = {tensor.key.partition(".")[0] for tensor in dcp.inspect(root / "two").tensors}
+    assert keys == {"model_0", "model_1", "optim_0", "optim_1", "extra"}
+    for names in (["c", "oc", "g", "og"], ["c", "oc"]):
+        second = pair()
+        fabric.load(root / "two", {name: second[name] for name in names})
+        for name in names:
+            assert_same(_flat(first[name].state_dict()), _flat(second[name].state_dict()))
+
+    dcp.save({"model_0": first["g"].module, "model_1": first["c"].module}, root / "by-order")
+    second = pair()
+    fabric.load(root / "by-order", {"one": second["g"], "other": second["c"]})
+    assert_same(first["c"].state_dict(), second["c"].state_dict())
+    with pytest.raises(dcp.CheckpointMismatch, match=r"has no 'one'; it has model_0, model_1"):
+        fabric.load(root / "by-order", {"one": second["g"]})
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    from dcp_plugin.planning.flatten import flatten
+
+    return flatten(state)[0]
+
+
+def _filter(root: Path) -> None:
+    """Fabric's own: a callable per name of the state, asked about each entry of the state dict."""
+    from tests.fabric import training as t
+
+    filters = {
+        "net": lambda key, value: "bias" in key and value.dim() == 1,
+        "settings": lambda key, value: value > 1,
+        "schedule": lambda key, value: key == "last_epoch",
+        "history": lambda key, value: False,  # a list has no entries to ask about
+    }
+    results = []
+    for fabric in (t.fabric_for("single"), _attached("single")):
+        training = t.Training(fabric)
+        training.run(1)
+        training.state["settings"] = {"a": 1, "b": 2}
+        path = root / type(fabric.strategy).__name__
+        fabric.save(path, {name: training.state[name] for name in ("optimizer", *filters)}, filter=filters)
+        results.append(fabric.load(path))
+    stock, ours = results
+    assert stock.keys() == ours.keys()
+    for result in results:
+        del result["optimizer"]
+    assert_same(_flat(stock), _flat(ours))
+    assert ours["settings"] == {"b": 2}
+    assert list(ours["schedule"]) == ["last_epoch"]
+    assert all("bias" in key for key in ours["net"])
+
+
+def _filter_on_two_ranks(root: Path) -> None:
+    """Fabric refuses this for FSDP and ModelParallel. Here the others keep their values."""
+    import dcp_plugin as dcp
+
+    for layout in ("ddp", "fsdp1", "fsdp2"):
+        fabric = _attached(layout)
+        first = _trained(fabric)
+        filters = {"net": lambda key, value: key.startswith("head"), "optimizer": lambda key, value: key == "state"}
+        fabric.save(root / layout, first.state, filter=filters)
+        keys = [tensor.key for tensor in dcp.inspect(root / layout).tensors]
+        assert {key for key in keys if key.startswith("model")} == {"model.head.weight", "model.head.bias"}
+        assert any(key.startswith("optim.state") for key in keys)
+        assert not any("param_groups" in key for key in keys)
+        from tests.fabric import training as t
+
+        second = t.Training(fabric, seed=5)
+        before, saved = second.whole_state(), first.whole_state()
+        fabric.load(root / layout, {"net": second.state["net"]}, strict=False)
+        after = second.whole_state()
+        for key in (key for key in after if key.startswith("model.")):
+            assert_same({key: after[key]}, {key: (saved if "head" in key else before)[key]})
+        with pytest.raises(dcp.CheckpointMismatch, match=r"model\.body"):
+            fabric.load(root / layout, {"net": second.state["net"]})
+
+
+def _strict(root: Path) -> None:
+    import dcp_plugin as dcp
+
+    fabric = _attached("single")
+    training = _trained(fabric)
+    training.save(root / "saved")
+    state = {"net": training.state["net"], "absent": 3}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"has no 'absent'; it has net, optimizer, .*strict=False"):
+        fabric.load(root / "saved", state)
+    fabric.load(root / "saved", state, strict=False)
+    assert state["absent"] == 3
+    larger = {"net": fabric.setup(nn.ModuleDict({"body": training.state["net"].body, "new": nn.Linear(1, 1)}))}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"model\.new\.weight is not in the checkpoint"):
+        fabric.load(root / "saved", larger)
+    fabric.load(root / "saved", larger, strict=False)
+    with pytest.raises(dcp.CheckpointNotFound):
+        fabric.load(root / "nowhere", state)
+
+
+def _remainder(root: Path) -> None:
+    """What Fabric itself returns from a state that both saved; an optimizer's state is by name, not by number."""
+    from tests.fabric import training as t
+
+    rests, wholes = [], []
+    for fabric in (t.fabric_for("single"), _attached("single")):
+        training = t.Training(fabric)
+        training.run(1)
+        path = root / type(fabric.strategy).__name__
+        training.save(path)
+        rests.append(fabric.load(path, {"step": 0, "optimizer": training.state["optimizer"]}))
+        wholes.append(fabric.load(path))
+    for stock, ours in (rests, wholes):
+        assert stock.keys() == ours.keys()
+        for name in stock.keys() - {"optimizer", "loader"}:
+            assert_same(_flat({name: stock[name]}), _flat({name: ours[name]}))
+    optimizer = wholes[1]["optimizer"]
+    assert [len(group["params"]) for group in optimizer["param_groups"]] == [4, 2]
+    assert optimizer["state"].keys() == {name for group in optimizer["param_groups"] for name in group["params"]}
+    assert torch.equal(wholes[0]["optimizer"]["state"][0]["exp_avg"], optimizer["state"]["body.0.weight"]["exp_avg"])
+
+
+def _remainder_on_two_ranks(root: Path) -> None:
+    """Where ranks keep shards, no rank gets whole models, as with Fabric itself."""
+    for layout in ("fsdp1", "fsdp2", "ddp"):
+        fabric = _attached(layout)
+        training = _trained(fabric)
+        training.save(root / layout)
+        rest = fabric.load(root / layout, {"net": training.state["net"]})
+        others = {"schedule", "loader", "step", "history"}
+        assert rest.keys() == (others | {"optimizer"} if layout == "ddp" else others)
+        assert rest["history"] == [1]
+        if layout != "ddp":
+            with pytest.raises(ValueError, match="needs a state with the module"):
+                fabric.load(root / layout)
+
+
+def _reserved_names(root: Path) -> None:
+    import dcp_plugin as dcp
+
+    fabric = _attached("single")
+    with pytest.raises(dcp.CheckpointMismatch, match=r"name 'rng'.*attach\(fabric, rng=False\)"):
+        fabric.save(root / "saved", {"rng": torch.get_rng_state()})
+
+
+def _raw(root: Path) -> None:
+    """One module or one optimizer: from a whole checkpoint of ours, and from a file of plain torch."""
+    import dcp_plugin as dcp
+    from tests.fabric import training as t
+
+    for layout in ("ddp", "fsdp1", "fsdp2"):
+        fabric = _attached(layout)
+        first = _trained(fabric)
+        first.save(root / layout)
+        saved = first.whole_state()
+        second = t.Training(fabric, seed=5)
+        streams = torch.get_rng_state()
+        fabric.load_raw(root / layout, second.state["net"])
+        fabric.load_raw(root / layout, second.state["optimizer"])
+        assert_same(saved, second.whole_state())
+        assert torch.equal(streams, torch.get_rng_state())
+        alone = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        with pytest.raises(dcp.CheckpointMismatch, match="Load it with its model"):
+            fabric.load_raw(root / layout, alone)
+        if layout == "fsdp1":  # Fabric reads files through FSDP1's full state dict, which crashes on a CPU
+            continue
+        weights = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
+        if fabric.global_rank == 0:
+            torch.save(weights, root / f"{layout}.pt")
+        fabric.barrier()
+        third = t.Training(fabric, seed=6)
+        fabric.load_raw(root / f"{layout}.pt", third.state["net"])
+        loaded = {key: value for key, value in third.whole_state().items() if key.startswith("model.")}
+        assert_same(loaded, {key: value for key, value in saved.items() if key.startswith("model.")})

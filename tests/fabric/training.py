@@ -1,0 +1,160 @@
+"""One small training loop over Fabric that any strategy can run on a CPU, and what can be asked of it.
+
+Functions here run on ranks that ``tests.launch`` has made; to Fabric they look like ranks of torchrun.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from tests.compare import full_state
+from tests.fabric import WORLD_SIZE
+
+
+class CPUFSDPStrategy(FSDPStrategy):
+    """FSDPStrategy on a CPU, which Fabric refuses for no reason that concerns checkpoints: it passes a device's index,
+    which a CPU has not, and makes meshes of CUDA devices."""
+
+    def setup_environment(self) -> None:
+        mesh = self._fsdp_kwargs.pop("device_mesh", None)
+        super().setup_environment()
+        if mesh is not None:
+            self._fsdp_kwargs["device_mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        options: dict[str, Any] = {"sharding_strategy": self.sharding_strategy, **self._fsdp_kwargs}
+        return FullyShardedDataParallel(module, device_id=self.root_device, **options)
+
+
+class Net(nn.Module):
+    """Dropout (random numbers), uneven sizes, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.3), nn.LayerNorm(7))
+        self.head = nn.Linear(7, 1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        y: torch.Tensor = self.head(self.body(x))
+        return y
+
+
+def shard(module: nn.Module, mesh: Any, hsdp: bool = False) -> nn.Module:
+    """What users give to ModelParallelStrategy."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hsdp else mesh["data_parallel"]
+    fully_shard(module.body, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def strategy_for(layout: str) -> Strategy:
+    if layout == "single":
+        return SingleDeviceStrategy("cpu")
+    if layout == "ddp":
+        return DDPStrategy()
+    if layout == "fsdp1":
+        return CPUFSDPStrategy(auto_wrap_policy={nn.Linear})
+    if layout == "fsdp1_hsdp":
+        return CPUFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2), auto_wrap_policy={nn.Linear})
+
+    def parallelize(module: nn.Module, mesh: Any) -> nn.Module:
+        return shard(module, mesh, hsdp=layout == "hsdp")
+
+    return ModelParallelStrategy(parallelize, data_parallel_size=WORLD_SIZE[layout], tensor_parallel_size=1)
+
+
+def fabric_for(layout: str, strategy: Any = None, **options: Any) -> Fabric:
+    if layout != "single":
+        os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning|torchdata")
+    strategy = strategy or strategy_for(layout)
+    fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE[layout], strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+class Training:
+    """A script's training: accumulation of two, a schedule, two param groups, a shuffled resumable dataloader.
+
+    An epoch has four optimizer steps.
+    """
+
+    def __init__(self, fabric: Fabric, seed: int = 0) -> None:
+        self.fabric = fabric
+        torch.manual_seed(seed)
+        net = Net()
+        loader: Any = StatefulDataLoader(samples(16 * fabric.world_size), batch_size=2, shuffle=True)
+        model = fabric.setup_module(net)
+        groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "weight_decay": 0.0}]
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(groups, lr=0.01))
+        torch.manual_seed(seed + 100 + fabric.global_rank)
+        self.loader = fabric.setup_dataloaders(loader)
+        self.state: dict[str, Any] = {
+            "net": model,
+            "optimizer": optimizer,
+            "schedule": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+            "loader": self.loader,
+            "step": 0,
+            "history": [],
+        }
+        self.losses: list[float] = []
+
+    def run(self, until: int) -> None:
+        """Train to a number of optimizer steps."""
+        state, batches = self.state, 0
+        while state["step"] < until:
+            for (batch,) in self.loader:
+                batches += 1
+                with self.fabric.no_backward_sync(state["net"], enabled=bool(batches % 2)):
+                    loss = state["net"](batch).square().mean()
+                    self.fabric.backward(loss / 2)
+                self.losses.append(loss.item())
+                if batches % 2:
+                    continue
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+                state["schedule"].step()
+                state["step"] += 1
+                state["history"] = [*state["history"], state["step"]]
+                if state["step"] == until:
+                    return
+
+    def save(self, path: Path) -> None:
+        self.fabric.save(path, self.state)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        remainder: dict[str, Any] = self.fabric.load(path, self.state)
+        return remainder
+
+    def whole_state(self) -> dict[str, Any]:
+        """Model and optimizer by key, every tensor whole. Collective."""
+        return whole_state(self.state["net"], self.state["optimizer"])
+
+
+def whole_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    module = model._forward_module
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {f"model.{key}": value for key, value in gather_module(module).items()}
+        flat = flatten_optimizer(gather_optimizer(module, optimizer.optimizer))
+        return full_state({**state, **{f"optim.{key}": value for key, value in flat.items()}})
+
+
+def samples(count: int) -> TensorDataset:
+    return TensorDataset(torch.randn(count, 6, generator=torch.Generator().manual_seed(1)))

@@ -1,0 +1,98 @@
+"""What the door relies on inside of transformers and PEFT. If one of these fails, they have changed: see
+``_transformers.py``, and the order of events at the top of ``mixin.py``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+
+
+@pytest.mark.parametrize("name", ["names", "moments", "scratch_folder", "adapters"])
+def test_transformers_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
+    launch.run(globals()[f"_{name}"], 1, tmp_path)
+
+
+def _names(root: Path) -> None:
+    from transformers import Trainer
+
+    from dcp_plugin.accelerate import DCPTrainerMixin
+    from dcp_plugin.accelerate.trainer._transformers import OVERRIDDEN
+
+    for name, parameters in OVERRIDDEN.items():
+        method = getattr(Trainer, name, None)
+        assert method is not None, f"Trainer.{name} is gone: what DCPTrainerMixin does there has to move"
+        found = tuple(inspect.signature(method).parameters)[1:]
+        assert found == parameters, f"Trainer.{name} takes {found} and not {parameters} any more"
+    ours = {name for name, value in vars(DCPTrainerMixin).items() if inspect.isfunction(value)}
+    taken_over = {name for name in ours if not name.startswith(("_dcp_", "__"))}
+    assert taken_over == set(OVERRIDDEN), "OVERRIDDEN lists what the mixin overrides"
+
+
+def _moments(root: Path) -> None:
+    """The order in which a training saves, and resumes."""
+    from tests.transformers_trainer import training as t
+
+    order: list[str] = []
+
+    class Watched(t.OnCPU):  # type: ignore[misc, name-defined]
+        pass
+
+    def watch(name: str) -> None:
+        real = getattr(t.OnCPU, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return real(self, *args, **kwargs)
+
+        setattr(Watched, name, method)
+
+    for name in (
+        "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
+        "_prepare_for_training", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state",
+        "get_batch_samples", "training_step", "_finalize_training",
+    ):  # fmt: skip
+        watch(name)
+    t.trainer(root, kind=Watched, max_steps=1, save_steps=1).train()
+    save = order[order.index("_save_checkpoint") :]
+    assert save == [
+        "_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
+        "_finalize_training",
+    ], "a checkpoint is saved in other steps: _save_checkpoint of the mixin is built on these"  # fmt: skip
+    order.clear()
+    t.trainer(root, kind=Watched, max_steps=2, save_strategy="no").train(resume_from_checkpoint=True)
+    resume = order[: order.index("training_step") + 1]
+    assert resume == [
+        "_load_from_checkpoint", "_prepare_for_training", "_load_optimizer_and_scheduler", "get_batch_samples",
+        "_load_rng_state", "training_step",
+    ], "a training resumes in other steps: random streams must be set after the batches that are skipped"  # fmt: skip
+
+
+def _scratch_folder(root: Path) -> None:
+    """All that the Trainer writes goes where _get_output_dir says, and it pushes and rotates only there."""
+    from tests.transformers_trainer import training as t
+
+    class Elsewhere(t.OnCPU):  # type: ignore[misc, name-defined]
+        def _get_output_dir(self, trial: Any) -> str:
+            return str(root / "elsewhere")
+
+    t.trainer(root / "out", kind=Elsewhere, save_total_limit=1).train()
+    assert [path.name for path in root.joinpath("elsewhere").iterdir()] == ["checkpoint-6"]
+    assert not list(root.joinpath("out").iterdir()), "the Trainer writes to args.output_dir, too"
+
+
+def _adapters(root: Path) -> None:
+    """PEFT hands out the very tensors that it is given, so that adapters are known by identity."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from tests.transformers_trainer import training as t
+
+    model = get_peft_model(t.model(), LoraConfig(target_modules=["c_attn"], modules_to_save=["ln_f"]))
+    given = dict(model.state_dict())
+    kept = get_peft_model_state_dict(model, dict(given), save_embedding_layers=False)
+    names = {name for name, value in given.items() if any(value is other for other in kept.values())}
+    assert names == {name for name, parameter in model.named_parameters() if parameter.requires_grad}

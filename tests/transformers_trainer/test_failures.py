@@ -1,0 +1,93 @@
+"""A save that fails is raised on all ranks, once, and the training's own exception comes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp_plugin as dcp
+from tests import launch
+
+
+def _disk_full_on_rank_1(step: int) -> None:
+    import torch.distributed as dist
+
+    from dcp_plugin import progress
+
+    def fail(event: progress.Event) -> None:
+        if isinstance(event, progress.SaveStarted) and event.step == step and dist.get_rank() == 1:
+            raise OSError("disk full")
+
+    progress.subscribe(fail)
+
+
+def _background(root: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    config = dcp.CheckpointConfig(async_save=True, timeout=20)
+    _disk_full_on_rank_1(step=6)
+    trainer = t.trainer(root / "last", "ddp", config=config)
+    with pytest.raises(dcp.CheckpointError, match=r"rank 1.*disk full"):
+        trainer.train()
+    trainer._dcp_finish()  # raised once
+    names = sorted(path.name for path in (root / "last").iterdir())
+    assert names == ["checkpoint-3"], names
+
+    class Breaks(t.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                raise ArithmeticError("the loss is NaN")
+
+    trainer = t.trainer(root / "whole", "ddp", config=config, callbacks=[Breaks()])
+    with pytest.raises(ArithmeticError, match="NaN"):
+        trainer.train()
+    assert dcp.verify(root / "whole" / "checkpoint-3").ok
+
+    _disk_full_on_rank_1(step=3)
+    trainer = t.trainer(root / "both", "ddp", config=config, callbacks=[Breaks()])
+    with pytest.raises(ArithmeticError, match="NaN") as raised:
+        trainer.train()
+    assert "disk full" in raised.value.__notes__[0]
+
+
+def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path: Path) -> None:
+    launch.run(_background, 2, tmp_path)
+
+
+def _on_one_rank(root: Path) -> None:
+    """Something fails on one rank before the Trainer waits for all ranks, as it does when there is a best step."""
+    from tests.transformers_trainer import training as t
+
+    class Full(t.Ours):  # type: ignore[misc, name-defined]
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            raise OSError("disk full")
+
+        def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
+            self.state.best_global_step = self.state.global_step
+            return True
+
+    options = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": t.Text(4)}
+    with pytest.raises(dcp.CheckpointError, match=r"rank 0.*disk full"):
+        t.trainer(root, "ddp", kind=Full, **options).train()
+
+    class Unsaved(Full):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            """This works."""
+
+        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+            scheduler = super().create_scheduler(*args, **kwargs)
+            if self.args.process_index == 1:
+                scheduler.state_dict = lambda: 1 / 0
+            return scheduler
+
+    with pytest.raises(dcp.CheckpointError, match=r"rank 1.*division by zero"):
+        t.trainer(root, "ddp", kind=Unsaved, **options).train()
+    assert not [path for path in root.iterdir() if path.name.startswith("checkpoint-")]
+    with pytest.raises(dcp.CheckpointNotFound, match="no complete checkpoint"):
+        t.trainer(root, "ddp").train(resume_from_checkpoint=True)
+
+
+def test_what_cannot_be_saved_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    launch.run(_on_one_rank, 2, tmp_path)

@@ -1,0 +1,210 @@
+"""The folder of checkpoints: what is resumed from, what is deleted. Where the stock Trainer differs, it is shown."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp_plugin as dcp
+from tests import launch
+
+
+def _kind(name: str) -> Any:
+    from tests.transformers_trainer import training as t
+
+    return {"ours": t.Ours, "stock": t.OnCPU}[name]
+
+
+def _checkpoints(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("checkpoint-"))
+
+
+def _train_and_die(root: Path, kind: str, victims: list[int], options: dict[str, Any]) -> None:
+    """The victims are killed in the middle of the save of step 6: stock, before its random state is written; ours,
+    when half of the bytes are."""
+    from dcp_plugin import progress
+    from tests.transformers_trainer import training as t
+
+    class Dies(_kind(kind)):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.dies = self.state.global_step == 6 and self.args.process_index in victims
+            super()._save_checkpoint(model, trial)
+
+        def _save_rng_state(self, output_dir: str) -> None:
+            if self.dies and kind == "stock":
+                os.kill(os.getpid(), signal.SIGKILL)
+            super()._save_rng_state(output_dir)
+
+    def die(event: progress.Event) -> None:
+        if trainer.dies and isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    progress.subscribe(die)
+    config = dcp.CheckpointConfig(timeout=20, **options) if kind == "ours" else None
+    trainer = t.trainer(root, "single" if victims == [0] else "ddp", kind=Dies, config=config, save_total_limit=1)
+    trainer.train()
+
+
+def _resume(root: Path, kind: str) -> Any:
+    from tests.transformers_trainer import training as t
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = t.begin(t.trainer(root, kind=_kind(kind)), resume=True).step
+    return step, [str(one.message) for one in said if "passes over" in str(one.message)]
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
+def test_a_killed_save_leaves_the_earlier_checkpoint_to_resume_from(tmp_path: Path, options: dict[str, Any]) -> None:
+    outcome = launch.outcomes_of(_train_and_die, 1, tmp_path, "ours", [0], options)[0]
+    assert outcome.exit_code == -signal.SIGKILL
+    assert _checkpoints(tmp_path) == ["checkpoint-3"]
+    assert launch.run(_resume, 1, tmp_path, "ours") == [(3, [])]
+
+
+def test_stock_resumes_from_a_half_written_checkpoint(tmp_path: Path) -> None:
+    """The gap that the test above closes; and ours is not taken in by what stock has left."""
+    assert launch.outcomes_of(_train_and_die, 1, tmp_path, "stock", [0], {})[0].exit_code == -signal.SIGKILL
+    assert _checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-6"]
+    assert "FileNotFoundError" in launch.outcomes_of(_resume, 1, tmp_path, "stock")[0].traceback
+
+    step, said = launch.run(_resume, 1, tmp_path, "ours")[0]
+    assert step == 3
+    assert len(said) == 1 and "checkpoint-6" in said[0] and "trainer_state.json" in said[0]
+
+
+def test_a_rank_that_dies_in_a_save_costs_no_checkpoint_with_a_limit_of_one(tmp_path: Path) -> None:
+    for kind, left in (("ours", "checkpoint-3"), ("stock", "checkpoint-6")):
+        root = tmp_path / kind
+        outcomes = launch.outcomes_of(_train_and_die, 2, root, kind, [1], {})
+        assert outcomes[1].exit_code == -signal.SIGKILL
+        assert _checkpoints(root) == [left], kind
+        if kind == "ours":
+            assert "RankFailure" in outcomes[0].traceback
+            assert dcp.verify(root / left).ok
+        else:  # the only one left has no random state of rank 1, which nobody will ever hear of
+            assert (root / left / "rng_state_0.pth").exists() and not (root / left / "rng_state_1.pth").exists()
+
+
+def _train(root: Path, kind: str, options: dict[str, Any]) -> list[str]:
+    from tests.transformers_trainer import training as t
+
+    config = dcp.CheckpointConfig(async_save=True) if kind == "ours" else None
+    t.trainer(root, kind=_kind(kind), config=config, **options).train()
+    return _checkpoints(root)
+
+
+def test_a_flipped_bit_is_an_error_and_not_silence(tmp_path: Path) -> None:
+    """The same bit of the same weight, in both kinds of files."""
+    for kind in ("ours", "stock"):
+        launch.run(_train, 1, tmp_path / kind, kind, {})
+    weight: dict[str, Any] = {"model.transformer.wte.weight": None}
+    dcp.load(weight, tmp_path / "ours" / "checkpoint-6")
+    for file in (tmp_path / "ours/checkpoint-6/__0_0.distcp", tmp_path / "stock/checkpoint-6/model.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[data.index(weight["model.transformer.wte.weight"].numpy().tobytes())] ^= 1
+        file.write_bytes(data)
+
+    assert "CheckpointCorrupt" in launch.outcomes_of(_resume, 1, tmp_path / "ours", "ours")[0].traceback
+    assert launch.run(_resume, 1, tmp_path / "stock", "stock")[0] == (6, [])
+
+
+def test_torn_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    launch.run(_train, 1, tmp_path, "ours", {"save_steps": 1, "max_steps": 5})
+    cut, lost, edited = (tmp_path / f"checkpoint-{step}" for step in (5, 4, 3))
+    data = next(cut.glob("*.distcp"))
+    os.truncate(data, data.stat().st_size - 10)
+    (lost / ".metadata").unlink()
+    (edited / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-99").mkdir()
+
+    step, said = launch.run(_resume, 1, tmp_path, "ours")[0]
+
+    assert step == 2
+    assert [next(n for n in (99, 5, 4, 3) if f"checkpoint-{n}" in one) for one in said] == [99, 5, 4, 3]
+    for torn, error in (cut, "CheckpointCorrupt"), (lost, "CheckpointIncomplete"), (edited, "CheckpointCorrupt"):
+        assert error in launch.outcomes_of(_resume_from, 1, torn)[0].traceback
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    assert "CheckpointNotFound" in launch.outcomes_of(_resume, 1, tmp_path, "ours")[0].traceback
+
+
+def _resume_from(path: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    t.begin(t.trainer(path.parent), path)
+
+
+KEPT = {
+    "a limit of two": ({"save_total_limit": 2}, ["checkpoint-5", "checkpoint-6"]),
+    "a limit of one": ({"save_total_limit": 1}, ["checkpoint-6"]),
+    "two, and the best": ({"save_total_limit": 2, "best": True}, ["checkpoint-2", "checkpoint-6"]),
+    "one, and the best": ({"save_total_limit": 1, "best": True}, ["checkpoint-2"]),
+    "whenever it is best": ({"save_strategy": "best", "best": True}, ["checkpoint-1", "checkpoint-2"]),
+    "each epoch": ({"save_strategy": "epoch"}, ["checkpoint-4", "checkpoint-6"]),
+}
+
+
+def test_the_checkpoints_that_are_kept_are_those_that_stock_keeps(tmp_path: Path) -> None:
+    for kind in ("stock", "ours"):
+        kept = launch.run(_keep, 1, tmp_path / kind, kind)[0]
+        assert kept == {case: left for case, (_, left) in KEPT.items()}, kind
+
+
+def _keep(root: Path, kind: str) -> dict[str, list[str]]:
+    return {case: _train_with_best(root / case, kind, options) for case, (options, _) in KEPT.items()}
+
+
+def _train_with_best(root: Path, kind: str, options: dict[str, Any]) -> list[str]:
+    """Step 2 is best, if ``best``, and its model is what the training ends with; each step is saved."""
+    from tests.transformers_trainer import training as t
+
+    options = {"save_steps": 1, **options}
+    base = _kind(kind)
+    if options.pop("best", False):
+
+        class Measured(base):  # type: ignore[misc, valid-type]
+            def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+                return {"eval_loss": abs(self.state.global_step - 2.0)}
+
+            def _finalize_training(self, *args: Any) -> Any:
+                result = super()._finalize_training(*args)
+                trained = t.whole_state(self)
+                assert trained["model.transformer.wte.weight"] == at_step[2]
+                return result
+
+        class Remember(t.TrainerCallback):  # type: ignore[misc, name-defined]
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                at_step[state.global_step] = t.whole_state(trainer)["model.transformer.wte.weight"]
+
+        at_step: dict[int, Any] = {}
+        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+        options = {"metric_for_best_model": "loss", "greater_is_better": False, **best, **options}
+        base, options["callbacks"] = Measured, [Remember()]
+    config = dcp.CheckpointConfig(async_save=True) if kind == "ours" else None
+    trainer = t.trainer(root, kind=base, config=config, eval_dataset=t.Text(2), **options)
+    trainer.train()
+    return _checkpoints(root)
+
+
+def _on_sigterm(root: Path) -> None:
+    """What ``enable_jit_checkpoint`` does: it makes the folder itself, marks it as incomplete, and saves."""
+    from transformers.trainer_jit_checkpoint import CheckpointManager
+
+    from tests.transformers_trainer import training as t
+
+    trainer = t.trainer(root, save_strategy="no")
+    trainer.train()
+    CheckpointManager(trainer).execute_jit_checkpoint()
+    assert not (root / "checkpoint-6" / "checkpoint-is-incomplete.txt").exists()
+    assert t.begin(t.trainer(root, net=t.model(seed=9)), resume=True).step == 6
+
+
+def test_a_checkpoint_just_in_time_goes_into_its_prepared_folder(tmp_path: Path) -> None:
+    launch.run(_on_sigterm, 1, tmp_path)

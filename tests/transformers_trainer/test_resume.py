@@ -1,0 +1,129 @@
+"""A resumed training is the training that was never interrupted; on other ranks, what was trained is."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+from tests.compare import assert_same
+from tests.transformers_trainer import WORLD_SIZE
+
+CASES: dict[str, dict[str, Any]] = {
+    "middle of an epoch": {"save_steps": 3},
+    "async, end of an epoch": {"save_steps": 4, "async_save": True},
+    "no accumulation": {"save_steps": 3, "gradient_accumulation_steps": 1},
+}
+
+
+def _trainings(layouts: list[str]) -> list[tuple[str, str]]:
+    """Layout and case. One case is enough to see that a layout is no exception."""
+    return [(layout, case) for layout in layouts for case in list(CASES)[: 1 if layout in ("fsdp1", "hsdp") else None]]
+
+
+def _options(case: str) -> dict[str, Any]:
+    import dcp_plugin as dcp
+
+    options = dict(CASES[case])
+    return {"config": dcp.CheckpointConfig(async_save=options.pop("async_save", False)), **options}
+
+
+def _ran(trainer: Any, watch: Any) -> dict[str, Any]:
+    from tests.transformers_trainer import training as t
+
+    return {"state": t.whole_state(trainer), "losses": watch.losses, "numbers": watch.numbers}
+
+
+def _train_straight(root: Path, layouts: list[str]) -> dict[tuple[str, str], Any]:
+    from tests.transformers_trainer import training as t
+
+    results = {}
+    for layout, case in _trainings(layouts):
+        trainer = t.trainer(root / layout / case, layout, callbacks=[watch := t.Watch()], **_options(case))
+        trainer.train()
+        results[layout, case] = _ran(trainer, watch)
+    return results
+
+
+def _resume(root: Path, layouts: list[str]) -> dict[tuple[str, str], Any]:
+    from tests.transformers_trainer import training as t
+
+    results = {}
+    warnings.filterwarnings("error", message=".*loaded exactly, but|.*draws others than without")
+    for layout, case in _trainings(layouts):
+        options = {**_options(case), "save_strategy": "no", "net": t.model(seed=9)}
+        trainer = t.trainer(root / layout / case, layout, callbacks=[watch := t.Watch()], **options)
+        trainer.train(resume_from_checkpoint=str(root / layout / case / f"checkpoint-{options['save_steps']}"))
+        results[layout, case] = _ran(trainer, watch)
+    return results
+
+
+def _layouts(world_size: int) -> list[str]:
+    return [layout for layout, ranks in WORLD_SIZE.items() if ranks == world_size]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Straight trainings by number of ranks, made when first asked for: their folder, and the results of all ranks."""
+    made: dict[int, tuple[Path, list[Any]]] = {}
+
+    def get(world_size: int) -> tuple[Path, list[Any]]:
+        if world_size not in made:
+            root = tmp_path_factory.mktemp(f"ranks-{world_size}")
+            made[world_size] = root, launch.run(_train_straight, world_size, root, _layouts(world_size))
+        return made[world_size]
+
+    return get
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_resume_equals_no_interruption(trained: Any, world_size: int) -> None:
+    root, straight = trained(world_size)
+
+    resumed = launch.run(_resume, world_size, root, _layouts(world_size))
+
+    for rank, (whole, rest) in enumerate(zip(straight, resumed, strict=True)):
+        for layout, case in _trainings(_layouts(world_size)):
+            one, other = whole[layout, case], rest[layout, case]
+            assert_same(one["state"], other["state"])
+            assert len(other["numbers"]) == 6 - CASES[case]["save_steps"]
+            for what in ("losses", "numbers"):  # losses are logged on rank 0
+                assert other[what].items() <= one[what].items(), (rank, layout, case, what)
+    if world_size == 2:
+        one, other = (straight[rank]["ddp", "no accumulation"]["numbers"] for rank in (0, 1))
+        assert one != other, "each rank draws its own random numbers, or this test shows little"
+
+
+def _begin(path: Path, layout: str, **options: Any) -> Any:
+    from tests.transformers_trainer import training as t
+
+    trainer = t.trainer(path.parent / f"to-{layout}", layout, net=t.model(seed=9), **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seen = t.begin(trainer, path)
+    return seen.state, seen.step, [str(one.message) for one in said if str(path) in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("ddp", "hsdp"), ("hsdp", "ddp"), ("fsdp2", "single"), ("fsdp1", "fsdp2")]
+)
+def test_resume_in_another_layout_restores_every_byte(trained: Any, source: str, target: str) -> None:
+    path = trained(WORLD_SIZE[source])[0] / source / "middle of an epoch" / "checkpoint-3"
+    expected, _, nothing = launch.run(_begin, WORLD_SIZE[source], path, source)[0]
+    assert not nothing
+
+    begun = launch.run(_begin, WORLD_SIZE[target], path, target)
+
+    for state, step, _ in begun:
+        assert step == 3
+        assert_same(state, expected)
+    said = [message for _, _, messages in begun for message in messages]
+    if WORLD_SIZE[source] == WORLD_SIZE[target]:
+        assert not said
+    else:
+        assert len(said) == 1
+        assert "model and optimizer are loaded exactly, but" in said[0]
+        assert "samples per step" in said[0]
