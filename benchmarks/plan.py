@@ -84,7 +84,8 @@ def _box(mesh: str, tensor: int, rank: int, ranks: int) -> tuple[int, int] | Non
     if mesh == "hsdp":
         return rank % 8 * (rows // 8), rows // 8
     if mesh == "uneven":
-        cut = [0 if r == 0 else 7 * r + (r * 2654435761 + tensor * 40503) % 7 - 3 for r in (rank, rank + 1)]
+        cut = [7 * r + (r * 2654435761 ^ (tensor + 1) * (r + 40503) * 97) % 1013 % 7 - 3 for r in (rank, rank + 1)]
+        cut[0] = 0 if rank == 0 else cut[0]
         cut[1] = rows if rank == ranks - 1 else cut[1]
         return (cut[0], cut[1] - cut[0]) if cut[1] > cut[0] else None
     if tensor % 3 == 1:
