@@ -25,7 +25,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate, extras, native, projects
-from dcp_plugin.accelerate.positions import Tracker
+from dcp_plugin.accelerate.positions import Tracker, untracked_sampler
 from dcp_plugin.accelerate.training import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
@@ -78,7 +78,7 @@ class Attachment:
         self._accelerator = accelerator
         self._checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
         self._rotation_due = False
-        self._trackers = [Tracker(loader) for loader in _accelerate.dataloaders(accelerator)]
+        self._trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
         self._native = {name: getattr(accelerator, name) for name in _REPLACED}
         for name in _REPLACED:
             setattr(accelerator, name, getattr(self, name))
@@ -155,9 +155,12 @@ class Attachment:
             projects.continue_numbering(accelerator, path)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        tracked = self._tracked()
         before = len(_accelerate.dataloaders(self._accelerator))
-        prepared = self._native["prepare_data_loader"](data_loader, *args, **kwargs)
-        self._trackers += [Tracker(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
+        with untracked_sampler(data_loader):
+            prepared = self._native["prepare_data_loader"](data_loader, *args, **kwargs)
+        added = [Tracker.of(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
+        self._trackers = tracked + added
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
