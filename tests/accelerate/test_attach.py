@@ -265,3 +265,49 @@ def _without_rng(root: Path) -> None:
         t.start("single", rng=wanted).accelerator.save_state(str(root / str(wanted)))
         keys = [tensor.key for tensor in dcp.inspect(root / str(wanted)).tensors]
         assert any(key.startswith("extra.rng.0.streams") for key in keys) == wanted
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_or_on_none(tmp_path: Path) -> None:
+    launch.run(_fails_on_one_rank, 2, tmp_path)
+
+
+def _fails_on_one_rank(root: Path) -> None:
+    from dcp_plugin import lifecycle
+    from tests.accelerate import training as t
+
+    run = t.start("ddp", project=root, limit=1, timeout=20.0)
+    accelerator, remove = run.accelerator, lifecycle.remove
+
+    def broken(*args: Any) -> None:
+        raise OSError("broken here")
+
+    lifecycle.remove = broken  # which rank 0 alone calls
+    accelerator.save_state()
+    accelerator.save_state()
+    lifecycle.remove = remove
+    dist.barrier()
+    if accelerator.is_main_process:
+        run.scheduler.scheduler.load_state_dict = broken
+    with pytest.raises(dcp.CheckpointError, match="broken here"):
+        accelerator.load_state()
+    accelerator.register_load_state_pre_hook(broken if accelerator.is_main_process else lambda models, folder: None)
+    with pytest.raises(dcp.CheckpointError, match=r"run the hooks.*broken here"):
+        accelerator.load_state()
+
+
+def test_a_link_to_a_directory_stays_one(tmp_path: Path) -> None:
+    launch.run(_link, 1, tmp_path)
+
+
+def _link(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    (root / "disk").mkdir()
+    (root / "disk" / "args.json").write_text("{}")
+    (root / "out").symlink_to(root / "disk")
+    run = t.start("single")
+    run.accelerator.save_state(root / "out")
+    assert (root / "out").is_symlink()
+    assert dcp.verify(root / "disk").ok
+    assert (root / "out" / "args.json").exists()
+    run.accelerator.load_state(root / "out")
