@@ -101,7 +101,7 @@ class Attachment:
         path = self._decide(lambda: projects.next_path(accelerator)) if automatic else _through_link(output_dir)
         step = self._step_to_save()
         training = Training.of(accelerator)
-        state: dict[str, Any] = {**training.models, **training.optimizers}
+        state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
 
         def before(directory: Path) -> None:
             if self.config.async_save and not automatic:
@@ -279,6 +279,7 @@ class Attachment:
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
         restoring = extras.Restoring(self._accelerator, self._tracked(), training.registered, keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
+        named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
         self.last_load = self._checkpointer.load(state, path, strict=strict)
         for message in self._checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply):

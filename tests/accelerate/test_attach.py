@@ -170,6 +170,34 @@ def _several_models(path: Path) -> None:
         assert_same(one.state_dict(), two.state_dict())
 
 
+def test_one_optimizer_may_train_several_models(tmp_path: Path) -> None:
+    launch.run(_one_optimizer, 2, tmp_path / "ck")
+
+
+def _one_optimizer(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    def build(seed: int) -> tuple[Any, ...]:
+        accelerator = t.start("ddp").accelerator
+        accelerator.free_memory()
+        models = [t.Net(seed, unused=False), t.Net(seed + 1, unused=False)]
+        optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.1)
+        return (accelerator, *accelerator.prepare(*models, optimizer))
+
+    accelerator, one, two, optimizer = build(1)
+    accelerator.backward((one(torch.ones(2, 6)) + two(torch.ones(2, 6))).sum())
+    optimizer.step()
+    accelerator.save_state(str(path))
+    other, *models, loaded = build(5)
+    other.load_state(str(path))
+    for before, after in zip((one, two), models, strict=True):
+        assert_same(before.state_dict(), after.state_dict())
+    slots, restored = optimizer.state_dict()["state"], loaded.state_dict()["state"]
+    for number in slots:
+        assert_same(slots[number], restored[number])
+    assert slots.keys() == restored.keys()
+
+
 def test_a_save_in_the_background_is_the_state_at_the_call(tmp_path: Path) -> None:
     launch.run(_background, 2, tmp_path)
 
