@@ -355,7 +355,7 @@ class Checkpointer:
             if self.config.keep_last is not None:
                 try:
                     lifecycle.prune(job.path, self.config.keep_last)
-                except OSError as error:  # the new checkpoint is published; old ones that stay do no harm
+                except (OSError, SaveFailed) as error:  # the new checkpoint is published; old ones that stay do no harm
                     logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
 
         try:

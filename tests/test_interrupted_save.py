@@ -126,6 +126,29 @@ def test_a_commit_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: 
     assert not (tmp_path / commit.WORKSPACE).exists()
 
 
+def test_a_directory_that_the_script_makes_anew_does_not_hide_what_a_kill_moved_aside(tmp_path: Path) -> None:
+    """``os.makedirs(output_dir, exist_ok=True)`` is what many training scripts begin with."""
+    path = tmp_path / "last"
+    model, optimizer = build("plain")
+    dcp.save({"model": model, "optim": optimizer}, path, step=3)
+    assert launch.outcomes_of(_die_inside, 1, "between two renames", path)[0].exit_code == KILLED
+    path.mkdir()
+    (path / "args.json").write_text("{}")
+    assert dcp.inspect(path).step == 3
+    dcp.save({"n": 1}, tmp_path / "next")
+    assert dcp.inspect(path).step == 3
+    assert dcp.verify(path).ok
+    assert (path / "args.json").exists()
+
+
+def test_the_working_directory_is_not_replaced_under_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(dcp.SaveFailed, match="working directory"):
+        dcp.save({"n": 1}, ".")
+
+
 def test_a_living_save_is_not_swept_by_another(tmp_path: Path) -> None:
     reservation = commit.reserve(tmp_path / "mine")
     launch.run(_save_plain, 1, tmp_path / "other")

@@ -25,7 +25,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate, extras, native, projects
-from dcp_plugin.accelerate.positions import Tracker
+from dcp_plugin.accelerate.positions import Tracker, untracked_sampler
 from dcp_plugin.accelerate.training import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
@@ -78,7 +78,7 @@ class Attachment:
         self._accelerator = accelerator
         self._checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
         self._rotation_due = False
-        self._trackers = [Tracker(loader) for loader in _accelerate.dataloaders(accelerator)]
+        self._trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
         self._native = {name: getattr(accelerator, name) for name in _REPLACED}
         for name in _REPLACED:
             setattr(accelerator, name, getattr(self, name))
@@ -98,12 +98,14 @@ class Attachment:
         accelerator = self._accelerator
         _refuse_silent_fallbacks(accelerator)
         automatic = projects.is_automatic(accelerator)
-        path = self._decide(lambda: projects.next_path(accelerator)) if automatic else _given(output_dir)
+        path = self._decide(lambda: projects.next_path(accelerator)) if automatic else _through_link(output_dir)
         step = self._step_to_save()
         training = Training.of(accelerator)
-        state: dict[str, Any] = {**training.models, **training.optimizers}
+        state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
 
         def before(directory: Path) -> None:
+            if self.config.async_save and not automatic:
+                path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
             if self._resumable_natively(training):
@@ -112,8 +114,6 @@ class Attachment:
             state.update(extras.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
         views = native.views(training.models, training.optimizers) if self._resumable_natively(training) else None
-        if self.config.async_save and not automatic:
-            path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
         self._rotation_due = automatic
         handle = self._checkpointer.save(state, path, files=before, views=views)
         accelerator.project_configuration.iteration += 1
@@ -155,9 +155,12 @@ class Attachment:
             projects.continue_numbering(accelerator, path)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        tracked = self._tracked()
         before = len(_accelerate.dataloaders(self._accelerator))
-        prepared = self._native["prepare_data_loader"](data_loader, *args, **kwargs)
-        self._trackers += [Tracker(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
+        with untracked_sampler(data_loader):
+            prepared = self._native["prepare_data_loader"](data_loader, *args, **kwargs)
+        added = [Tracker.of(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
+        self._trackers = tracked + added
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -261,8 +264,12 @@ class Attachment:
     def _run_load_hooks(self, models: dict[str, nn.Module], path: Path) -> list[str]:
         """Returns the names of the models that a hook has taken out, to load them itself."""
         left = list(models.values())
-        for hook in _accelerate.load_hooks(self._accelerator):
-            hook(left, str(path))
+
+        def run() -> None:
+            for hook in _accelerate.load_hooks(self._accelerator):
+                hook(left, str(path))
+
+        self._checkpointer.ranks.agree(f"run the hooks for {path}", run)
         return [name for name, model in models.items() if all(model is not one for one in left)]
 
     def _load(self, path: Path, training: Training, taken: list[str], strict: bool) -> None:
@@ -272,9 +279,10 @@ class Attachment:
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
         restoring = extras.Restoring(self._accelerator, self._tracked(), training.registered, keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
+        named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
         self.last_load = self._checkpointer.load(state, path, strict=strict)
-        for message in restoring.apply():
+        for message in self._checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply):
             logger.warning("%s: %s", path, message)
 
     def _tracked(self) -> list[Tracker]:
@@ -291,6 +299,12 @@ def _given(path: PathLike | None) -> Path:
     if path is None:
         raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
     return local_path(os.path.expanduser(path))
+
+
+def _through_link(path: PathLike | None) -> Path:
+    """A script that saves into a link to a directory has the checkpoint in that directory, and the link stays."""
+    given = _given(path)
+    return given.resolve() if given.is_symlink() else given
 
 
 def _refuse_silent_fallbacks(accelerator: Accelerator) -> None:

@@ -35,8 +35,9 @@ def gather(
     extra: dict[str, Any] = {"accelerate": {"step": step, "iteration": accelerator.save_iteration}}
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
         extra[f"schedulers.{number}"] = schedules.capture(scheduler, accelerator.num_processes)
+    training_goes_on = any(tracker.running for tracker in trackers)
     for number, tracker in enumerate(trackers):
-        if (position := tracker.position()) is not None:
+        if (position := tracker.position(training_goes_on)) is not None:
             extra[f"dataloaders.{number}"] = position
         if (own := tracker.own_state()) is not None:
             extra[f"datasets.{number}.{rank}"] = own

@@ -90,18 +90,22 @@ def load(
     elif training.sharded:
         _load_whole(accelerator, path, models, optimizers)
         models, optimizers = [], []
-    found = load_accelerator_state(
-        str(path),
-        models,
-        optimizers,
-        _accelerate.schedulers(accelerator),
-        _accelerate.dataloaders(accelerator),
-        accelerator.process_index,
-        accelerator.scaler,
-        strict=strict,
-    )
-    _load_registered(path, training.registered)
-    return int(checkpointer.ranks.from_zero("take rank 0's step", lambda: found.get("step", 0)))
+
+    def load_the_rest() -> int:
+        found = load_accelerator_state(
+            str(path),
+            models,
+            optimizers,
+            _accelerate.schedulers(accelerator),
+            _accelerate.dataloaders(accelerator),
+            accelerator.process_index,
+            accelerator.scaler,
+            strict=strict,
+        )
+        _load_registered(path, training.registered)
+        return int(found.get("step", 0))
+
+    return checkpointer.ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
 
 
 def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:

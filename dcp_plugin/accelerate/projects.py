@@ -68,7 +68,10 @@ def rotate(accelerator: Accelerator) -> None:
         return
     complete = [path for _, path in sorted(_numbered(_folder(accelerator))) if not native.why_incomplete(path)]
     for path in complete[: -max(1, limit)]:
-        lifecycle.remove(path)
+        try:
+            lifecycle.remove(path)
+        except (OSError, SaveFailed) as error:  # this rank alone would raise; the new checkpoint is published
+            logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
 def _folder(accelerator: Accelerator) -> Path:

@@ -12,6 +12,7 @@ from torch import nn
 
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.conventions import MODEL, OPTIM, numbered
+from dcp_plugin.state.app import NamesOnly
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Training:
             [one for one in given if id(one) not in live],
             accelerator.distributed_type == DistributedType.FSDP,
         )
+
+    @property
+    def shared_names(self) -> dict[str, NamesOnly]:
+        """What names the parameters of an optimizer that trains several models."""
+        return {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
 
 
 def _has_any(one: Any, parameters: set[int]) -> bool:

@@ -168,7 +168,7 @@ def sweep(workspace: Path) -> None:
 
 def locate(path: Path) -> Path:
     """``path``, or where its checkpoint is if a crash came between the two renames of an overwrite."""
-    if not path.exists():
+    if not looks_like_checkpoint(path):
         workspace = workspace_of(path)
         for record in workspace.glob("*.json"):
             aside = record.with_suffix(".aside")
@@ -199,6 +199,11 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
         raise SaveFailed(
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
+        )
+    if final.is_dir() and final.samefile(os.curdir):
+        raise SaveFailed(
+            f"cannot save to {final}: it is the working directory of this process, which would go with the directory "
+            f"that is replaced. Save to a new name, for example {final / 'checkpoint'}."
         )
     if final.is_dir() and os.listdir(final) and not (looks_like_checkpoint(final) or among_other_files):
         raise SaveFailed(
@@ -311,10 +316,20 @@ def _checked_target(noted: dict[str, Any]) -> str | None:
 def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
     """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
     final, aside = reservation.final, reservation._beside("aside")
-    if aside.exists() and not os.path.lexists(final):
-        os.rename(aside, final)
-        files.sync_directory(final.parent)
+    made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
+    if aside.exists() and (made_anew or not os.path.lexists(final)):
+        _put_back(aside, final)
     elif _identity(final) and _identity(final) == noted.get("publishing"):
         for old in (reservation.directory, aside):
             _keep_other_files(old, final)
         files.sync_directory(final)
+
+
+def _put_back(aside: Path, final: Path) -> None:
+    """Give the old checkpoint its name again. A script may have made the directory anew, and put files there."""
+    if final.is_dir():
+        for name in os.listdir(final):
+            files.delete(aside / name)
+            os.rename(final / name, aside / name)
+    os.rename(aside, final)  # replaces an empty directory
+    files.sync_directory(final.parent)

@@ -170,6 +170,34 @@ def _several_models(path: Path) -> None:
         assert_same(one.state_dict(), two.state_dict())
 
 
+def test_one_optimizer_may_train_several_models(tmp_path: Path) -> None:
+    launch.run(_one_optimizer, 2, tmp_path / "ck")
+
+
+def _one_optimizer(path: Path) -> None:
+    from tests.accelerate import training as t
+
+    def build(seed: int) -> tuple[Any, ...]:
+        accelerator = t.start("ddp").accelerator
+        accelerator.free_memory()
+        models = [t.Net(seed, unused=False), t.Net(seed + 1, unused=False)]
+        optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.1)
+        return (accelerator, *accelerator.prepare(*models, optimizer))
+
+    accelerator, one, two, optimizer = build(1)
+    accelerator.backward((one(torch.ones(2, 6)) + two(torch.ones(2, 6))).sum())
+    optimizer.step()
+    accelerator.save_state(str(path))
+    other, *models, loaded = build(5)
+    other.load_state(str(path))
+    for before, after in zip((one, two), models, strict=True):
+        assert_same(before.state_dict(), after.state_dict())
+    slots, restored = optimizer.state_dict()["state"], loaded.state_dict()["state"]
+    for number in slots:
+        assert_same(slots[number], restored[number])
+    assert slots.keys() == restored.keys()
+
+
 def test_a_save_in_the_background_is_the_state_at_the_call(tmp_path: Path) -> None:
     launch.run(_background, 2, tmp_path)
 
@@ -265,3 +293,49 @@ def _without_rng(root: Path) -> None:
         t.start("single", rng=wanted).accelerator.save_state(str(root / str(wanted)))
         keys = [tensor.key for tensor in dcp.inspect(root / str(wanted)).tensors]
         assert any(key.startswith("extra.rng.0.streams") for key in keys) == wanted
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_or_on_none(tmp_path: Path) -> None:
+    launch.run(_fails_on_one_rank, 2, tmp_path)
+
+
+def _fails_on_one_rank(root: Path) -> None:
+    from dcp_plugin import lifecycle
+    from tests.accelerate import training as t
+
+    run = t.start("ddp", project=root, limit=1, timeout=20.0)
+    accelerator, remove = run.accelerator, lifecycle.remove
+
+    def broken(*args: Any) -> None:
+        raise OSError("broken here")
+
+    lifecycle.remove = broken  # which rank 0 alone calls
+    accelerator.save_state()
+    accelerator.save_state()
+    lifecycle.remove = remove
+    dist.barrier()
+    if accelerator.is_main_process:
+        run.scheduler.scheduler.load_state_dict = broken
+    with pytest.raises(dcp.CheckpointError, match="broken here"):
+        accelerator.load_state()
+    accelerator.register_load_state_pre_hook(broken if accelerator.is_main_process else lambda models, folder: None)
+    with pytest.raises(dcp.CheckpointError, match=r"run the hooks.*broken here"):
+        accelerator.load_state()
+
+
+def test_a_link_to_a_directory_stays_one(tmp_path: Path) -> None:
+    launch.run(_link, 1, tmp_path)
+
+
+def _link(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    (root / "disk").mkdir()
+    (root / "disk" / "args.json").write_text("{}")
+    (root / "out").symlink_to(root / "disk")
+    run = t.start("single")
+    run.accelerator.save_state(root / "out")
+    assert (root / "out").is_symlink()
+    assert dcp.verify(root / "disk").ok
+    assert (root / "out" / "args.json").exists()
+    run.accelerator.load_state(root / "out")

@@ -142,27 +142,106 @@ def _iterable(path: Path) -> None:
     accelerator, loader = prepared()
     seen = []
     for number, batch in enumerate(loader):
-        seen.append(batch[1].tolist())
+        seen.append((batch[1].tolist(), torch.rand(()).item()))
         if number == 2:
             accelerator.save_state(str(path))
     other, loader = prepared()
     other.load_state(str(path))
-    assert _batches(loader) == seen[3:]
+    assert [(batch[1].tolist(), torch.rand(()).item()) for batch in loader] == seen[3:]
 
 
 def test_dispatched_batches_continue_too(tmp_path: Path) -> None:
     launch.run(_dispatched, 2, tmp_path / "ck")
 
 
-def _dispatched(path: Path) -> None:
+def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
     from tests.accelerate import training as t
 
-    run = t.start("ddp", data={"dispatch_batches": True, "use_seedable_sampler": True})
+    options: dict[str, Any] = {"samples": samples, "data": {"dispatch_batches": True, "use_seedable_sampler": True}}
+    run = t.start("ddp", **options)
     seen = []
     for number, batch in enumerate(run.loader):
         seen.append(batch[1].tolist())
-        if number == 3:
+        if number == last:
             run.accelerator.save_state(str(path))
-    other = t.start("ddp", seed=4, data={"dispatch_batches": True, "use_seedable_sampler": True})
+    other = t.start("ddp", seed=4, **options)
     other.accelerator.load_state(str(path))
-    assert _batches(other.loader) == seen[4:]
+    assert _batches(other.loader) == seen[last + 1 :]
+
+
+@pytest.mark.parametrize("case", ["no shuffling", "prepared again", "an evaluation left early", "uneven batches"])
+def test_a_loop_in_one_process_continues_as_if_it_had_not_stopped(tmp_path: Path, case: str) -> None:
+    launch.run(_one_process, 1, tmp_path / "ck", case)
+
+
+class Buckets(torch.utils.data.Sampler[Any]):
+    """Batches of two or three."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        batch: list[int] = []
+        for index in self.sampler:
+            batch.append(index)
+            if len(batch) >= 2 + index % 2:
+                yield batch
+                batch = []
+
+
+def _one_process(path: Path, case: str) -> None:
+    from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+    from tests.accelerate import training as t
+
+    data = TensorDataset(torch.zeros(24, 6), torch.arange(24))
+
+    def build() -> tuple[Any, Any, Any]:
+        accelerator = t.start("single").accelerator
+        accelerator.free_memory()
+        options: dict[str, Any] = {"batch_size": 2, "shuffle": case != "no shuffling"}
+        if case == "uneven batches":
+            options = {"batch_sampler": Buckets(RandomSampler(data))}
+        plain = DataLoader(data, **options)
+        loader = accelerator.prepare(plain)
+        if case == "prepared again":
+            accelerator.free_memory()
+            loader = accelerator.prepare(plain)
+        return accelerator, loader, accelerator.prepare(DataLoader(data, batch_size=2))
+
+    def train(loader: Any, evaluation: Any, after_four: Any = None) -> list[Any]:
+        seen = []
+        for number, batch in enumerate(loader, 1):
+            if case == "an evaluation left early" and number % 4 == 3:
+                seen.append(next(iter(evaluation))[1].tolist())
+            seen.append((batch[1].tolist(), torch.rand(()).item()))
+            if number == 4 and after_four is not None:
+                after_four()
+                seen.clear()
+        return seen
+
+    accelerator, loader, evaluation = build()
+    rest = train(loader, evaluation, lambda: accelerator.save_state(str(path)))
+    accelerator, loader, evaluation = build()
+    accelerator.load_state(str(path))
+    accelerator.save_state(str(path))  # before anything is read: the position is still the one that was loaded
+    accelerator, loader, evaluation = build()
+    accelerator.load_state(str(path))
+    assert train(loader, evaluation) == rest
+
+
+def test_the_last_incomplete_group_of_dispatched_batches_is_not_lost(tmp_path: Path) -> None:
+    launch.run(_dispatched, 2, tmp_path / "ck", 22, 4)
+
+
+def test_a_prepared_loader_can_be_pickled() -> None:
+    launch.run(_pickled, 1)
+
+
+def _pickled() -> None:
+    import pickle
+
+    from tests.accelerate import training as t
+
+    run = t.start("single", stateful=False)
+    assert len(_batches(pickle.loads(pickle.dumps(run.loader)))) == len(run.loader)
