@@ -112,7 +112,7 @@ class Attachment:
             state.update(extras.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
         views = native.views(training.models, training.optimizers) if self._resumable_natively(training) else None
-        if self.config.async_save and not automatic:
+        if self.config.async_save and not automatic and not path.exists():
             path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
         self._rotation_due = automatic
         handle = self._checkpointer.save(state, path, files=before, views=views)
@@ -274,7 +274,8 @@ class Attachment:
         named = {name: NamesOnly(training.models[name]) for name in taken}
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
         self.last_load = self._checkpointer.load(state, path, strict=strict)
-        for message in restoring.apply():
+        said = restoring.apply()
+        for message in said if self._accelerator.is_main_process else ():
             logger.warning("%s: %s", path, message)
 
     def _tracked(self) -> list[Tracker]:

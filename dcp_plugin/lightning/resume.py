@@ -90,10 +90,7 @@ class Resume:
         mine = rng_states.get(str(trainer.global_rank))
         data_rank, data_ranks = _data_rank(trainer)
         if rng_states and trainer.world_size > len(rng_states):
-            rank_zero_info(
-                f"The checkpoint has the random states of {len(rng_states)} ranks: ranks {len(rng_states)} to "
-                f"{trainer.world_size - 1} start streams of their own, derived from rank 0's state and their number."
-            )
+            rank_zero_info(f"The checkpoint has {rng.about_new_ranks(len(rng_states), trainer.world_size)}.")
         return cls(
             rng=mine or rng_states.get("0"),
             new_rank=mine is None,
