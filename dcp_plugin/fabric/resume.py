@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dcp_plugin.state import rng
+from dcp_plugin.state.sampler import made_by
 
 STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
 Say = Callable[[str], None]
@@ -63,7 +64,7 @@ def position_of(loader: Any) -> dict[str, Any]:
     sampler = _sampler_with_epoch(loader)
     return {
         "position": loader.state_dict(),
-        "made_by": _made_by(loader),
+        "made_by": made_by(loader),
         "epoch": None if sampler is None else sampler.epoch,
         "generator": None if loader.generator is None else loader.generator.get_state(),
     }
@@ -74,12 +75,12 @@ def continue_at(loader: Any, say: Say, state: Mapping[str, Any]) -> None:
     sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
     if sampler is not None and state["epoch"] is not None:
         _number_epochs_from(sampler, state["epoch"], finished)
-    if state["made_by"] == _made_by(loader):
+    if state["made_by"] == made_by(loader):
         loader.load_state_dict(state["position"])
         loader.state_dict()
     elif not finished:
         say(
-            f"it has a position of a dataloader with {state['made_by']}, and here it is one with {_made_by(loader)}: "
+            f"it has a position of a dataloader with {state['made_by']}, and here it is one with {made_by(loader)}: "
             f"{STARTS_AGAIN}. To continue exactly, keep num_workers and shuffle, and the strategy: Fabric changes the "
             "sampler for strategies of several ranks. Or resume from a checkpoint made between two epochs."
         )
@@ -96,12 +97,6 @@ def restore_rng(strategy: Any, saved_on: int, say: Say, state: Mapping[str, Any]
         rng.derive(state["streams"], rank)
     if (ranks := getattr(strategy, "world_size", 1)) > saved_on:
         say(f"it has {rng.about_new_ranks(saved_on, ranks)}")
-
-
-def _made_by(loader: Any) -> str:
-    """A position fits only what made it: the sampler, which Fabric wraps on several ranks, and as many workers."""
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return f"{type(sampler).__name__} and num_workers={loader.num_workers}"
 
 
 def _sampler_with_epoch(loader: Any) -> Any:

@@ -273,7 +273,7 @@ class DCPTrainerMixin(Trainer):
         config = self.checkpoint_config
         if resume is True:
             return self._dcp_on_rank_zero("find a checkpoint", lambda: folder.newest(str(self.args.output_dir), config))
-        return self._dcp_on_rank_zero(f"open {resume}", lambda: folder.examine(resume, config))
+        return self._dcp_on_rank_zero(f"open {resume}", lambda: folder.named(resume, config))
 
     def _dcp_on_rank_zero(self, step: str, work: Callable[[], T]) -> T:
         ranks = Ranks() if self.args.world_size == 1 else Ranks.of_default_group(self.checkpoint_config.timeout)
