@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from gpt import GPT, shard
+from gpt import GPT, shard, warmup_then_cosine
 from omegaconf import DictConfig
 from stdlib_text import Windows, stdlib_source
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from dcp_plugin import resolve_resume
@@ -53,7 +53,9 @@ def main(cfg: DictConfig) -> None:
     torch.manual_seed(cfg.seed)  # every rank starts with the same weights
     model, optimizer = prepare(cfg, accelerator, GPT(**cfg.model))
     torch.manual_seed(cfg.seed + 1 + accelerator.process_index)  # and drops out different activations
-    schedule = accelerator.prepare(OneCycleLR(optimizer, cfg.optim.lr, total_steps=cfg.steps, cycle_momentum=False))
+    schedule = accelerator.prepare(
+        LambdaLR(optimizer, lambda step: warmup_then_cosine(step, cfg.optim.warmup, cfg.steps))
+    )
     text = Windows(stdlib_source(int(cfg.data.megabytes * 2**20)), cfg.model.context)
     loader = accelerator.prepare(DataLoader(text, batch_size=cfg.data.batch_size, shuffle=True, drop_last=True))
     progress = Progress()

@@ -14,13 +14,13 @@ from pathlib import Path
 import hydra
 import torch
 import torch.nn.functional as F
-from gpt import GPT, Block, shard
+from gpt import GPT, Block, shard, warmup_then_cosine
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import DictConfig
 from stdlib_text import StdlibText
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dcp_plugin import resolve_resume
@@ -36,9 +36,11 @@ def main(cfg: DictConfig) -> None:
 
     torch.manual_seed(cfg.seed)  # every rank starts with the same weights
     model = fabric.setup_module(GPT(**cfg.model))
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), weight_decay=cfg.optim.weight_decay))
+    optimizer = fabric.setup_optimizers(
+        torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
+    )
     torch.manual_seed(cfg.seed + 1 + fabric.global_rank)  # and drops out different activations
-    schedule = OneCycleLR(optimizer, cfg.optim.lr, total_steps=cfg.steps, cycle_momentum=False)
+    schedule = LambdaLR(optimizer, lambda step: warmup_then_cosine(step, cfg.optim.warmup, cfg.steps))
     text = StdlibText(context=cfg.model.context, seed=cfg.seed, **cfg.data)
     loader = text.share(fabric.global_rank, fabric.world_size)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "text": Position(loader), "step": 0}

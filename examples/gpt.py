@@ -94,12 +94,15 @@ class LitGPT(L.LightningModule):
             {"params": vectors, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.optim["lr"], betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.warmup_then_cosine)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_then_cosine(step, self.optim["warmup"], self.steps)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def warmup_then_cosine(self, step: int) -> float:
-        warmup = self.optim["warmup"]
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, self.steps - warmup))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+def warmup_then_cosine(step: int, warmup: int, steps: int) -> float:
+    """The factor of the learning rate. Its length is a setting, so a run may be resumed with more steps."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -104,7 +104,7 @@ class Attachment:
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
 
         def before(directory: Path) -> None:
-            if self.config.async_save and not automatic:
+            if self.config.async_save and not automatic and not path.exists():
                 path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
@@ -282,7 +282,8 @@ class Attachment:
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
         self.last_load = self._checkpointer.load(state, path, strict=strict)
-        for message in self._checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply):
+        said = self._checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
+        for message in said if self._accelerator.is_main_process else ():
             logger.warning("%s: %s", path, message)
 
     def _tracked(self) -> list[Tracker]:

@@ -80,7 +80,7 @@ class Restoring:
         return {f"{EXTRA}.{name}": target for name, target in self._read.items()}
 
     def apply(self) -> list[str]:
-        """Restore everything from the filled targets. Returns what has to be said about it."""
+        """Restore everything from the filled targets. Returns what has to be said about it, the same on all ranks."""
         said = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
         accelerator = self._accelerator
         if (about := self._read.get("accelerate")) is not None:
@@ -96,8 +96,9 @@ class Restoring:
                 own = self._read.get(f"datasets.{number}.{accelerator.process_index}")
                 said.append(tracker.resume(position, own, self._restore_rng))
         self._restore_rng()
-        if self._rng_rank not in (None, accelerator.process_index):
-            said.append("it has no random state of this rank, which starts streams of its own, derived from rank 0's")
+        known = sum(name.startswith(f"{RNG}.") and name.count(".") == 1 for name in self._stored)
+        if 0 < known < accelerator.num_processes:
+            said.append(f"it has {rng.about_new_ranks(known, accelerator.num_processes)}")
         return [message for message in said if message]
 
     def _check_registered(self, registered: list[Any]) -> None:

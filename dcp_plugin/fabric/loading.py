@@ -22,7 +22,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.fabric.resume import Through, continue_at, data_rank, has_position, restore_rng
+from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, data_rank, has_position, restore_rng
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.state import unflatten_optimizer
@@ -39,6 +39,7 @@ T = TypeVar("T")
 class Contents:
     """What a checkpoint has, in the words of whoever saved it."""
 
+    path: Path
     tops: list[str]
     """The first segments of its keys, but for ``extra``."""
     optimizers: list[str]
@@ -77,6 +78,7 @@ def look(path: Path, wanted: list[str]) -> Contents:
     if extras.pop(NAMES, None) is not None:
         Checkpointer(solo=True).load(found, path)
     return Contents(
+        path,
         tops=list(keys),
         optimizers=[top for top, rest in keys.items() if all(_is_of_optimizer(key) for key in rest)],
         sharded=[top for top in keys if top in with_tensors],
@@ -126,7 +128,6 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
         )
     trained = trained_modules(strategy, state)
     modules = list(of_kind(nn.Module, state).values())
-    trained = trained_modules(strategy, state)
     target: dict[str, Any] = {**names_for({name: module for name, module in trained.items() if module not in modules})}
     for name, place in places.items():
         target.update(_target(strategy, name, state[name], place, found))
@@ -165,17 +166,23 @@ def _target(strategy: Any, name: str, value: Any, place: str, found: Contents) -
     rank, ranks = data_rank(strategy)
     saved_on = found.extras.get(name, [])
     if len(saved_on) == ranks:
-        return {f"{place}.{rank}": Through.loads(partial(continue_at, value))}
-    if rank == 0:
-        logger.warning(
-            "the position of %r was saved on %d data-parallel ranks and this run has %d: the dataloader starts with "
-            "its first batch, so samples of the epoch under way come again. To continue exactly, resume on as many "
-            "ranks as then, or from a checkpoint made between two epochs.",
-            name,
-            len(saved_on),
-            ranks,
-        )
+        return {f"{place}.{rank}": Through.loads(partial(continue_at, value, _say(strategy, found)))}
+    _say(strategy, found)(
+        f"the position of {name!r} was saved on {len(saved_on)} data-parallel ranks and this run has {ranks}: "
+        f"{STARTS_AGAIN}. To continue exactly, resume on as many ranks as then, or from a checkpoint made between two "
+        "epochs."
+    )
     return {}
+
+
+def _say(strategy: Any, found: Contents) -> Say:
+    """What says something about a checkpoint, once."""
+
+    def say(message: str) -> None:
+        if strategy.is_global_zero:
+            logger.warning("%s: %s", found.path, message)
+
+    return say
 
 
 def _is_replaced(value: Any) -> bool:
@@ -202,7 +209,7 @@ def _streams(strategy: Any, found: Contents) -> dict[str, Any]:
         return {}
     mine = getattr(strategy, "global_rank", 0)
     source = mine if mine in ranks else 0
-    return {f"{EXTRA}.{RNG}.{source}": Through.loads(partial(restore_rng, strategy, saved_on=len(ranks)))}
+    return {f"{EXTRA}.{RNG}.{source}": Through.loads(partial(restore_rng, strategy, len(ranks), _say(strategy, found)))}
 
 
 def _nested(value: Any, is_optimizer: bool) -> Any:

@@ -13,7 +13,6 @@ Random streams are kept by global rank, positions by the rank of the data, so th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from dcp_plugin.state import rng
+from dcp_plugin.state.sampler import made_by
 
-logger = logging.getLogger("dcp_plugin")
+STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -63,37 +64,39 @@ def position_of(loader: Any) -> dict[str, Any]:
     sampler = _sampler_with_epoch(loader)
     return {
         "position": loader.state_dict(),
+        "made_by": made_by(loader),
         "epoch": None if sampler is None else sampler.epoch,
         "generator": None if loader.generator is None else loader.generator.get_state(),
     }
 
 
-def continue_at(loader: Any, state: Mapping[str, Any]) -> None:
+def continue_at(loader: Any, say: Say, state: Mapping[str, Any]) -> None:
     """Have the next iteration over the loader go on where :func:`position_of` was asked, without drawing first."""
-    sampler = _sampler_with_epoch(loader)
+    sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
     if sampler is not None and state["epoch"] is not None:
-        _number_epochs_from(sampler, state["epoch"], finished=state["position"].get("_iterator_finished", False))
-    loader.load_state_dict(state["position"])
-    loader.state_dict()
+        _number_epochs_from(sampler, state["epoch"], finished)
+    if state["made_by"] == made_by(loader):
+        loader.load_state_dict(state["position"])
+        loader.state_dict()
+    elif not finished:
+        say(
+            f"it has a position of a dataloader with {state['made_by']}, and here it is one with {made_by(loader)}: "
+            f"{STARTS_AGAIN}. To continue exactly, keep num_workers and shuffle, and the strategy: Fabric changes the "
+            "sampler for strategies of several ranks. Or resume from a checkpoint made between two epochs."
+        )
     if loader.generator is not None and state["generator"] is not None:
         loader.generator.set_state(state["generator"])
 
 
-def restore_rng(strategy: Any, state: Mapping[str, Any], saved_on: int) -> None:
+def restore_rng(strategy: Any, saved_on: int, say: Say, state: Mapping[str, Any]) -> None:
     """Continue this rank's streams, or start some of its own if the checkpoint, made by fewer ranks, has none."""
     rank = getattr(strategy, "global_rank", 0)
     if rank < saved_on:
         rng.restore(state["streams"], strategy.root_device)
     else:
         rng.derive(state["streams"], rank)
-    if rank == 0 and (ranks := getattr(strategy, "world_size", 1)) > saved_on:
-        logger.warning(
-            "the checkpoint has the random states of %d ranks: ranks %d to %d start streams of their own, derived from "
-            "rank 0's state and their number",
-            saved_on,
-            saved_on,
-            ranks - 1,
-        )
+    if (ranks := getattr(strategy, "world_size", 1)) > saved_on:
+        say(f"it has {rng.about_new_ranks(saved_on, ranks)}")
 
 
 def _sampler_with_epoch(loader: Any) -> Any:

@@ -28,9 +28,10 @@ from dcp_plugin.conventions import RNG
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.state import rng
+from dcp_plugin.state.sampler import made_by
 
 Checkpoint = dict[str, Any]
-DATALOADERS, PLATEAU = "dataloaders", "plateau_metrics"
+DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
 
 
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
@@ -39,6 +40,8 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
     data_rank, _ = _data_rank(trainer)
     if states := _lightning.take_dataloader_states(fit_loop):
         checkpoint[DATALOADERS] = {str(data_rank): states}
+        loaders = _lightning.train_dataloaders(trainer)
+        checkpoint[MADE_BY] = [made_by(loader) for loader in loaders if hasattr(loader, "load_state_dict")]
     if metrics := _lightning.plateau_metrics(trainer):
         checkpoint[PLATEAU] = metrics
     if with_rng:
@@ -54,6 +57,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint as Lightning itself would have made it, on rank 0."""
     checkpoint.pop(RNG, None)
+    checkpoint.pop(MADE_BY, None)
     checkpoint.pop(PLATEAU, None)
     if states := checkpoint.pop(DATALOADERS, None):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
@@ -69,6 +73,8 @@ class Resume:
     """``rng`` is that of rank 0, because the checkpoint has none of this rank."""
     positions: list[Any]
     """The states of the stateful loaders that are still to come, in their order."""
+    made_by: list[str]
+    """What they were made by, if the checkpoint tells."""
     saved_on: int
     """Ranks with data of their own when the checkpoint was made; 0 if no loader had a state."""
     moment: Moment
@@ -90,14 +96,12 @@ class Resume:
         mine = rng_states.get(str(trainer.global_rank))
         data_rank, data_ranks = _data_rank(trainer)
         if rng_states and trainer.world_size > len(rng_states):
-            rank_zero_info(
-                f"The checkpoint has the random states of {len(rng_states)} ranks: ranks {len(rng_states)} to "
-                f"{trainer.world_size - 1} start streams of their own, derived from rank 0's state and their number."
-            )
+            rank_zero_info(f"The checkpoint has {rng.about_new_ranks(len(rng_states), trainer.world_size)}.")
         return cls(
             rng=mine or rng_states.get("0"),
             new_rank=mine is None,
             positions=loader_states.get(str(data_rank), []) if len(loader_states) == data_ranks else [],
+            made_by=checkpoint.pop(MADE_BY, []),
             saved_on=len(loader_states),
             moment=moment,
             plateau_metrics=checkpoint.pop(PLATEAU, {}),
@@ -107,8 +111,15 @@ class Resume:
         """Give a train dataloader its epoch and position, before anything iterates over it."""
         _lightning.set_epoch(trainer, dataloader)
         if self.positions and hasattr(dataloader, "load_state_dict"):
-            self.placed.append((dataloader, self.positions.pop(0)))
-            dataloader.load_state_dict(self.placed[-1][1])
+            position, here = self.positions.pop(0), made_by(dataloader)
+            saved = self.made_by.pop(0) if self.made_by else here
+            if saved != here:
+                self.without_position.append(
+                    f"{type(dataloader).__name__} with {here} (it has that of one with {saved})"
+                )
+                return
+            self.placed.append((dataloader, position))
+            dataloader.load_state_dict(position)
         else:
             self.without_position.append(type(dataloader).__name__)
 

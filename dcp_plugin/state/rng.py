@@ -57,6 +57,14 @@ def derive(state_of_rank_0: RngState, rank: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def about_new_ranks(known: int, world_size: int) -> str:
+    """What a door says when it calls :func:`derive`: ``known`` ranks are in the checkpoint, ``world_size`` load it."""
+    return (
+        f"random states for {known} of {world_size} ranks: the others start streams of their own, derived from rank "
+        "0's state and their number"
+    )
+
+
 def _seed(state: RngState, purpose: str) -> int:
     digest = hashlib.blake2b(state["torch"].cpu().numpy().tobytes() + purpose.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes a signed 64-bit seed

@@ -55,6 +55,13 @@ class ResumableSampler(Sampler[int]):
             yield index
 
 
+def made_by(dataloader: Any) -> str:
+    """What has to be the same for a stateful dataloader to take a position: its sampler, which Lightning and Fabric
+    wrap for strategies of several ranks, and the number of workers. Given another one, it fails without a reason."""
+    sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
+    return f"{type(sampler).__name__} and num_workers={getattr(dataloader, 'num_workers', 0)}"
+
+
 def make_resumable(dataloader: Any, inside_distributed_sampler: Callable[[Any], Any]) -> None:
     """Give a stateful dataloader a sampler with a position, where Lightning has put one without.
 

@@ -82,7 +82,8 @@ def test_new_ranks_get_streams_of_their_own_the_same_each_time_and_it_is_said(tm
     drawn = [[rank["drawn"] for rank in ranks] for ranks in twice]
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
-    assert any("no random state of this rank" in message for message in twice[0][1]["said"])
+    assert any("random states for 1 of 2 ranks" in message for message in twice[0][0]["said"])
+    assert not twice[0][1]["said"], "once, not on every rank"
     assert any("position 4 instead of 2, which is the same moment" in message for message in twice[0][0]["said"])
 
 

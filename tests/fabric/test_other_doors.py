@@ -106,7 +106,8 @@ def test_more_ranks_get_streams_of_their_own_and_the_same_each_time(tmp_path: Pa
     (losses_0, said_0), (losses_1, said_1) = outcomes[0]
     assert losses_0 != losses_1
     assert "position of 'loader' was saved on 1 data-parallel ranks and this run has 2" in said_0[0]
-    assert "ranks 1 to 1 start streams of their own" in said_0[1]
+    assert "random states for 1 of 2 ranks" in said_0[1]
+    assert all(str(tmp_path / "saved") in message for message in said_0)
     assert said_1 == []
 
 
@@ -121,11 +122,9 @@ def _save_alone(root: Path) -> None:
     training.save(root / "saved")
 
 
-def _load_on_two(root: Path) -> tuple[list[float], list[str]]:
+def _listen() -> list[str]:
+    """What the doors say from now on."""
     import logging
-
-    from dcp_plugin.fabric import attach
-    from tests.fabric import training as t
 
     said: list[str] = []
 
@@ -134,6 +133,35 @@ def _load_on_two(root: Path) -> tuple[list[float], list[str]]:
             said.append(record.getMessage())
 
     logging.getLogger("dcp_plugin").addHandler(Heard())
+    return said
+
+
+def test_a_position_that_another_kind_of_sampler_made_starts_again_and_it_is_said(tmp_path: Path) -> None:
+    launch.run(_save_alone, 1, tmp_path)
+    launch.run(_load_under_ddp_alone, 1, tmp_path)
+
+
+def _load_under_ddp_alone(root: Path) -> None:
+    """Fabric wraps the sampler for DDP, also on one rank."""
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    said = _listen()
+    fabric = t.fabric_for("single", t.strategy_for("ddp"))
+    attach(fabric)
+    training = t.Training(fabric, seed=5)
+    training.load(root / "saved")
+    assert len(said) == 1
+    assert f"{root / 'saved'}: it has a position of a dataloader with RandomSampler" in said[0]
+    training.run(5)
+    assert training.state["step"] == 5
+
+
+def _load_on_two(root: Path) -> tuple[list[float], list[str]]:
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    said = _listen()
     fabric = t.fabric_for("ddp")
     attach(fabric)
     training = t.Training(fabric, seed=torch.distributed.get_rank())

@@ -77,6 +77,23 @@ def _plain_in_the_middle(root: Path) -> None:
     assert "StatefulDataLoader" in said
 
 
+def test_a_position_that_another_kind_of_sampler_made_starts_again_and_it_is_said(tmp_path: Path) -> None:
+    launch.run(_other_sampler, 1, tmp_path)
+
+
+def _other_sampler(root: Path) -> None:
+    """Lightning wraps the sampler for DDP, also on one rank."""
+    from tests.lightning import training as t
+
+    saving = t.checkpoints(root, "single", "stateful")
+    t.trainer_for("single", saving, max_steps=3).fit(t.Model(), t.stateful_loader("single"))
+    path = root / "single-stateful" / "step=3.ckpt"
+    trainer = t.trainer_for("single", plugin=True, strategy=t.strategy_for("ddp"))
+    (said,) = _messages(trainer, t.Model(), t.stateful_loader("single"), path)
+    assert "after batch 3 of an epoch" in said
+    assert "with ResumableSampler" in said and "with RandomSampler" in said
+
+
 def test_the_middle_of_a_later_epoch_continues_in_the_order_of_that_epoch(tmp_path: Path) -> None:
     """With every kind of sampler that Lightning puts into a stateful dataloader on several ranks."""
     launch.run(_later_epoch, 2, tmp_path)

@@ -92,14 +92,13 @@ def trainer_for(
     return pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE[layout],
-        strategy=strategy_for(layout),
         plugins=[io] if io else None,
         callbacks=list(callbacks),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=saves,
-        **{"max_steps": 6, **options},
+        **{"max_steps": 6, "strategy": strategy_for(layout), **options},
     )
 
 

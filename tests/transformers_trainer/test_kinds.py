@@ -211,3 +211,16 @@ def _fsdp_asked_for(root: Path) -> None:
 
 def test_fsdp_that_became_ddp_is_an_error(tmp_path: Path) -> None:
     launch.run(_fsdp_asked_for, 2, tmp_path)
+
+
+def _wrong_order(root: Path) -> None:
+    from transformers import Trainer
+
+    from dcp_plugin.accelerate import DCPTrainerMixin
+
+    with pytest.raises(TypeError, match=r"put DCPTrainerMixin before the Trainer: class Mine\(DCPTrainerMixin"):
+        type("Mine", (Trainer, DCPTrainerMixin), {})
+
+
+def test_a_mixin_behind_the_trainer_is_an_error(tmp_path: Path) -> None:
+    launch.run(_wrong_order, 1, tmp_path)

@@ -52,10 +52,11 @@ def _resume(root: Path, layouts: list[str]) -> dict[tuple[str, str], Any]:
     from tests.transformers_trainer import training as t
 
     results = {}
-    warnings.filterwarnings("error", message=".*loaded exactly, but|.*draws others than without")
     for layout, case in _trainings(layouts):
         options = {**_options(case), "save_strategy": "no", "net": t.model(seed=9)}
         trainer = t.trainer(root / layout / case, layout, callbacks=[watch := t.Watch()], **options)
+        # Now, since the filters of t.trainer would hide it.
+        warnings.filterwarnings("error", message=".*loaded exactly, but|.*draws others than without")
         trainer.train(resume_from_checkpoint=str(root / layout / case / f"checkpoint-{options['save_steps']}"))
         results[layout, case] = _ran(trainer, watch)
     return results

@@ -8,7 +8,8 @@ has no public hook for any of it: ``OVERRIDDEN`` lists that, with the parameters
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import _is_peft_model
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from dcp_plugin.errors import CheckpointError
@@ -78,13 +80,26 @@ def is_adapted(model: nn.Module) -> bool:
     return is_peft_model(model)
 
 
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    logging: Any = transformers_logging  # untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def describe_model(trainer: Trainer, directory: str) -> None:
     """Write what transformers keeps beside a model's weights, without the weights: configurations, the tokenizer,
     the training arguments. Call it on the ranks that write."""
     model: Any = unwrapped(trainer)
     if not is_adapted(model):
         # ``_save`` rather than its parts: subclasses of Trainer override it to add files of their own.
-        trainer._save(directory, state_dict={})
+        with _without_progress_bar():  # of weights, of which there are none here
+            trainer._save(directory, state_dict={})
         for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
             if os.path.exists(empty := os.path.join(directory, name)):
                 os.remove(empty)

@@ -118,6 +118,17 @@ def random_position() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
+def random_positions_after_iter() -> list[tuple[Any, ...]]:
+    """Where the random streams can be when an iterator over a dataloader has been made and data without any random
+    numbers has come out of it: the iterator draws a seed for its workers, and a shuffling sampler may draw another."""
+    state, positions = torch.get_rng_state(), [random_position()]
+    for _ in range(2):
+        torch.empty((), dtype=torch.int64).random_()
+        positions.append(random_position())
+    torch.set_rng_state(state)
+    return positions
+
+
 def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
     """The adapters as a module of its own: the same parameters and buffers under the same names, nothing else.
 

@@ -60,6 +60,14 @@ def newest(root: PathLike, config: CheckpointConfig) -> Found:
     raise CheckpointNotFound(f"resume_from_checkpoint=True, but there is no complete checkpoint in {root}.{torn}")
 
 
+def named(path: PathLike, config: CheckpointConfig) -> Found:
+    """:func:`examine` of a path that the user has named; what is wrong with it comes with a way out."""
+    try:
+        return examine(path, config)
+    except (CheckpointNotFound, CheckpointIncomplete) as error:
+        raise type(error)(f"{error}. resume_from_checkpoint=True takes the newest complete checkpoint.") from None
+
+
 def examine(path: PathLike, config: CheckpointConfig) -> Found:
     """What there is to resume from at a path.
 
@@ -73,7 +81,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
         return Found(path)
     if not state.committed:
-        raise CheckpointIncomplete(f"{path}: {state.reason}. resume_from_checkpoint=True takes the newest whole one.")
+        raise CheckpointIncomplete(f"{path}: {state.reason}")
     info = inspect(path)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
     wanted = [name for name in (TRAINER_STATE, SAMPLES) if f"{EXTRA}.{name}" in names]

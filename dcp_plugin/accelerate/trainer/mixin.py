@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -32,6 +33,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.state import rng
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -50,6 +52,12 @@ class DCPTrainerMixin(Trainer):
 
     checkpoint_config = CheckpointConfig()
     """What is used unless the constructor gets another one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Behind the Trainer the mixin would do nothing, without a word."""
+        super().__init_subclass__(**kwargs)
+        if transformers.Trainer in cls.__mro__[: cls.__mro__.index(DCPTrainerMixin)]:
+            raise TypeError(f"put DCPTrainerMixin before the Trainer: class {cls.__name__}(DCPTrainerMixin, Trainer)")
 
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -231,11 +239,11 @@ class DCPTrainerMixin(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         if self._dcp_loaded is None or self._dcp_loaded.streams_continue:
             return super().get_batch_samples(*args, **kwargs)
-        # In the middle of an epoch, the Trainer sets the random streams when it has these batches. If making them has
-        # drawn from the streams, the batches are others, and so is what the streams go on with.
-        before = content.random_position()
+        # In the middle of an epoch, the Trainer sets the random streams when it has these batches. If the data itself
+        # has drawn from the streams, the batches are others, and so is what the streams go on with.
+        expected = content.random_positions_after_iter()
         batches = super().get_batch_samples(*args, **kwargs)
-        if content.random_position() != before and self.is_world_process_zero():
+        if content.random_position() not in expected and self.is_world_process_zero():
             warnings.warn(
                 "The training resumes in the middle of an epoch, and its data collator or dataset draws random numbers "
                 "in the training process: it draws others than without the interruption. To continue exactly, resume "
@@ -265,7 +273,7 @@ class DCPTrainerMixin(Trainer):
         config = self.checkpoint_config
         if resume is True:
             return self._dcp_on_rank_zero("find a checkpoint", lambda: folder.newest(str(self.args.output_dir), config))
-        return self._dcp_on_rank_zero(f"open {resume}", lambda: folder.examine(resume, config))
+        return self._dcp_on_rank_zero(f"open {resume}", lambda: folder.named(resume, config))
 
     def _dcp_on_rank_zero(self, step: str, work: Callable[[], T]) -> T:
         ranks = Ranks() if self.args.world_size == 1 else Ranks.of_default_group(self.checkpoint_config.timeout)
@@ -290,7 +298,7 @@ class DCPTrainerMixin(Trainer):
             )
         known = sum(name.startswith(f"{EXTRA}.{RNG}.") for name in found.names)
         if found.has_trainer_state and 0 < known < world_size:
-            said.append(f"it has the random states of {known} ranks: further ones start streams of their own")
+            said.append(f"it has {rng.about_new_ranks(known, world_size)}")
         elif found.has_trainer_state and not known and self.checkpoint_config.rng:
             said.append("it has no random states")
         elif found.world_size not in (None, world_size):
