@@ -158,7 +158,8 @@ class Ranks:
     @staticmethod
     def _unwrap(step: str, outcome: Any, mine: Any = None) -> Any:
         if isinstance(outcome, _Failure):
-            raise outcome.to_error(step) from (mine if isinstance(mine, Exception) else None)
+            told_already = isinstance(mine, CheckpointError) and str(mine) in outcome.text
+            raise outcome.to_error(step) from (mine if isinstance(mine, Exception) and not told_already else None)
         return outcome
 
     # The collectives. An exception inside one means that a rank is gone, never that its work failed.

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
@@ -27,6 +26,7 @@ from torch import nn
 from dcp_plugin.accelerate import _accelerate, extras, native, projects
 from dcp_plugin.accelerate.positions import Tracker, untracked_sampler
 from dcp_plugin.accelerate.training import Training
+from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, keys_by_name
@@ -64,7 +64,7 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
     return attached
 
 
-class Attachment:
+class Attachment(Attached):
     """What :func:`attach` returns: a way to wait for saves, to see what a load did, and to undo it all.
 
     As a context manager it detaches at the end.
@@ -152,7 +152,7 @@ class Attachment:
         if training.sharded:
             self._run_load_hooks({}, path)
         if projects.is_automatic(accelerator):
-            projects.continue_numbering(accelerator, path)
+            projects.continue_numbering(accelerator)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         tracked = self._tracked()
@@ -211,19 +211,6 @@ class Attachment:
             for tracker in self._trackers:
                 tracker.untrack()
         self.close()
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.detach()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            error.add_note(f"Besides, a checkpoint could not be saved: {failure}")
 
     # Save
 

@@ -55,10 +55,11 @@ def newest(accelerator: Accelerator) -> Path:
     raise CheckpointNotFound(f"there is no committed checkpoint in {folder}")
 
 
-def continue_numbering(accelerator: Accelerator, loaded: Path) -> None:
+def continue_numbering(accelerator: Accelerator) -> None:
     """After a load, number the next save after all that are there: also after those of a branch that was left."""
     numbers = [number for number, _ in _numbered(_folder(accelerator))]
-    accelerator.project_configuration.iteration = max(numbers, default=_number(loaded)) + 1
+    if numbers:
+        accelerator.project_configuration.iteration = max(numbers) + 1
 
 
 def rotate(accelerator: Accelerator) -> None:
@@ -80,10 +81,6 @@ def _folder(accelerator: Accelerator) -> Path:
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("checkpoint_*"):
-        if path.is_dir() and re.fullmatch(r"checkpoint_\d+", path.name):
-            yield _number(path), path
-
-
-def _number(path: Path) -> int:
-    found = re.search(r"\d+$", path.name)
-    return int(found[0]) if found else -1
+        name = re.fullmatch(r"checkpoint_(\d+)", path.name)
+        if name and path.is_dir():
+            yield int(name[1]), path

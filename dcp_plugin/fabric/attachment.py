@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of
 
 
-class Attachment:
+class Attachment(Attached):
     """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
@@ -77,16 +76,3 @@ class Attachment:
         """
         self._strategy.__class__ = self._class_before
         self.close()
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.detach()
-        except CheckpointError as failure:
-            if error is None:
-                raise
-            error.add_note(f"Besides, a checkpoint could not be saved: {failure}")

@@ -183,7 +183,7 @@ def uncommitted_reason(path: Path) -> str:
         return "no such directory" if not path.exists() else "not a directory"
     names = os.listdir(path)
     if METADATA not in names:
-        return "its save was never committed (no .metadata)" if looks_like_checkpoint(path) else "not a checkpoint"
+        return "its save was never committed (no .metadata)" if looks_like_checkpoint(path) else "it has no .metadata"
     if (SUMMARY in names) != (INDEX in names):
         return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"
     return ""
