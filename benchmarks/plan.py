@@ -38,6 +38,7 @@ from dcp_plugin.planning.exchange import Exchange, Planned, in_table_order
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage.checksums import block_size
 from dcp_plugin.storage.index import CheckpointIndex
 from dcp_plugin.storage.metadata import encode
 from dcp_plugin.storage.summary import fingerprint
@@ -46,7 +47,6 @@ from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
 COLUMNS = 1024
-_BLOCK = 1 << 20
 
 
 @dataclass
@@ -227,7 +227,7 @@ def _written(rank: int, sizes: list[int]) -> list[Location]:
     offset = 0
     locations = []
     for size in sizes:
-        crcs = np.full(-(-size // _BLOCK), 12345, np.uint32)
+        crcs = np.full(-(-size // block_size(size)), 12345, np.uint32)
         locations.append(Location(f"__{rank}_0.distcp", offset, size + 1600, 1000, size, 1, crcs))
         offset += size + 1664
     return locations

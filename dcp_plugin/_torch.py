@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.tensor import DTensor
 
-from dcp_plugin.types import LocalChunk, ShardedValue
+from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = ["DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "pickled_tensor", "sharded_like", "sharded_value"]
 
@@ -52,15 +52,30 @@ def sharded_value(value: torch.Tensor | ShardedTensor, any_rank: bool = False) -
 
 
 def _dtensor_chunks(value: DTensor) -> tuple[LocalChunk, ...]:
-    if value.device_mesh.get_coordinate() is None:  # this rank is not part of the tensor's mesh
-        return ()
-    local = value.to_local().detach()
-    chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    assert len(chunks) == 1, "a DTensor has one chunk per rank"
-    sizes = tuple(chunks[0].sizes)
-    if 0 in sizes and 0 not in value.shape:  # fewer rows than ranks: nothing here
-        return ()
-    return (LocalChunk(tuple(chunks[0].offsets), sizes, local),)
+    box = _box_of(value)
+    return () if box is None else (LocalChunk(*box, value.to_local().detach()),)
+
+
+def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
+    """Offsets and sizes of this rank's shard; None if it has none. Torch takes 0.3 ms for that, and layers are alike."""
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the tensor's mesh
+        return None
+    where = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
+    if where not in _boxes:
+        chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        assert len(chunks) == 1, "a DTensor has one chunk per rank"
+        sizes = tuple(chunks[0].sizes)
+        fewer_rows_than_ranks = 0 in sizes and 0 not in value.shape
+        if len(_boxes) >= _MOST_BOXES:
+            _boxes.clear()
+        _boxes[where] = None if fewer_rows_than_ranks else (tuple(chunks[0].offsets), sizes)
+    return _boxes[where]
+
+
+_MOST_BOXES = 10_000
+_boxes: dict[Any, tuple[Shape, Shape] | None] = {}
+"""By all that the place of a shard depends on; not by the mesh, which a later process group may have anew."""
 
 
 def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTensor:

@@ -52,7 +52,7 @@ __all__ = [
     "StoredValue", "default_path", "path_to_json",
 ]  # fmt: skip
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,11 @@ class CheckpointIndex(Mapping[str, Entry]):
             columns = load_columns(data)  # validates the header
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             about = header.get("__metadata__", {})
-            if about.get("format") != "dcp_plugin" or int(about["format_version"]) > FORMAT_VERSION:
+            if about.get("format") != "dcp_plugin" or int(about["format_version"]) != FORMAT_VERSION:
                 raise CheckpointCorrupt(
-                    f"{path} is of format {about.get('format')!r} version {about.get('format_version')}; this "
-                    f"version reads dcp_plugin up to {FORMAT_VERSION}. Upgrade dcp_plugin, or delete the file and "
-                    f"dcp_plugin.json to read the checkpoint as a stock one."
+                    f"{path} is of format {about.get('format')!r} version {about.get('format_version')}; this version "
+                    f"of dcp_plugin reads version {FORMAT_VERSION}. Upgrade dcp_plugin if it is older, or delete the "
+                    f"file and dcp_plugin.json to read the checkpoint as a stock one."
                 )
             index = cls._checked(columns, about)
         except (SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
