@@ -57,7 +57,7 @@ def _dtensor_chunks(value: DTensor) -> tuple[LocalChunk, ...]:
 
 
 def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
-    """Offsets and sizes of this rank's shard; None if it has none. Torch takes 0.3 ms for that, and layers are alike."""
+    """Offsets and sizes of this rank's shard; None if it has none. Torch takes 0.3 ms for it, and layers are alike."""
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return None
