@@ -5,8 +5,10 @@ Ranks are forked from a server that has imported torch once, so a launch costs t
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -73,7 +75,8 @@ def outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeo
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 result, said = pipe.recv()
             elif process.is_alive():
-                said = f"did not end within {timeout} s"
+                said = f"did not end within {timeout} s; where it was is on stderr"
+                os.kill(process.pid, signal.SIGUSR1)
         except EOFError:
             pass
         process.join(max(0.1, deadline - time.monotonic()) if not said else 5.0)
@@ -93,6 +96,7 @@ def _rank(pipe: Connection, rank: int, world_size: int, port: int, function: Cal
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # tells where a rank hangs
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         pipe.send((function(*args), ""))
