@@ -80,7 +80,6 @@ def main(cfg: DictConfig) -> None:
             if progress.step == cfg.steps:
                 break
     checkpoints.wait()
-    accelerator.end_training()
 
 
 def prepare(cfg: DictConfig, accelerator: Accelerator, gpt: GPT) -> tuple:
