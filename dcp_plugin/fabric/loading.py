@@ -22,10 +22,11 @@ from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, data_rank, has_position, restore_rng
+from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.state import unflatten_optimizer
+from dcp_plugin.state.sampler import data_rank
 
 logger = logging.getLogger("dcp_plugin")
 

@@ -54,12 +54,6 @@ def has_position(value: object) -> bool:
     return isinstance(value, DataLoader) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def data_rank(strategy: Any) -> tuple[int, int]:
-    """This rank's number among the ranks that see different data, and how many those are."""
-    kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
-    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])
-
-
 def position_of(loader: Any) -> dict[str, Any]:
     sampler = _sampler_with_epoch(loader)
     return {

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.fabric.resume import Through, data_rank, has_position, position_of, random_streams
+from dcp_plugin.fabric.resume import Through, has_position, position_of, random_streams
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
 from dcp_plugin.state.app import NamesOnly, module_of
+from dcp_plugin.state.sampler import data_rank
 
 NAMES = "fabric_names"
 Filter = Callable[[str, Any], bool]

@@ -28,7 +28,7 @@ from dcp_plugin.conventions import RNG
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.state import rng
-from dcp_plugin.state.sampler import made_by
+from dcp_plugin.state.sampler import data_rank, made_by
 
 Checkpoint = dict[str, Any]
 DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
@@ -37,9 +37,9 @@ DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_m
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
     """Add this rank's random streams and dataloader states to a checkpoint of Lightning's, before it is saved."""
     fit_loop = checkpoint["loops"]["fit_loop"]
-    data_rank, _ = _data_rank(trainer)
+    rank, _ = data_rank(trainer)
     if states := _lightning.take_dataloader_states(fit_loop):
-        checkpoint[DATALOADERS] = {str(data_rank): states}
+        checkpoint[DATALOADERS] = {str(rank): states}
         loaders = _lightning.train_dataloaders(trainer)
         checkpoint[MADE_BY] = [made_by(loader) for loader in loaders if hasattr(loader, "load_state_dict")]
     if metrics := _lightning.plateau_metrics(trainer):
@@ -94,13 +94,13 @@ class Resume:
         if moment.between_epochs:
             _lightning.complete_epoch(fit_loop)
         mine = rng_states.get(str(trainer.global_rank))
-        data_rank, data_ranks = _data_rank(trainer)
+        rank, data_ranks = data_rank(trainer)
         if rng_states and trainer.world_size > len(rng_states):
             rank_zero_info(f"The checkpoint has {rng.about_new_ranks(len(rng_states), trainer.world_size)}.")
         return cls(
             rng=mine or rng_states.get("0"),
             new_rank=mine is None,
-            positions=loader_states.get(str(data_rank), []) if len(loader_states) == data_ranks else [],
+            positions=loader_states.get(str(rank), []) if len(loader_states) == data_ranks else [],
             made_by=checkpoint.pop(MADE_BY, []),
             saved_on=len(loader_states),
             moment=moment,
@@ -152,7 +152,7 @@ class Resume:
                 generator.set_state(generator_state)
 
     def _say_what_is_lost(self, trainer: Trainer) -> None:
-        _, data_ranks = _data_rank(trainer)
+        _, data_ranks = data_rank(trainer)
         where = f"The checkpoint was made after batch {self.moment.batches_done} of an epoch, but "
         lost = (
             ", so the rest of this epoch repeats some samples and misses others; model, optimizer and counters are "
@@ -182,12 +182,6 @@ def _keeps_its_own_position(trainer: Trainer) -> bool:
     """Whether the datamodule saves and loads state of its own: then where the data goes on is its business."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     return datamodule is not None and is_overridden("state_dict", datamodule, LightningDataModule)
-
-
-def _data_rank(trainer: Trainer) -> tuple[int, int]:
-    """This rank's number among the ranks that see different data, and how many those are."""
-    kwargs = trainer.distributed_sampler_kwargs
-    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:

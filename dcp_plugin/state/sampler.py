@@ -73,3 +73,12 @@ def make_resumable(dataloader: Any, inside_distributed_sampler: Callable[[Any], 
     generator = getattr(inner, "generator", None)
     if hasattr(dataloader, "load_state_dict") and isinstance(generator, torch.Generator):
         batches.sampler = ResumableSampler(batches.sampler, generator)  # type: ignore[union-attr]
+
+
+def data_rank(owner: Any) -> tuple[int, int]:
+    """This rank's number among the ranks that see different data, and how many those are.
+
+    ``owner`` is what a framework keeps its ``distributed_sampler_kwargs`` on: a trainer, a strategy.
+    """
+    kwargs = getattr(owner, "distributed_sampler_kwargs", None)
+    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])
