@@ -37,6 +37,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
         values=values,
         nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
         versions=dict(summary.versions) if summary else {},
+        bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
     )
 
 

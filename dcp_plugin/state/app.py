@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import finish_in_place, gather_module, materialise, split_tensors
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list
-from dcp_plugin.state.replicas import mark_parameters, mark_slots
+from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath, ShardedValue
@@ -126,16 +126,7 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
 
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     """How the tensors were distributed, in words for the summary."""
-    found = set()
-    for leaf in leaves.values():
-        if isinstance(leaf, DTensor):
-            mesh = f"{tuple(leaf.device_mesh.shape)} {leaf.device_mesh.mesh_dim_names or ''}".strip()
-            found.add(f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}")
-        elif isinstance(leaf, ShardedTensor):
-            found.add("ShardedTensor (FSDP1)")
-        elif is_tensor(leaf) or isinstance(leaf, ShardedValue):
-            found.add("replicated or single")
-    return sorted(found)
+    return sorted({layout_of(leaf) for leaf in leaves.values() if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
 
 
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
