@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice, zip_longest
 
@@ -18,35 +19,62 @@ _SAMPLE = 200
 _SPELLED_OUT = 4
 
 
-def about_missing(missing: Mapping[str, str], free: Collection[str]) -> list[str]:
+@dataclass(frozen=True)
+class Fit:
+    """A rename that would help: prefix here, prefix in the checkpoint, and how many of how many targets it finds."""
+
+    here: str
+    there: str
+    found: int
+    of: int
+
+
+def about_missing(missing: Mapping[str, str], renames: list[Fit], free: Collection[str]) -> list[str]:
     """A line for each of a few missing keys, or one for many; and the rename that would find them.
 
     Args:
         missing: Keys of the target -> keys in the checkpoint, where they are not.
+        renames: What :func:`fitting_renames` found for them.
         free: Keys of the checkpoint that nobody takes.
     """
-    keys = list(missing)
-    renames = fitting_renames(keys, free)
-    if len(keys) > _SPELLED_OUT and renames:
-        lines = [f"{len(keys)} keys of the target are not in the checkpoint ({some(keys, 3)})"]
+    if len(missing) > _SPELLED_OUT and renames:
+        lines = [f"{len(missing)} keys of the target are not in the checkpoint ({some(list(missing), 3)})"]
     else:
         near = [nearest(stored, free) if not renames else "" for stored in islice(missing.values(), _SPELLED_OUT)]
         lines = [
             f"{key} is not in the checkpoint{'' if key == stored else f' as {stored}'}{hint}"
             for key, stored, hint in zip_longest(missing, missing.values(), near, fillvalue="")
         ]
-    if renames:
-        lines.append(_advice(keys, renames))
-    return lines
+    return [*lines, _advice(renames, "rename={{{here!r}: {there!r}}}")] if renames else lines
 
 
-def about_prefix(here: str, there: str, keys: list[str], free: Collection[str]) -> str:
-    """About a rename to a prefix that no stored key has."""
-    renames = fitting_renames(keys, free)
+def about_unexpected(keys: list[str]) -> list[str]:
+    """A line for each of a few keys, or one for many."""
+    if len(keys) > _SPELLED_OUT:
+        return [f"{len(keys)} keys are only in the checkpoint ({some(keys, 6)})"]
+    return [f"{key} is only in the checkpoint" for key in keys]
+
+
+def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str], of_submodule: bool) -> str:
+    """About a rename to a prefix that no stored key has.
+
+    Args:
+        renames: What :func:`fitting_renames` found for the keys that are lost by it.
+        of_submodule: Whether it was given as the source of a sub-module.
+    """
+    of_submodule = of_submodule and all(fit.here == here for fit in renames)
+    form = "source={there!r}" if of_submodule else "rename={{{here!r}: {there!r}}}"
     has = _fronts(there, free)
-    advice = _advice(keys, renames) if renames else f"it has {has}" if has else "it has nothing that is not taken"
-    has = f" (there are {has})" if renames and has else ""
-    return f"no key of the checkpoint starts with {there!r}, as rename={{{here!r}: {there!r}}} says{has}: {advice}"
+    said = (
+        f"no key of the checkpoint starts with {there!r}, as {form.format(here=here, there=there)} says; it has {has}"
+    )
+    return f"{said}. {_advice(renames, form)}" if renames else said
+
+
+def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
+    """The keys of the checkpoint that the renames would give to the target's keys."""
+    keys = list(keys)
+    return {fit.there + key.removeprefix(fit.here) for fit in renames for key in keys if key.startswith(fit.here)}
 
 
 def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str]) -> list[str]:
@@ -71,8 +99,8 @@ def about_front(here: str, keys: Collection[str]) -> str:
     return f": did you mean {near[0]!r}?" if near else _such_as(keys)
 
 
-def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[tuple[str, str, int]]:
-    """``(prefix here, prefix there, how many targets it finds)``: the best ones, several if they are equally good.
+def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[Fit]:
+    """The renames that find the most targets; several if they are equally good.
 
     Candidates are the differences in front of the longest common tails; each is judged by all targets.
     """
@@ -94,17 +122,17 @@ def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[tup
         mine = [target for target in sample if target.startswith(here)]
         found = sum(there + target.removeprefix(here) in stored for target in mine)
         if found * 2 >= len(mine):
-            judged.append((here, there, found))
-    best = max((found for *_, found in judged), default=0)
-    equal = [rule for rule in judged if rule[2] == best]
-    shortest = min((len(here) for here, *_ in equal), default=0)
-    return [rule for rule in equal if len(rule[0]) == shortest][:2]
+            judged.append(Fit(here, there, found, len(targets)))
+    best = max((fit.found for fit in judged), default=0)
+    equal = [fit for fit in judged if fit.found == best]
+    shortest = min((len(fit.here) for fit in equal), default=0)
+    return [fit for fit in equal if len(fit.here) == shortest][:2]
 
 
-def _advice(keys: Collection[str], renames: list[tuple[str, str, int]]) -> str:
-    found = renames[0][2]
-    of = "all" if found == len(keys) else found if len(keys) <= _SAMPLE else "most"
-    which = " or ".join(f"rename={{{here!r}: {there!r}}}" for here, there, _ in renames)
+def _advice(renames: list[Fit], form: str) -> str:
+    first = renames[0]
+    of = "all" if first.found == first.of else first.found if first.of <= _SAMPLE else "most"
+    which = " or ".join(form.format(here=fit.here, there=fit.there) for fit in renames)
     return f"{which} would find {of} of them"
 
 
@@ -125,7 +153,7 @@ def _fronts(prefix: str, keys: Iterable[str]) -> str:
     common = prefix[: starts[-1]] if starts else ""
     inside = [key.removeprefix(common) for key in known if key.startswith(common)]
     names = dict.fromkeys(common + name.partition(".")[0] + ("." if "." in name else "") for name in inside)
-    return some([repr(name) for name in names], 6)
+    return some([repr(name) for name in names], 6) or "no key that is not taken"
 
 
 def _meant(glob: str, keys: Collection[str]) -> str:

@@ -17,7 +17,15 @@ from torch import nn
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.hints import about_front, about_globs, about_missing, about_prefix
+from dcp_plugin.hints import (
+    about_front,
+    about_globs,
+    about_missing,
+    about_prefix,
+    about_unexpected,
+    fitting_renames,
+    taken_by,
+)
 from dcp_plugin.partial import PartialLoad, Policy
 from dcp_plugin.planning.load import some
 from dcp_plugin.state.app import Part, Wanted
@@ -117,6 +125,7 @@ class Matching:
         self._keys: list[str] = []
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
+        self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
         self._rules: dict[nn.Module, tuple[str, Prefixes]] = {}
         self._match = Match({}, {}, {}, LoadReport(path))
 
@@ -243,7 +252,10 @@ class Matching:
         for here, there in self._rename.prefixes:
             lost = [key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(there)]
             if lost and there and not self._index.under(there):
-                problems.append(about_prefix(here, there, lost, self._free()))
+                free = self._free()
+                renames = fitting_renames(lost, free)
+                self._found |= taken_by(renames, lost)
+                problems.append(about_prefix(here, there, renames, free, self._partial.of is not None))
                 for key in lost:
                     del self._missing[key]
 
@@ -267,11 +279,14 @@ class Matching:
     def _judge_keys(self) -> None:
         """Missing and unexpected keys, as the policies say."""
         before = len(self._match.problems)
+        free = self._free() if self._missing else []
+        renames = fitting_renames(self._missing, free)
         if self._missing:
-            self._apply(self._partial.missing, about_missing(self._missing, self._free()), "they keep their values")
-        if self._unexpected:
-            lines = [f"{key} is only in the checkpoint" for key in self._unexpected]
-            self._apply(self._partial.unexpected, lines, "they are not loaded")
+            self._apply(self._partial.missing, about_missing(self._missing, renames, free), "they keep their values")
+        found = self._found | taken_by(renames, self._missing)
+        unexpected = [key for key in self._unexpected if key not in found]
+        if unexpected:
+            self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
         if len(self._match.problems) > before:
             policies = "strict=False loads" if self._given is None else 'missing="ignore" and unexpected="ignore" load'
             self._match.problems.append(f"{policies} what fits")

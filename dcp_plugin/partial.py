@@ -70,7 +70,7 @@ class PartialLoad:
     """Whether values may be converted to the target's dtype. Otherwise another dtype is an error."""
 
     of: Submodule | None = None
-    """See :meth:`submodule`."""
+    """Set by :meth:`submodule`; decides about include and rename."""
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
@@ -83,8 +83,6 @@ class PartialLoad:
                 raise ValueError(
                     f"PartialLoad: {name}={getattr(self, name)!r} is none of {', '.join(get_args(Policy))}"
                 )
-        if self.of is not None and (self.rename or self.include != ("*",)):
-            raise ValueError("PartialLoad: a sub-module decides about include and rename; use exclude to narrow it")
 
     @classmethod
     def submodule(
@@ -124,7 +122,7 @@ class PartialLoad:
     def located(self, prefix: str) -> PartialLoad:
         """The same, once it is known what the keys of the sub-module start with in the target."""
         assert self.of is not None
-        return replace(self, include=(f"{glob.escape(prefix)}*",), rename={prefix: self.of.source}, of=None)
+        return replace(self, include=(f"{glob.escape(prefix)}*",), rename={prefix: self.of.source})
 
     def selects(self, key: str) -> bool:
         return _matches(key, self.include) and not _matches(key, self.exclude)
