@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice, zip_longest
 
@@ -17,6 +17,8 @@ from dcp_plugin.planning.load import nearest, some
 _MOST_KEYS = 20_000
 _SAMPLE = 200
 _SPELLED_OUT = 4
+_AS_RENAME = "rename={{{here!r}: {there!r}}}"
+_AS_SOURCE = "source={there!r}"
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,21 @@ class Fit:
     found: int
     of: int
 
+    def below(self, prefix: str) -> Fit:
+        """The same for a longer prefix here."""
+        return replace(self, here=prefix, there=self.there + prefix.removeprefix(self.here))
 
-def about_missing(missing: Mapping[str, str], renames: list[Fit], free: Collection[str]) -> list[str]:
+
+def about_missing(
+    missing: Mapping[str, str], renames: list[Fit], free: Collection[str], of_submodule: bool
+) -> list[str]:
     """A line for each of a few missing keys, or one for many; and the rename that would find them.
 
     Args:
         missing: Keys of the target -> keys in the checkpoint, where they are not.
         renames: What :func:`fitting_renames` found for them.
         free: Keys of the checkpoint that nobody takes.
+        of_submodule: Whether a sub-module is loaded, for which a rename is a source.
     """
     if len(missing) > _SPELLED_OUT and renames:
         lines = [f"{len(missing)} keys of the target are not in the checkpoint ({some(list(missing), 3)})"]
@@ -45,7 +54,7 @@ def about_missing(missing: Mapping[str, str], renames: list[Fit], free: Collecti
             f"{key} is not in the checkpoint{'' if key == stored else f' as {stored}'}{hint}"
             for key, stored, hint in zip_longest(missing, missing.values(), near, fillvalue="")
         ]
-    return [*lines, _advice(renames, "rename={{{here!r}: {there!r}}}")] if renames else lines
+    return [*lines, _advice(renames, _AS_SOURCE if of_submodule else _AS_RENAME)] if renames else lines
 
 
 def about_unexpected(keys: list[str]) -> list[str]:
@@ -62,12 +71,9 @@ def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str
         renames: What :func:`fitting_renames` found for the keys that are lost by it.
         of_submodule: Whether it was given as the source of a sub-module.
     """
-    of_submodule = of_submodule and all(fit.here == here for fit in renames)
-    form = "source={there!r}" if of_submodule else "rename={{{here!r}: {there!r}}}"
-    has = _fronts(there, free)
-    said = (
-        f"no key of the checkpoint starts with {there!r}, as {form.format(here=here, there=there)} says; it has {has}"
-    )
+    form = _AS_SOURCE if of_submodule else _AS_RENAME
+    given = form.format(here=here, there=there)
+    said = f"no key of the checkpoint starts with {there!r}, as {given} says; it has {_fronts(there, free)}"
     return f"{said}. {_advice(renames, form)}" if renames else said
 
 

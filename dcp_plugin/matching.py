@@ -7,7 +7,7 @@ whoever has to put it right wants to read all of it at once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torch import nn
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.hints import (
+    Fit,
     about_front,
     about_globs,
     about_missing,
@@ -253,9 +254,9 @@ class Matching:
             lost = [key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(there)]
             if lost and there and not self._index.under(there):
                 free = self._free()
-                renames = fitting_renames(lost, free)
+                renames = self._fits(lost, free)
                 self._found |= taken_by(renames, lost)
-                problems.append(about_prefix(here, there, renames, free, self._partial.of is not None))
+                problems.append(about_prefix(here, there, renames, free, self._of_submodule))
                 for key in lost:
                     del self._missing[key]
 
@@ -280,9 +281,10 @@ class Matching:
         """Missing and unexpected keys, as the policies say."""
         before = len(self._match.problems)
         free = self._free() if self._missing else []
-        renames = fitting_renames(self._missing, free)
+        renames = self._fits(self._missing, free)
         if self._missing:
-            self._apply(self._partial.missing, about_missing(self._missing, renames, free), "they keep their values")
+            lines = about_missing(self._missing, renames, free, self._of_submodule)
+            self._apply(self._partial.missing, lines, "they keep their values")
         found = self._found | taken_by(renames, self._missing)
         unexpected = [key for key in self._unexpected if key not in found]
         if unexpected:
@@ -299,6 +301,18 @@ class Matching:
             self._match.problems.extend(lines[:MOST_PROBLEMS])
             if more > 0:
                 self._match.problems.append(f"and {more} more like this")
+
+    @property
+    def _of_submodule(self) -> bool:
+        return self._partial.of is not None
+
+    def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
+        """Renames that would help. A sub-module has one prefix, and only its source can be changed."""
+        fits = fitting_renames(keys, free)
+        if not self._of_submodule:
+            return fits
+        (prefix,) = self._partial.rename
+        return [fit.below(prefix) for fit in fits if prefix.startswith(fit.here)]
 
     def _free(self) -> list[str]:
         """Keys of the checkpoint that no target takes."""
