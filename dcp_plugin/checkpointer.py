@@ -210,7 +210,7 @@ class Checkpointer:
         """
         ranks = self._meet_again()
         with _collector_paused():
-            report = Loading(ranks, self.config, local_path(path), partial or PartialLoad(), strict).run(state)
+            report = Loading(ranks, self.config, local_path(path), partial, strict).run(state)
         if self._reuse is not None:
             self._reuse.loaded(report.path)
         return report
