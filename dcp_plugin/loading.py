@@ -76,7 +76,7 @@ class Loading:
 
     def _sources(self, parts: list[Part]) -> Iterator[tuple[Part, Source]]:
         """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
-        kinds = self._reader.summary.kinds if self._reader.summary else {}
+        kinds = self._reader.kinds
         names = {part.name for part in parts}
         for part in parts:
             name = part.name
