@@ -17,7 +17,7 @@ FLOORS = [
     ("storage",),
     ("planning", "staging"),
     ("state", "partial", "hints"),
-    ("lifecycle", "inspection", "matching", "loading", "attached", "checkpointer", "api", "conventions"),
+    ("lifecycle", "inspection", "matching", "loading", "attached", "checkpointer", "api", "conventions", "omission"),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
