@@ -222,6 +222,7 @@ class Matching:
                     report.renamed[full] = match.stored[full]
             else:
                 report.left_out.append(full)
+        report.left_out.extend(join(part.name, key) for key in want.missing if not self._selected(part, key))
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
