@@ -267,6 +267,15 @@ def test_another_dtype_is_an_error_unless_cast(tmp_path: Path) -> None:
     assert dcp.load({"model": target}, tmp_path / "ck").cast == report.cast, "a load without a choice converts"
 
 
+def test_a_rename_cannot_leave_the_checkpoint(pretrained: Any, tmp_path: Path) -> None:
+    path, _, _ = pretrained
+    dcp.save({"model": Net()}, path.parent / "other")
+    for there in ("../other/model.", f"{path.parent}/other/model."):
+        assert "no key of the checkpoint starts with" in _message(
+            {"model": Net()}, path, PartialLoad(rename={"model.": there})
+        )
+
+
 # What the errors say
 
 
