@@ -92,13 +92,18 @@ def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
         dcp.inspect(tmp_path / "file")
 
 
-def _rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
+def _rewritten(
+    path: Path,
+    change: Callable[[str, bytes], bytes],
+    compression: int = zipfile.ZIP_STORED,
+    without: tuple[str, ...] = (".format_version", ".storage_alignment"),  # then torch asks where the records are
+) -> None:
     """The zip again with other records, made by another tool."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in records.items():
-            if not name.endswith((".format_version", ".storage_alignment")):  # then torch asks where records are
+            if not name.endswith(without):
                 archive.writestr(name, change(name, data))
 
 
@@ -108,6 +113,12 @@ def test_a_zip_that_another_tool_has_stored_again_is_read(tmp_path: Path) -> Non
     target = {key: torch.zeros_like(value) for key, value in STATE.items()}
     dcp.load({"model": target}, tmp_path / "file")
     assert all(torch.equal(target[key], STATE[key]) for key in STATE)
+
+
+def test_records_that_are_not_where_torch_expects_them_are_refused(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "file")
+    _rewritten(tmp_path / "file", lambda name, data: data, without=())
+    _refused(tmp_path / "file", dcp.CheckpointCorrupt, "save it again with torch.save")
 
 
 def test_records_that_lie_are_refused(tmp_path: Path) -> None:
@@ -123,7 +134,7 @@ def test_records_that_lie_are_refused(tmp_path: Path) -> None:
     _refused(tmp_path / "big", dcp.CheckpointMismatch, "byte order")
 
 
-def test_a_directory_of_records_that_overlap_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_the_zip_that_lies_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(64), "b": torch.ones(64)}, tmp_path / "file")
     data = bytearray((tmp_path / "file").read_bytes())
     entries = [at for at in range(len(data)) if data[at : at + 4] == b"PK\1\2"]
@@ -134,12 +145,18 @@ def test_a_directory_of_records_that_overlap_is_refused(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(forged)
         with pytest.raises(dcp.CheckpointCorrupt):
             dcp.inspect(tmp_path / "file")
-    forged = bytearray(data)
-    for field in (20, 24):
-        forged[of[b"0"] + field : of[b"0"] + field + 4] = struct.pack("<I", 400)
-    (tmp_path / "file").write_bytes(forged)
-    with pytest.raises(dcp.CheckpointCorrupt, match="lies over another one"):
-        dcp.inspect(tmp_path / "file")
+    for record, fields, packing, value, match in (
+        (b"0", (20, 24), "<I", 400, "lies over another one"),
+        (b"1", (20, 24), "<I", 1 << 20, "outside of the file"),
+        (b"1", (10,), "<H", zipfile.ZIP_DEFLATED, "not a stored one"),
+        (b"1", (8,), "<H", 1, "not a stored one"),  # encrypted
+    ):
+        forged = bytearray(data)
+        for at in fields:
+            struct.pack_into(packing, forged, of[record] + at, value)
+        (tmp_path / "file").write_bytes(forged)
+        with pytest.raises(dcp.CheckpointCorrupt, match=match):
+            dcp.inspect(tmp_path / "file")
 
 
 def test_a_tensor_that_leaves_its_record_is_refused(tmp_path: Path) -> None:
