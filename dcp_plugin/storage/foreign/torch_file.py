@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from dcp_plugin.storage.foreign.contents import Contents, View
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""
 
+_GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 LIGHTNING = "pytorch-lightning_version"
@@ -48,8 +50,8 @@ def read_file(path: Path) -> Contents:
     if isinstance(tree, torch.Tensor) or not isinstance(tree, Mapping):
         raise CheckpointMismatch(f"{path} holds a {type(tree).__name__}, not a state dict or a dictionary with one")
     named = _modules(path, tree)
-    lightning = "lightning" if LIGHTNING in tree else "torch.save"
-    contents = Contents(lightning, {path.name: path.stat().st_size}, shares_bytes=True)
+    written_by = "lightning" if LIGHTNING in tree else "torch.save"
+    contents = Contents(written_by, {path.name: path.stat().st_size}, shares_bytes=True)
     for name, state in named.items():
         contents.kinds[name] = "module"
         for key, leaf in state.items():
@@ -159,11 +161,12 @@ def _checked_load(path: Path, load: Callable[[Path], Any]) -> Any:
     try:
         return load(path)
     except pickle.UnpicklingError as error:
-        reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), error)
+        found = _GLOBAL.search(str(error))
         raise UnsafeCheckpoint(
-            f"{path} can only be loaded by executing code that it names; it was not executed ({str(reason).strip()}). "
-            f"If you trust its origin, write its weights to a file of their own: "
-            f"torch.save(torch.load({path.name!r}, weights_only=False)['state_dict'], 'weights.pt')."
+            f"{path} can only be loaded by executing code that it names ({found[1] if found else error}); nothing was "
+            f"executed. If you trust its origin, write the weights to a file of their own, once: "
+            f"held = torch.load({path.name!r}, weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), "
+            f"or held.state_dict() if it is a module."
         ) from None
     except Exception as error:
         raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
