@@ -156,7 +156,13 @@ class Matching:
     def _want(self, part: Part, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
         renamed = self._renamed(part, name)
         if renamed is not None:
-            return renamed, self._ask(part, renamed)
+            want = self._ask(part, renamed)
+            if want.targets and renamed.unnamed_groups:
+                self._say(
+                    f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
+                    f"{part.name!r} keeps its own hyper-parameters."
+                )
+            return renamed, want
         source = Source(name, part.kind, prefixes.get(part.module, Prefix()))
         want = self._ask(part, source)
         if part.kind == "module" and want.missing and not want.targets:
@@ -170,9 +176,10 @@ class Matching:
         return source, want
 
     def _ask(self, part: Part, place: _Place) -> Wanted:
-        """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want."""
+        """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want.
+        A module does not, and its optimizer needs to know where it is."""
         entries, paths = place.entries(self._index)
-        if self._given is not None:
+        if self._given is not None and part.kind != "module":
             keys = dict.fromkeys((*entries, *(name.removesuffix(".") for name in part.names())))
             if not any(self._selected(part, key) for key in keys):
                 self._keys += [join(part.name, key) for key in keys]
@@ -205,7 +212,8 @@ class Matching:
                 self._rules[part.module] = (part.name, rules)
         if rules == (("", f"{name}."),) and not special:
             return None
-        return RenamedSource(part, name, names, rules, special)
+        paths = part.gather()[1] if part.kind not in ("module", "optimizer") else {}
+        return RenamedSource(part.kind, name, names, rules, special, paths)
 
     def _select(self, part: Part, place: _Place, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
@@ -226,7 +234,8 @@ class Matching:
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
-        unexpected = [place.stored(key) for key in want.unexpected if self._selected(part, key)]
+        nobodys = (place.stored(key) for key in want.unexpected if self._selected(part, key))
+        unexpected = list(dict.fromkeys(nobodys))  # several of our names may lead to one
         report.missing.extend(missing)
         report.unexpected.extend(unexpected)
         if not want.tolerated:

@@ -10,14 +10,12 @@ the slots of an optimizer), and to tell what of the checkpoint has no target.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from dcp_plugin.partial import PATTERN
-from dcp_plugin.state.app import Part
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import CheckpointIndex, Entry
-from dcp_plugin.storage.table import default_path
 from dcp_plugin.types import KeyPath
 
 
@@ -104,32 +102,38 @@ class RenamedSource:
     """A part whose keys have other names in the checkpoint; used like :class:`~dcp_plugin.state.source.Source`.
 
     Args:
-        names: :meth:`Part.names`.
+        names: What the part calls its keys, see :meth:`Part.names <dcp_plugin.state.app.Part.names>`.
         rules: The prefixes of the part.
         special: The keys whose place a regular expression decides: ours -> the full key in the checkpoint. An
             optimizer gives prefixes up to the dot on both sides.
+        paths: Where data has its keys, since the text does not say.
     """
 
     def __init__(
         self,
-        part: Part,
+        kind: str,
         source: str,
-        names: Sequence[str],
+        names: Iterable[str],
         rules: Prefixes,
         special: Mapping[str, str],
+        paths: Mapping[str, KeyPath],
     ) -> None:
         self.name = source
-        self._part = part
+        self.unnamed_groups = False
+        """Whether a stock optimizer's param groups are left out: their keys have no FQN that could be renamed."""
+        self._optimizer = kind == "optimizer"
+        self._takes_all = kind not in ("module", "optimizer")
         self._names = frozenset(names)
         self._rules = rules
         self._special = special
+        self._paths = paths
         self._stored: dict[str, str] = {}
 
     def stored(self, key: str) -> str:
         """The full key in the checkpoint of a key relative to the part."""
         if key in self._stored:
             return self._stored[key]
-        dotted = f"{key}." if self._part.kind == "optimizer" else key  # a parameter as a whole
+        dotted = f"{key}." if self._optimizer else key  # a parameter as a whole
         found = self._special.get(dotted) or self._by_prefix(dotted)
         return found.removesuffix(".") if dotted != key or not key else found
 
@@ -140,28 +144,35 @@ class RenamedSource:
             depth = there.count(".")
             for full in _under(index, there):
                 key, path = here + full.removeprefix(there), index.path_of(full)
-                listed = self._part.kind == "optimizer" and bool(here) and any(isinstance(p, int) for p in path)
-                if key and not listed and self._by_prefix(key) == full and not _belongs(key, self._special):
-                    self._stored[key] = full
-                    paths[key] = _path(here, path[depth:]) if _whole_segments(there, path) else default_path(key)
+                if not key or self._by_prefix(key) != full or _belongs(key, self._special):
+                    continue
+                if self._optimizer and here and any(isinstance(step, int) for step in path):
+                    self.unnamed_groups = True
+                    continue
+                self._stored[key] = full
+                paths[key] = _path(here, path[depth:]) if _whole_segments(there, path) else self._own_path(key)
         bare = self._by_prefix("").removesuffix(".")
         if bare in index:
             self._stored[""], paths[""] = bare, ()
         for key, full in self._special.items():
-            for stored in _under(index, full) if key.endswith(".") and self._part.kind == "optimizer" else [full]:
+            for stored in _under(index, full) if self._optimizer else [full]:
                 if stored in index:
                     mine = key + stored.removeprefix(full)
-                    self._stored[mine], paths[mine] = stored, default_path(mine)
+                    self._stored[mine], paths[mine] = stored, self._own_path(mine)
         self._drop_second_names()
+        self.unnamed_groups &= not any(key.startswith("param_groups.") for key in self._stored)
         return {key: index[full] for key, full in self._stored.items()}, {key: paths[key] for key in self._stored}
 
     def _rules_in_use(self) -> Prefixes:
         """A module or an optimizer has nothing to do with what lies where none of its keys is looked for. Data takes
         what is there."""
-        if self._part.kind not in ("module", "optimizer"):
+        if self._takes_all:
             return self._rules
         used = {next(rule for rule in self._rules if name.startswith(rule[0])) for name in self._names}
         return tuple(rule for rule in self._rules if rule in used)
+
+    def _own_path(self, key: str) -> KeyPath:
+        return self._paths.get(key) or tuple(key.split("."))
 
     def _by_prefix(self, key: str) -> str:
         return next(there + key.removeprefix(here) for here, there in self._rules if key.startswith(here))
