@@ -168,7 +168,7 @@ class Matching:
         if part.kind == "module" and want.missing and not want.targets:
             prefix = find_prefix(want.missing, want.unexpected)
             if prefix is not None:
-                here, there = join(part.name, prefix.dropped), join(name, prefix.added)
+                here, there = f"{part.name}.{prefix.dropped}", f"{name}.{prefix.added}"
                 self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
                 prefixes[part.module] = prefix
                 source = replace(source, prefix=prefix)
