@@ -202,6 +202,11 @@ def test_several_targets_may_take_the_same_stored_key(pretrained: Any) -> None:
 
 def test_a_part_of_what_was_saved_is_loaded_into_a_bare_module_under_any_name(pretrained: Any) -> None:
     path, model, _ = pretrained
+    block = Net().block
+    mine = torch.optim.AdamW(block.parameters(), lr=9.0)
+    with pytest.warns(UserWarning, match="has no 'opt'; its only optimizer, 'optim', is loaded"):
+        dcp.load({"block": block, "opt": mine}, path, PartialLoad(rename={"": "model."}, unexpected="ignore"))
+    assert mine.param_groups[0]["lr"] == 0.125 and len(mine.state) == 4
     for name, rename in (("block", {"": "model."}), ("b", {"b.": "model.block."}), ("b", {"b": "model.block"})):
         block = Net().block
         dcp.load({name: block}, path, PartialLoad(rename=rename))

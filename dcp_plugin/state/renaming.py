@@ -13,7 +13,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from torch import nn
+
 from dcp_plugin.partial import PATTERN
+from dcp_plugin.state.app import Part
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import CheckpointIndex, Entry
 from dcp_plugin.types import KeyPath
@@ -39,17 +42,17 @@ class Rename:
                 return found.expand(template)
         return None
 
+    @property
+    def without_empty(self) -> Rename:
+        """For optimizers: the prefix ``""`` is about modules and data."""
+        return Rename(tuple((here, there) for here, there in self.prefixes if here), self.patterns)
+
     def idle(self, keys: Collection[str]) -> list[str]:
         """The renames, as they were given, that match none of these keys."""
         idle = [here for here, _ in self.prefixes if not any(key.startswith(here) for key in keys)]
         return idle + [
             PATTERN + pattern.pattern for pattern, _ in self.patterns if not any(pattern.fullmatch(key) for key in keys)
         ]
-
-    def touches(self, name: str) -> bool:
-        """Whether a prefix is about keys of this part."""
-        front = f"{name}."
-        return any(here.startswith(front) or front.startswith(here) for here, _ in self.prefixes)
 
 
 Prefixes = tuple[tuple[str, str], ...]
@@ -80,22 +83,21 @@ def prefixes_of_optimizer(name: str, source: str, rename: Rename, module: Prefix
         module: The prefixes of its module.
         names: The modules in the checkpoint, whose names are no part of an FQN.
     """
-    own = Rename(tuple((here, there) for here, there in rename.prefixes if here))  # "" is about modules and data
-    rules = prefixes_of(name, source, own)
+    rules = prefixes_of(name, source, rename.without_empty)
     if len(rules) > 1:
         return rules
     ((_, front),) = rules
     for here, there in module:
-        fqn = _fqn(there, names)
+        fqn = _without_name(there, names)
         if here or fqn:
             rules += tuple((f"{kind}.{here}", f"{front}{kind}.{fqn}") for kind in ("state", "param_groups"))
     return tuple(sorted(rules, key=lambda rule: -len(rule[0])))
 
 
-def _fqn(prefix: str, names: Iterable[str]) -> str:
-    """A prefix of a module's keys without the module's name."""
-    known = [f"{name}." for name in names if prefix.startswith(f"{name}.")]
-    return prefix.removeprefix(max(known, key=len)) if known else prefix
+def _without_name(key: str, names: Iterable[str]) -> str:
+    """A key of a module, or a prefix of keys, without the module's name."""
+    known = [f"{name}." for name in names if name and key.startswith(f"{name}.")]
+    return key.removeprefix(max(known, key=len)) if known else key
 
 
 class RenamedSource:
@@ -207,3 +209,60 @@ def _whole_segments(prefix: str, path: KeyPath) -> bool:
 
 def _path(here: str, rest: KeyPath) -> KeyPath:
     return (*here.removesuffix(".").split("."), *rest) if here else rest
+
+
+class Renaming:
+    """The places of the parts of one load. Modules come before their optimizers, which follow them.
+
+    Args:
+        modules: The names of the modules in the checkpoint, as far as it says; a stock one does not.
+    """
+
+    def __init__(self, rename: Rename, modules: Iterable[str]) -> None:
+        self._rename = rename
+        self._modules = list(modules)
+        self._followed: dict[nn.Module, tuple[str, Prefixes]] = {}
+
+    def is_about(self, part: Part) -> bool:
+        """Whether a prefix is about keys of this part, so that it says where the part is."""
+        rename = self._rename.without_empty if part.kind == "optimizer" else self._rename
+        front = f"{part.name}."
+        return any(here.startswith(front) or front.startswith(here) for here, _ in rename.prefixes)
+
+    def place(self, part: Part, source: str) -> RenamedSource | None:
+        """Where the part is if some of its keys are renamed; None if none are. Collective if it contains FSDP1.
+
+        Args:
+            source: The name of the part in the checkpoint.
+        """
+        if self._rename == Rename():
+            return None
+        names = part.names()
+        if part.kind == "optimizer":
+            rules, special = self._of_optimizer(part, source, names)
+        else:
+            rules = prefixes_of(part.name, source, self._rename)
+            places = {key: self._rename.by_pattern(join(part.name, key)) for key in names}
+            special = {key: place for key, place in places.items() if place is not None}
+            if part.kind == "module" and part.module is not None:
+                self._followed[part.module] = (part.name, rules)
+        if rules == (("", f"{source}."),) and not special:
+            return None
+        paths = part.gather()[1] if part.kind not in ("module", "optimizer") else {}
+        return RenamedSource(part.kind, source, names, rules, special, paths)
+
+    def _of_optimizer(self, part: Part, source: str, names: list[str]) -> tuple[Prefixes, dict[str, str]]:
+        if part.module not in self._followed:
+            return prefixes_of(part.name, source, self._rename.without_empty), {}
+        module, followed = self._followed[part.module]
+        known = [module, *self._modules]
+        if not self._modules:  # keys of a stock checkpoint have one name in front
+            known += [there.partition(".")[0] for _, there in followed]
+        rules = prefixes_of_optimizer(part.name, source, self._rename, followed, known)
+        special = {}
+        for key in names:
+            kind, _, fqn = key.removesuffix(".").partition(".")
+            place = self._rename.by_pattern(join(module, fqn))
+            if place is not None:
+                special[key] = f"{rules[-1][1]}{kind}.{_without_name(place, known)}."
+        return rules, special
