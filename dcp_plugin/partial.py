@@ -61,7 +61,8 @@ class PartialLoad:
     (``optim.state.`` …). Regular expressions are for modules and data."""
 
     missing: Policy = "error"
-    """About selected keys that the checkpoint does not have."""
+    """About selected keys that the checkpoint does not have. ``strict=False`` of a load makes ``"error"`` ``"ignore"``;
+    parameters that only the optimizer's checkpoint lacks are a warning at most, because trainable parts change."""
 
     unexpected: Policy = "error"
     """About keys of the checkpoint that would be selected if the target had them."""

@@ -304,6 +304,18 @@ def test_policies_and_strict(tmp_path: Path, policy: Any, strict: bool) -> None:
     assert report.unexpected == ["model.old.weight", "model.old.bias"]
 
 
+def test_a_load_of_nothing_is_not_silent(pretrained: Any) -> None:
+    path, _, _ = pretrained
+    target = FineTune()
+    with pytest.warns(UserWarning, match=r"nothing is loaded.*rename=\{'model.pretrain.': 'model.'\} would find all"):
+        report = dcp.load(
+            {"model": target},
+            path,
+            PartialLoad("model.pretrain.*", rename={"model.": "model."}, missing="ignore", unexpected="ignore"),
+        )
+    assert not report.loaded and len(report.missing) == 9
+
+
 def test_another_dtype_is_an_error_unless_cast(tmp_path: Path) -> None:
     saved = nn.Linear(2, 2).bfloat16()
     dcp.save({"model": saved}, tmp_path / "ck")
