@@ -36,8 +36,8 @@ class Submodule:
 class PartialLoad:
     """Load a part of a checkpoint; only the bytes of what is selected are read, and the rest keeps its values.
 
-    Globs are matched against the *target's* keys: ``model.encoder.*``, ``optim.state.*``. A glob or a rename that
-    matches nothing is an error, and so is a rename to a prefix that the checkpoint does not have.
+    Globs are matched against the *target's* keys: ``model.encoder.*``, ``optim.state.*``; a ``*`` goes across dots. A
+    glob or a rename that matches nothing is an error, and so is a rename to a prefix that the checkpoint does not have.
 
     Raises:
         ValueError: A pattern is no pattern, a policy no policy, or nothing could be selected.
