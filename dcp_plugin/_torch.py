@@ -132,5 +132,13 @@ def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: 
     return stream.read(limit)
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often the tensor and its views have been changed in place; None for inference tensors, which do not count.
+
+    Autograd's own check for what was changed too early; documented in its notes, but only under this private name.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)

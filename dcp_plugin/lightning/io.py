@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
-from dcp_plugin.checkpointer import Checkpointer, SaveHandle
+from dcp_plugin.background import SaveHandle
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import keys_by_name
 from dcp_plugin.lightning import layout
