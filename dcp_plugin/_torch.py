@@ -45,7 +45,7 @@ def sharded_value(value: torch.Tensor | ShardedTensor, any_rank: bool = False) -
         )
         return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks, any_rank=True)
     if isinstance(value, DTensor):
-        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value), any_rank=True)
+        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value), any_rank=True, whole=value)
     tensor = value.detach()
     shape = tuple(tensor.shape)
     return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)

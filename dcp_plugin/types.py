@@ -37,6 +37,8 @@ class ShardedValue:
     any_rank: bool = False
     """Ranks that hold the same chunk hold the same bytes, so any of them may write it, or a part of it. Otherwise the
     first one writes: buffers under DDP, for one, differ between ranks, and rank 0's are those that count."""
+    whole: Any = field(default=None, compare=False, repr=False)
+    """What the chunks are views of. In-place operations on a DTensor are counted on it, and not on its local tensor."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,13 @@ class _Copy:
 
     key: str
     source: torch.Tensor
+    whole: torch.Tensor
     place: Place
-    version: int | None
+    version: tuple[int, int] | None
+
+    @property
+    def changed(self) -> bool:
+        return _version_of(self.source, self.whole) != self.version
 
     def start(self) -> None:
         if self.source.numel():
@@ -51,20 +56,21 @@ class Snapshot:
     def __init__(
         self, state: Flat, pool: HostPool, still: Callable[[torch.Tensor], bool] = lambda tensor: False
     ) -> None:
-        sources: dict[Any, tuple[str, torch.Tensor]] = {}
+        sources: dict[Any, tuple[str, torch.Tensor, torch.Tensor]] = {}
         for key, value in state.items():
             for number, chunk in enumerate(() if isinstance(value, EncodedValue) else value.chunks):
                 identity = memory_of(chunk.tensor) if chunk.tensor.numel() else (key, number)
-                sources.setdefault(identity, (key, chunk.tensor))
-        places = dict(zip(sources, pool.places([tensor for _, tensor in sources.values()]), strict=True))
+                whole = chunk.tensor if value.whole is None else value.whole
+                sources.setdefault(identity, (key, chunk.tensor, whole))
+        places = dict(zip(sources, pool.places([tensor for _, tensor, _ in sources.values()]), strict=True))
         copies = [
-            _Copy(key, source, places[identity], version_of(source) if still(source) else None)
-            for identity, (key, source) in sources.items()
+            _Copy(key, source, whole, places[identity], _version_of(source, whole) if still(source) else None)
+            for identity, (key, source, whole) in sources.items()
         ]
         self._original: Flat = state
         self._places = places
         self._later = [copy for copy in copies if copy.version is not None]
-        self._streams = _Streams(source for _, source in sources.values())
+        self._streams = _Streams(copy.source for copy in copies)
         self._copy([copy for copy in copies if copy.version is None])
 
     @property
@@ -80,7 +86,7 @@ class Snapshot:
         """
         later, self._later = self._later, []
         self._copy(later)
-        changed = [copy.key for copy in later if version_of(copy.source) != copy.version]
+        changed = [copy.key for copy in later if copy.changed]
         original, self._original = self._original, {}
         if changed:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
@@ -98,7 +104,7 @@ class Snapshot:
         for number, chunk in enumerate(value.chunks):
             identity = memory_of(chunk.tensor) if chunk.tensor.numel() else (key, number)
             chunks.append(LocalChunk(chunk.offsets, chunk.sizes, self._places[identity].like(chunk.tensor)))
-        return replace(value, chunks=tuple(chunks))
+        return replace(value, chunks=tuple(chunks), whole=None)  # lets go of the memory on the device
 
     def _copy(self, copies: list[_Copy]) -> None:
         for copy in copies:
@@ -106,6 +112,11 @@ class Snapshot:
                 copy.start()
         if copies:
             self._streams.synchronize()
+
+
+def _version_of(local: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
+    one, other = version_of(local), version_of(whole)
+    return None if one is None or other is None else (one, other)
 
 
 class _Streams:
