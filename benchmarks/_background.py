@@ -1,4 +1,4 @@
-"""Ways to save in the background, for ``benchmarks async``: the call that training waits for, and the wait for the end.
+"""Ways to save in the background: the call that training waits for, and the wait for the end.
 
 State dicts are made inside the call, as a training script has to make them.
 """

@@ -283,7 +283,12 @@ class Checkpointer:
             told = error
         ranks = self._ranks if self._background.handles and self._ranks is not None else self._meet()
         if any(handle.exception() is not None for handle in ended):
-            ranks.agree("go on after a failed save", lambda: _raise(told))
+            try:
+                ranks.agree("go on after a failed save", lambda: _raise(told))
+            except Exception:
+                if told is not None:
+                    raise told from told.__cause__  # as it was raised in the background, traceback and all
+                raise
         return ranks
 
     def _to_be_skipped(self, path: Path) -> bool:

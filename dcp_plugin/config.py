@@ -34,8 +34,8 @@ class CheckpointConfig:
     when_busy: Literal["wait", "skip", "queue"] = "wait"
     """What a background save does while the one before is not on disk yet. ``"wait"`` for it. ``"skip"`` this one, with
     a warning, on every rank (``handle.skipped``). ``"queue"``: go on as soon as the state is copied, into a second host
-    copy; a third save waits for the first. Frameworks' doors always wait: what they delete and note down next depends
-    on it."""
+    copy; a third save waits for the first. Lightning, Accelerate and transformers take ``"wait"`` alone, since what
+    they delete and note down next depends on the save."""
 
     finish_on_sigterm: bool = False
     """On SIGTERM (preemption on SLURM or Kubernetes) finish the background save in flight, then do what would have
@@ -120,6 +120,19 @@ class CheckpointConfig:
         if unknown:
             raise TypeError(f"CheckpointConfig has no field {', '.join(unknown)}. Fields: {', '.join(sorted(known))}.")
         return replace(config or cls(), **overrides)
+
+    def that_waits(self, who: str) -> CheckpointConfig:
+        """This configuration, for a door behind which ``who`` deletes and notes down on the strength of a save.
+
+        Raises:
+            ValueError: It would skip saves or let them wait in line.
+        """
+        if self.when_busy != "wait":
+            raise ValueError(
+                f"when_busy={self.when_busy!r} is for the plain API and Fabric: here {who} decides after each save "
+                f"what to delete, and would take a checkpoint that does not exist for the newest one."
+            )
+        return self
 
 
 PathLike = str | os.PathLike[str]

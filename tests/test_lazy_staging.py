@@ -248,7 +248,7 @@ def test_a_load_through_another_checkpointer_waits_for_the_copy(tmp_path: Path) 
 
 
 def test_state_dicts_are_copied_later_if_their_owners_are_named(tmp_path: Path) -> None:
-    model, optimizer = build("plain")
+    model, _ = build("plain")
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
     with slow_copies(held := _Held()):
         assert ours.save({"model": model.state_dict()}, tmp_path / "at once").staged()
@@ -294,9 +294,6 @@ def _forbidden_change(root: Path) -> None:
     other, fresh = build("fsdp2", seed=1)
     dcp.load({"model": other, "optim": fresh}, root / "ck")
     assert_same(whole_state(other, fresh), before)
-    with pytest.raises(dcp.CheckpointError):  # rank 0 or 1 have been told, all stop
-        ours.save(state, root / "ck", 3)
-        raise dcp.CheckpointError("told already")
     ours.save(state, root / "ck", 4).wait_staged(30)
     ours.close()
     assert dcp.inspect(root / "ck").step == 4

@@ -58,7 +58,9 @@ class Snapshot:
     ) -> None:
         sources: dict[Any, tuple[str, torch.Tensor, torch.Tensor]] = {}
         for key, value in state.items():
-            for number, chunk in enumerate(() if isinstance(value, EncodedValue) else value.chunks):
+            if isinstance(value, EncodedValue):
+                continue
+            for number, chunk in enumerate(value.chunks):
                 identity = memory_of(chunk.tensor) if chunk.tensor.numel() else (key, number)
                 whole = chunk.tensor if value.whole is None else value.whole
                 sources.setdefault(identity, (key, chunk.tensor, whole))

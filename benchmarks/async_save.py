@@ -143,7 +143,7 @@ def _print(figures: Figures) -> None:
 
 
 def main() -> None:
-    made = parser("async", __doc__)
+    made = parser("async_save", __doc__)
     made.add_argument("--steps", type=int, help="training steps beside a save (default: three seconds of them)")
     made.add_argument("--threads", type=int, default=1, help="torch's intra-op threads (default %(default)s)")
     made.add_argument("--saves", type=int, default=50, help="for the growth of memory (default %(default)s)")
@@ -179,7 +179,7 @@ def main() -> None:
                 growth[saver.name] = _growth(saver, training, options.saves, root)
                 print(f"{saver.name}: resident memory over {options.saves} saves: {growth[saver.name]:+.1f} MiB")
             saver.close()
-    out: Path = options.json or Path("outputs/benchmark-async.json")
+    out: Path = options.json or Path("outputs/benchmark-async_save.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     said = {"machine": _machine.describe(), "load_before": load, "load_after": _machine.load_average()}
     said |= {"mib": size, "steps": steps, "threads": options.threads, "figures": figures, "growth_mib": growth}
