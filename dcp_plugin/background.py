@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -177,6 +178,7 @@ def raise_first_untold(ended: list[SaveHandle]) -> None:
 
 _unattended: set[Background] = set()
 """Those with saves that nobody has waited for yet."""
+os.register_at_fork(after_in_child=_unattended.clear)  # the threads stay in the parent
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 import threading
 import warnings
@@ -311,4 +312,18 @@ def test_a_save_that_cannot_begin_holds_nobody_back(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     with pytest.raises(dcp.UnsafeCheckpoint, match=r"bad\.x"):
         handle.wait()
+    ours.close()
+
+
+def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := _Held()):
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        child = multiprocessing.get_context("fork").Process(target=optimizer.step)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        held.open()
     ours.close()

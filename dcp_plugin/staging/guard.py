@@ -15,6 +15,7 @@ are taken off by the thread that trains, when it comes by: another could meet it
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 _under_way: list[Guard] = []
+os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait for ever
 
 
 class Guard:
