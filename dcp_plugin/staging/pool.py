@@ -9,7 +9,7 @@ powers of two and is never given back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ _ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vecto
 _SLACK = 1.25
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the copy of one tensor goes."""
 
     slab: torch.Tensor

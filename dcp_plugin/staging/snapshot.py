@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ from dcp_plugin.staging.pool import HostPool, Place
 from dcp_plugin.types import EncodedValue, Flat, LocalChunk, memory_of
 
 
-@dataclass(frozen=True)
-class _Copy:
+class _Copy(NamedTuple):
     """One tensor to copy. ``version``: what it was at the call; None if it is copied at the call."""
 
     key: str
@@ -117,7 +116,8 @@ class Snapshot:
 
 
 def _version_of(local: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
-    one, other = version_of(local), version_of(whole)
+    one = version_of(local)
+    other = one if whole is local else version_of(whole)
     return None if one is None or other is None else (one, other)
 
 

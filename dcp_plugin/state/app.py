@@ -127,7 +127,7 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     """How the tensors were distributed, in words for the summary."""
     found = set()
-    for leaf in leaves.values():
+    for leaf in {id(leaf): leaf for leaf in leaves.values() if type(leaf) not in (int, float, bool)}.values():
         if isinstance(leaf, DTensor):
             mesh = f"{tuple(leaf.device_mesh.shape)} {leaf.device_mesh.mesh_dim_names or ''}".strip()
             found.add(f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}")

@@ -19,12 +19,16 @@ from dcp_plugin.state.names import CleanNames, parameters_by_name
 def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a module with the replicated parameters marked."""
     shapes = _replicated(module)
+    if not shapes:
+        return state
     return {key: _marked(value) if _is_replica(value, shapes.get(key)) else value for key, value in state.items()}
 
 
 def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The flat state of an optimizer with the slots of replicated parameters marked."""
     shapes = _replicated(module)
+    if not shapes:
+        return state
     marked = {}
     for key, value in state.items():
         fqn = key.removeprefix("state.").rpartition(".")[0]
@@ -33,6 +37,8 @@ def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
+    if not any(isinstance(child, DistributedDataParallel) for child in module.modules()):
+        return {}
     clean = CleanNames(module)
     inside = {
         clean(f"{prefix}.{name}" if prefix else name)

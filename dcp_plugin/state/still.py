@@ -60,8 +60,6 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 def _memory(tensors: Iterable[Any]) -> Iterator[int]:
     for tensor in tensors:
-        local = tensor.detach()
-        if isinstance(local, DTensor):
-            local = local.to_local()
+        local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel() and not local.is_meta:
             yield local.untyped_storage().data_ptr()
