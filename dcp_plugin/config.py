@@ -73,7 +73,8 @@ class CheckpointConfig:
     """Seconds that a rank waits for the others in one step of a save or load before it raises."""
 
     progress: bool | Literal["auto"] = "auto"
-    """Show a progress line on rank 0 for a save that blocks for longer than a second. ``"auto"``: when stderr is a
+    """Show a progress line on rank 0 for a save that blocks for longer than a second; for one in the background, a
+    line of its own every ten seconds, which leaves progress bars as they are. ``"auto"``: when stderr is a
     terminal."""
 
     stock_aliases: bool | Literal["auto"] = "auto"

@@ -15,6 +15,7 @@ import torch
 
 _ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vector instructions
 _SLACK = 1.25
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class Place(NamedTuple):
@@ -68,7 +69,7 @@ class _Slab:
             self.free()
             memory = torch.empty(nbytes, dtype=torch.uint8)
             if self._pinned:
-                _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))  # type: ignore[no-untyped-call]
+                _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory
         return self.memory
 

@@ -59,7 +59,8 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 
 def _memory(tensors: Iterable[Any]) -> Iterator[int]:
+    tensor: Any
     for tensor in tensors:
-        local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+        local: torch.Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel() and not local.is_meta:
             yield local.untyped_storage().data_ptr()
