@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,10 +41,15 @@ class Saver(Protocol):
     def save(self, path: Path) -> Callable[[], None]:
         """Begin; the function that waits until the checkpoint is complete and durable."""
 
-    def close(self) -> None: ...
+    def updating(self) -> AbstractContextManager[Any]:
+        """Around an optimizer's step, for those who ask for it."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Free what saving needed."""
 
 
-class Ours:
+class Ours(Saver):
     def __init__(self, training: Training, staging: str) -> None:
         import dcp_plugin
 
@@ -58,7 +64,7 @@ class Ours:
         self._checkpointer.close()
 
 
-class Stock:
+class Stock(Saver):
     """``torch.distributed.checkpoint.async_save``, which needs a process group."""
 
     def __init__(self, training: Training, kind: str) -> None:
@@ -75,12 +81,9 @@ class Stock:
         future = async_save({"model": model, "optim": optimizer}, checkpoint_id=path, async_checkpointer_type=kind)
         return _synced(future, path)
 
-    def close(self) -> None:
-        pass
 
-
-class Meta:
-    """``torch_checkpointing`` with its own asynchronous configuration, without what fails on a CPU."""
+class Meta(Saver):
+    """``torch_checkpointing`` with its own asynchronous configuration, which writes in another process."""
 
     name = "torch_checkpointing"
 
@@ -90,10 +93,6 @@ class Meta:
 
         config = CheckpointManager.Config.with_async_save()
         config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
-        staging = getattr(config.save, "staging_config", None) or getattr(config.save, "staging", None)
-        for option in ("use_pinned_memory", "use_non_blocking_copy", "pin_memory"):
-            if hasattr(staging, option):
-                setattr(staging, option, False)
         self._manager = config.build()
         self._training = training
 
@@ -103,11 +102,15 @@ class Meta:
         assert future is not None
         return _synced(future, path)
 
+    def updating(self) -> AbstractContextManager[Any]:
+        """It copies later, too, and holds back what is put into its lock."""
+        return self._manager.lock()
+
     def close(self) -> None:
         self._manager.close()
 
 
-class Lightning:
+class Lightning(Saver):
     """Lightning's ``AsyncCheckpointIO`` around its ``TorchCheckpointIO``: one file."""
 
     name = "Lightning AsyncCheckpointIO"
@@ -136,7 +139,7 @@ class Lightning:
         self._io.teardown()
 
 
-class Memcpy:
+class Memcpy(Saver):
     """The floor: one copy of the state into warm memory, and nothing else."""
 
     name = "memcpy"

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -53,13 +54,14 @@ class GPT(nn.Module):
         return self.head(self.layers(self.embed(tokens), mask, is_causal=True))  # type: ignore[no-any-return]
 
 
-def _step(training: Training) -> float:
+def _step(training: Training, saver: Saver | None = None) -> float:
     """One training step; the seconds of its optimizer step."""
     tokens = torch.randint(256, (2, CONTEXT + 1))
     logits = training.model(tokens[:, :-1])
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     began = time.perf_counter()
-    training.optimizer.step()
+    with saver.updating() if saver else nullcontext():
+        training.optimizer.step()
     took = time.perf_counter() - began
     training.optimizer.zero_grad()
     return took
@@ -84,7 +86,7 @@ def _among_steps(saver: Saver | None, training: Training, steps: int, path: Path
     began = time.perf_counter()
     wait: Callable[[], None] = saver.save(path) if saver else lambda: None
     blocked = time.perf_counter() - began
-    optimizer = [_step(training) for _ in range(steps)]
+    optimizer = [_step(training, saver) for _ in range(steps)]
     took = time.perf_counter() - began
     wait()
     return {"blocked": blocked, "steps": took - blocked, "first": optimizer[0], "others": statistics.median(optimizer)}

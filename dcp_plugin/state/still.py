@@ -59,8 +59,9 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 
 def _memory(tensors: Iterable[Any]) -> Iterator[int]:
-    tensor: Any
     for tensor in tensors:
-        local: torch.Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+        local: Any = tensor
+        if isinstance(tensor, DTensor):
+            local = local.detach().to_local()
         if local.numel() and not local.is_meta:
             yield local.untyped_storage().data_ptr()
