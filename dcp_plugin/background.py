@@ -16,6 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from dcp_plugin._python import before_threads_end
@@ -115,6 +116,7 @@ class Background:
             try:
                 copy()
                 handle._staged.set()
+                _let_training_go_first()
                 if before is not None:
                     before.join()
                 write()
@@ -161,6 +163,16 @@ class Background:
             if handle.exception() is not None and not handle._told:
                 handle._told = True
                 logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, handle._error)
+
+
+def _let_training_go_first() -> None:
+    """This thread, and those it starts, no longer push a running thread off its core when a write has ended.
+
+    A lower priority would do more harm than good: where all cores are busy, a thread that rarely runs keeps the
+    interpreter's lock while it does not, and the training waits for that.
+    """
+    with suppress(AttributeError, OSError):  # not on Linux, or not permitted
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def raise_first_untold(ended: list[SaveHandle]) -> None:

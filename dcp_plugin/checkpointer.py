@@ -387,6 +387,8 @@ class Checkpointer:
         except Exception as error:
             writer.discard()
             self._tell(progress.SaveAborted(job.path, job.step, ranks.rank, f"{type(error).__name__}: {error}"))
+            if type(error) is CheckpointError:  # not one of ours on some rank, told to all
+                raise SaveFailed(str(error)) from (error.__cause__ or error)
             if isinstance(error, CheckpointError):
                 raise
             raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error

@@ -114,6 +114,21 @@ def _queue(root: Path, staging: str) -> None:
     ours.close()
 
 
+def _queue_with_files(root: Path) -> None:
+    """Ranks agree on files in the middle of a save that talks, too."""
+    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
+
+    def write(directory: Path) -> None:
+        (directory / f"note-{dist.get_rank()}").write_text("for people")
+
+    with slow_writes(at_random(0.05, seed=dist.get_rank())):
+        for number in range(4):
+            ours.save({"n": number}, root / str(number), files=write)
+    ours.close()
+    assert {entry.name for entry in root.rglob("note-*")} == {"note-0", "note-1"}
+    assert len(list(root.rglob("note-*"))) == 8
+
+
 def _queue_with_failure(root: Path) -> None:
     """The second save is in line when the first one fails: the third raises that everywhere, the second is there."""
     ours = dcp.Checkpointer(async_save=True, when_busy="queue")
@@ -131,7 +146,7 @@ def _queue_with_failure(root: Path) -> None:
         ours.save({"t": torch.ones(3)}, root / "first")
         second = ours.save({"t": torch.ones(3)}, root / "second")
         failing.open()
-        with pytest.raises(dcp.CheckpointError, match=r"rank 1.*bad disk"):
+        with pytest.raises(dcp.SaveFailed, match=r"rank 1.*bad disk"):
             ours.save({"t": torch.ones(3)}, root / "third")
         assert second.done() and second.exception() is None
         ours.save({"t": torch.ones(3)}, root / "fourth")
@@ -161,6 +176,7 @@ def _events(root: Path) -> None:
 def _cases(root: Path) -> None:
     for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
         case(root / name)
+    _queue_with_files(root / "files")
     _queue(root / "queue", "blocking")
     _queue(root / "queue lazily", "lazy")
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,33 @@ trainer = t.trainer_for("single", [Slow(), _saving_often(sys.argv[1], save_top_k
 trainer.fit(t.Model("single"), t.plain_loader("single"))
 print("trained to the end", flush=True)
 """
+
+
+def test_a_checkpoint_on_its_way_is_waited_for_by_who_loads_or_deletes_it(tmp_path: Path) -> None:
+    launch.run(_at_once, 2, tmp_path)
+
+
+def _at_once(root: Path) -> None:
+    from tests.lightning import training as t
+    from tests.slowness import slow_writes
+
+    found: list[int] = []
+
+    class AtOnce(t.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(root / "loaded.ckpt")
+                found.append(trainer.strategy.load_checkpoint(root / "loaded.ckpt")["global_step"])
+                trainer.save_checkpoint(root / "deleted.ckpt")
+                trainer.strategy.remove_checkpoint(root / "deleted.ckpt")
+
+    straight, model = t.trainer_for("ddp"), t.Model("ddp")
+    straight.fit(model, t.plain_loader("ddp"))
+    with slow_writes(lambda: time.sleep(0.1)):
+        trainer, again = t.trainer_for("ddp", [AtOnce()], plugin=_async_io()), t.Model("ddp")
+        trainer.fit(again, t.plain_loader("ddp"))
+        trainer.save_checkpoint(root / "after.ckpt")
+        assert (root / "after.ckpt").is_dir(), "nobody would wait for it later"
+    assert found == [2]
+    assert again.losses == model.losses
+    assert sorted(path.name for path in root.iterdir() if path.suffix == ".ckpt") == ["after.ckpt", "loaded.ckpt"]
