@@ -33,8 +33,7 @@ from dcp_plugin.planning.exchange import Exchange, in_table_order
 from dcp_plugin.planning.holdings import Holding
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.staging import guard
-from dcp_plugin.staging.guard import Guard
+from dcp_plugin.staging.guard import Guard, take_off_hooks, wait_until_copied
 from dcp_plugin.staging.pool import HostPool
 from dcp_plugin.staging.snapshot import Snapshot
 from dcp_plugin.state.app import gather_state, layouts_of, parts_of
@@ -154,21 +153,7 @@ class Checkpointer:
                 self._write(job, ranks)
             handle._end()
             return handle
-        if self.config.finish_on_sigterm:
-            preemption.watch(self._background)
-        pool = self._pools[self._saves % len(self._pools)]
-        self._saves += 1
-        try:
-            self._gather(job, state, pool, StillMemory([*live_objects(state), *owners]) if self._lazy else None)
-            if not self._lazy or job.snapshot is None or job.snapshot.complete:
-                job.copy()
-                handle._staged.set()
-            job.blocked = time.monotonic() - began
-            self._background.speaks = ranks.rank == 0
-            self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))
-        except BaseException:  # nobody will make the copy that others wait for
-            job.release()
-            raise
+        self._save_in_background(handle, job, ranks, state, owners)
         return handle
 
     def load(
@@ -197,7 +182,7 @@ class Checkpointer:
             RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
-        guard.wait_until_copied()  # another checkpointer may be copying what this load overwrites
+        wait_until_copied()  # another checkpointer may be copying what this load overwrites
         with _collector_paused():
             return Loading(ranks, self.config, local_path(path), partial or PartialLoad(), strict).run(state)
 
@@ -215,7 +200,7 @@ class Checkpointer:
             SaveFailed: A save that was in flight failed, on every rank; raised once.
         """
         ended = self._background.wait_for_all_but(0)
-        guard.take_off_hooks()
+        take_off_hooks()
         raise_first_untold(ended)
 
     @property
@@ -275,7 +260,7 @@ class Checkpointer:
         noticed yet, and making one is collective. The next call that waits for that save makes it.
         """
         ended = self._background.wait_for_all_but(may_go_on)
-        guard.take_off_hooks()
+        take_off_hooks()
         told: Exception | None = None
         try:
             raise_first_untold(ended)
@@ -314,11 +299,28 @@ class Checkpointer:
             views=views,
         )
 
-    def _gather(
-        self, job: _Job, state: Mapping[str, Any], pool: HostPool | None = None, still: StillMemory | None = None
+    def _save_in_background(
+        self, handle: SaveHandle, job: _Job, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
     ) -> None:
-        """This rank's part of the state; and in a pool what may change before it is written. A failure is kept until
-        all ranks meet."""
+        if self.config.finish_on_sigterm:
+            preemption.watch(self._background)
+        pool = self._pools[self._saves % len(self._pools)]
+        self._saves += 1
+        self._background.speaks = ranks.rank == 0
+        try:
+            self._gather(job, state)
+            self._snapshot(job, pool, [*live_objects(state), *owners] if self._lazy else [])
+            if job.snapshot is None or job.snapshot.complete:
+                job.copy()
+                handle._staged.set()
+            job.blocked = time.monotonic() - job.began
+            self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))
+        except BaseException:  # nobody will make the copy that others wait for
+            job.release()
+            raise
+
+    def _gather(self, job: _Job, state: Mapping[str, Any]) -> None:
+        """This rank's part of the state. A failure is kept until all ranks meet."""
         try:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, job.paths = gather_state(parts)
@@ -327,15 +329,25 @@ class Checkpointer:
                 "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
                 "layouts": layouts_of(leaves),
             }
-            if pool is not None:
-                began = time.monotonic()
-                job.snapshot = Snapshot(job.state, pool, still or (lambda tensor: False))
-                if still is not None and not job.snapshot.complete:
-                    job.guard = guard.Guard(still.modules)
-                job.state = {}
-                job.copied = time.monotonic() - began
         except Exception as error:
             job.failure = error
+
+    @staticmethod
+    def _snapshot(job: _Job, pool: HostPool, owners: list[Any]) -> None:
+        """Copy what was gathered, but for what stays as it is until the next step of an optimizer: memory of
+        ``owners``. A failure is kept, too."""
+        if job.failure is not None:
+            return
+        began = time.monotonic()
+        try:
+            still = StillMemory(owners)
+            job.snapshot = Snapshot(job.state, pool, still)
+            if not job.snapshot.complete:
+                job.guard = Guard(still.modules)
+        except Exception as error:
+            job.failure = error
+        job.state = {}
+        job.copied = time.monotonic() - began
 
     @staticmethod
     def _add_files(writer: ShardedWriter, ranks: Ranks, files: Callable[[Path], None]) -> None:
