@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_plugin.api import load, save
-    from dcp_plugin.checkpointer import Checkpointer, SaveHandle
+    from dcp_plugin.background import SaveHandle
+    from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
     from dcp_plugin.errors import (
         CheckpointCorrupt,
@@ -35,7 +36,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
-    "dcp_plugin.checkpointer": ("Checkpointer", "SaveHandle"),
+    "dcp_plugin.background": ("SaveHandle",),
+    "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),
     "dcp_plugin.errors": (
         "CheckpointCorrupt",

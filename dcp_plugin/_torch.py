@@ -49,7 +49,7 @@ def sharded_value(value: torch.Tensor | ShardedTensor, any_rank: bool = False) -
         )
         return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks, any_rank=True)
     if isinstance(value, DTensor):
-        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value), any_rank=True)
+        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value), any_rank=True, whole=value)
     tensor = value.detach()
     shape = tuple(tensor.shape)
     return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)
@@ -134,6 +134,14 @@ def undo_transforms(data: bytes | bytearray, descriptors: Sequence[str], limit: 
     for transform in transforms_of(descriptors):
         stream = transform.transform_from(stream)
     return stream.read(limit)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often the tensor and its views have been changed in place; None for inference tensors, which do not count.
+
+    Autograd's own check for what was changed too early; documented in its notes, but only under this private name.
+    """
+    return None if tensor.is_inference() else tensor._version
 
 
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:

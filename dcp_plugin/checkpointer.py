@@ -10,24 +10,22 @@ rank's part of a load depends on another's, unless they share the reading.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_plugin import lifecycle, progress
-from dcp_plugin._python import before_threads_end
+from dcp_plugin import lifecycle, preemption, progress
 from dcp_plugin._torch import is_tensor
+from dcp_plugin.background import Background, SaveHandle, raise_first_untold
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.loading import Loading
@@ -37,8 +35,11 @@ from dcp_plugin.planning.exchange import Exchange, in_table_order
 from dcp_plugin.planning.holdings import Holding
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.staging.snapshot import HostBuffers
+from dcp_plugin.staging.guard import Guard, take_off_hooks, wait_until_copied
+from dcp_plugin.staging.pool import HostPool
+from dcp_plugin.staging.snapshot import Snapshot
 from dcp_plugin.state.app import gather_state, layouts_of, parts_of
+from dcp_plugin.state.still import StillMemory, live_objects
 from dcp_plugin.storage.opening import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.table import Location, Places
@@ -48,50 +49,6 @@ from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
-
-
-class SaveHandle:
-    """A save under way.
-
-    :meth:`wait` raises what the save raised. An error that nobody asked for is raised by the checkpointer at the
-    next save, at ``wait`` or at ``close``; whoever gets it first has taken it.
-    """
-
-    def __init__(self, path: Path, step: int | None) -> None:
-        self.path = path
-        self.step = step
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self._told = False
-
-    def staged(self) -> bool:
-        """Whether training may change the state again. True when ``save`` returns."""
-        return True
-
-    def done(self) -> bool:
-        """Whether the save has ended: published or failed."""
-        return self._done.is_set()
-
-    def exception(self) -> Exception | None:
-        """The error of an ended save, without raising it."""
-        return self._error
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the save is published.
-
-        Raises:
-            SaveFailed: It failed; on every rank.
-            TimeoutError: It has not ended within ``timeout`` seconds. It goes on.
-        """
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
-        if self._error is not None and not self._told:
-            self._told = True
-            raise self._error
-
-    def _end(self, error: Exception | None) -> None:
-        self._error = error
-        self._done.set()
 
 
 @dataclass(frozen=True)
@@ -104,17 +61,42 @@ class _Written:
     why_not: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
-    """What is left to do when the state is gathered, on one rank. ``failure``: gathering has failed here."""
+    """What is left to do when the state is gathered, on one rank."""
 
     path: Path
     step: int | None
-    state: Flat
-    paths: dict[str, KeyPath]
-    failure: Exception | None
-    began: float
     writer: ShardedWriter
+    began: float
+    state: Flat = field(default_factory=dict)
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    failure: Exception | None = None
+    """Gathering or copying has failed here; told when all ranks meet."""
+    snapshot: Snapshot | None = None
+    guard: Guard | None = None
+    blocked: float | None = None
+    """Seconds that the caller waited; None if for all of it."""
+    copied: float = 0.0
+    """Seconds that the copy to host memory took."""
+
+    def copy(self) -> None:
+        """Finish the copy; from now on the state may change."""
+        began = time.monotonic()
+        try:
+            if self.snapshot is not None:
+                self.state = self.snapshot.finish()
+        except Exception as error:
+            self.failure = error
+        finally:
+            self.snapshot = None
+            self.release()
+        self.copied += time.monotonic() - began
+
+    def release(self) -> None:
+        """Nothing that changes the state needs to wait any longer."""
+        if self.guard is not None:
+            self.guard.release()
 
 
 class Checkpointer:
@@ -130,14 +112,15 @@ class Checkpointer:
         self.config = CheckpointConfig.merge(config, **overrides)
         self._solo = solo
         self._ranks: Ranks | None = None
-        self._buffers = HostBuffers()
+        self._aside: Ranks | None = None
+        self._pools = [HostPool() for _ in range(1 + self._may_wait_in_line)]
+        self._saves = 0
         self._exchange = Exchange()
         self._reuse = Reuse() if self.config.reuse else None
         if self._reuse is not None and self.config.base is not None:
             self._reuse.loaded(local_path(self.config.base))
         self._omission = Omission(self.config)
-        self._in_flight: SaveHandle | None = None
-        self._thread: threading.Thread | None = None
+        self._background = Background()
 
     def save(
         self,
@@ -146,6 +129,7 @@ class Checkpointer:
         step: int | None = None,
         files: Callable[[Path], None] | None = None,
         views: Views | None = None,
+        owners: Iterable[Any] = (),
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -157,6 +141,8 @@ class Checkpointer:
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
             views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
+            owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
+                ``staging="lazy"``: what is theirs may be copied later, too.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -167,26 +153,25 @@ class Checkpointer:
             UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        ranks = self._meet_again()
         began = time.monotonic()
-        writer = self._writer(local_path(path), step, views)
+        place = local_path(path)
+        if self._to_be_skipped(place):
+            handle = SaveHandle(place, step)
+            handle._skip()
+            return handle
+        ranks = self._meet_again(self._may_wait_in_line)
+        writer = self._writer(place, step, views)
         if files is not None:
-            self._add_files(writer, ranks, files)
+            self._add_files(writer, self._front(ranks), files)
+        job = _Job(writer.path, step, writer, began)
         handle = SaveHandle(writer.path, step)
         if not self.config.async_save:
             with _collector_paused(), progress.progress_line(writer.path, self._shows_progress(ranks)):
-                self._write(self._gather(state, step, writer, began), ranks, blocked=None)
-            handle._end(None)
+                self._gather(job, state)
+                self._write(job, ranks)
+            handle._end()
             return handle
-        job = self._gather(state, step, writer, began)
-        blocked = time.monotonic() - job.began
-        self._in_flight = handle
-        _unattended.add(self)
-        _attend_when_the_program_ends()
-        self._thread = threading.Thread(
-            target=self._run, args=(handle, lambda: self._write(job, ranks, blocked)), name="dcp-save"
-        )
-        self._thread.start()
+        self._save_in_background(handle, job, ranks, state, owners)
         return handle
 
     def load(
@@ -217,6 +202,7 @@ class Checkpointer:
             RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
+        wait_until_copied()  # another checkpointer may be copying what this load overwrites
         with _collector_paused():
             loading = Loading(ranks, self.config, local_path(path), partial, strict)
             report = loading.run(state)
@@ -237,29 +223,25 @@ class Checkpointer:
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
-        handle = self._in_flight
-        if handle is not None and handle.path == local_path(path):
-            handle._done.wait()
+        for handle in self._background.handles:
+            if handle.path == local_path(path):
+                handle._done.wait()
         lifecycle.remove(path)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
 
         Raises:
-            SaveFailed: The save in flight failed, on every rank; raised once.
+            SaveFailed: A save that was in flight failed, on every rank; raised once.
         """
-        handle, thread = self._in_flight, self._thread
-        self._in_flight = self._thread = None
-        _unattended.discard(self)
-        if thread is not None:
-            thread.join()
-        if handle is not None:
-            handle.wait()
+        ended = self._background.wait_for_all_but(0)
+        take_off_hooks()
+        raise_first_untold(ended)
 
     @property
     def ranks(self) -> Ranks:
         """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
-        return self._meet()
+        return self._front(self._meet())
 
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
@@ -270,25 +252,23 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._buffers.clear()
+            preemption.forget(self._background)
+            for pool in self._pools:
+                pool.free()
             self._exchange = Exchange()
-            if self._ranks is not None:
-                self._ranks.close()
-                self._ranks = None
+            for ranks in (self._ranks, self._aside):
+                if ranks is not None:
+                    ranks.close()
+            self._ranks = self._aside = None
 
-    def _attend_late(self) -> None:
-        """The program ends, and nobody has waited for the save in flight."""
-        handle, ranks = self._in_flight, self._ranks
-        if handle is not None and not handle.done() and (ranks is None or ranks.rank == 0):
-            logger.warning(
-                "the program ends while %s is being saved; it goes on until that is on disk. Wait for it, or close "
-                "what saves, to be told whether it succeeded.",
-                handle.path,
-            )
-        try:
-            self.wait()
-        except Exception as error:
-            logger.error("%s was NOT saved, and the program ended without asking: %s", handle and handle.path, error)
+    @property
+    def _lazy(self) -> bool:
+        return self.config.staging == "lazy"
+
+    @property
+    def _may_wait_in_line(self) -> int:
+        """How many saves may be in flight when another one begins."""
+        return int(self.config.async_save and self.config.when_busy == "queue")
 
     def _meet(self) -> Ranks:
         """The group of ranks; made at the first use, and again after a failure or a new default group."""
@@ -298,19 +278,50 @@ class Checkpointer:
             self._ranks = Ranks.of_default_group(self.config.timeout)
         return self._ranks
 
-    def _meet_again(self) -> Ranks:
-        """The group of ranks, after the save in flight. Its failure is known to all ranks, but some may have been told
-        through their handle: then all raise if any has not."""
-        previous = self._in_flight
+    def _front(self, ranks: Ranks) -> Ranks:
+        """The group in which the calling thread may talk. Saves in flight use the other one, unless all were waited
+        for."""
+        if self._solo or not self.config.async_save or self.config.when_busy == "wait":
+            return ranks
+        if self._aside is None or not self._aside.usable:
+            self._aside = Ranks.of_default_group(self.config.timeout)
+        return self._aside
+
+    def _meet_again(self, may_go_on: int = 0) -> Ranks:
+        """The group of ranks, after all saves in flight but the last ``may_go_on``.
+
+        The failure of those waited for is known to all ranks, but some may have been told through their handle: then
+        all raise if any has not. A group that a save in flight has just lost is left alone: the others may not have
+        noticed yet, and making one is collective. The next call that waits for that save makes it.
+        """
+        ended = self._background.wait_for_all_but(may_go_on)
+        take_off_hooks()
         told: Exception | None = None
         try:
-            self.wait()
+            raise_first_untold(ended)
         except Exception as error:
             told = error
-        ranks = self._meet()
-        if previous is not None and previous.exception() is not None:
-            ranks.agree("go on after a failed save", lambda: _raise(told))
+        ranks = self._ranks if self._background.handles and self._ranks is not None else self._meet()
+        if any(handle.exception() is not None for handle in ended):
+            try:
+                ranks.agree("go on after a failed save", lambda: _raise(told))
+            except Exception:
+                if told is not None:
+                    raise told from told.__cause__  # as it was raised in the background, traceback and all
+                raise
         return ranks
+
+    def _to_be_skipped(self, path: Path) -> bool:
+        """Whether rank 0 is still busy with an earlier save: then no rank saves."""
+        if not self.config.async_save or self.config.when_busy != "skip":
+            return False
+        front = self._front(self._meet() if self._ranks is None else self._ranks)
+        busy = front.from_zero(
+            "see whether a save is in flight", lambda: not all(h.done() for h in self._background.handles)
+        )
+        if busy and front.rank == 0:
+            logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
+        return busy
 
     def _writer(self, path: Path, step: int | None, views: Views | None) -> ShardedWriter:
         config = self.config
@@ -324,25 +335,56 @@ class Checkpointer:
             reuse=self._reuse,
         )
 
-    def _gather(self, state: Mapping[str, Any], step: int | None, writer: ShardedWriter, began: float) -> _Job:
-        """This rank's part of the state, copied if it is written later. A failure is kept until all ranks meet."""
-        flat: Flat = {}
-        paths: dict[str, KeyPath] = {}
-        failure: Exception | None = None
+    def _save_in_background(
+        self, handle: SaveHandle, job: _Job, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
+    ) -> None:
+        if self.config.finish_on_sigterm:
+            preemption.watch(self._background)
+        pool = self._pools[self._saves % len(self._pools)]
+        self._saves += 1
+        self._background.speaks = ranks.rank == 0
+        try:
+            self._gather(job, state)
+            self._snapshot(job, pool, [*live_objects(state), *owners] if self._lazy else [])
+            if job.snapshot is None or job.snapshot.complete:
+                job.copy()
+                handle._staged.set()
+            job.blocked = time.monotonic() - job.began
+            self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))
+        except BaseException:  # nobody will make the copy that others wait for
+            job.release()
+            raise
+
+    def _gather(self, job: _Job, state: Mapping[str, Any]) -> None:
+        """This rank's part of the state. A failure is kept until all ranks meet."""
         try:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
-            leaves, paths = gather_state(parts)
-            flat = self._omission.without_excluded(encode_state(leaves, self.config.allow_pickle))
-            writer.frozen = {key for key, one in flat.items() if isinstance(one, ShardedValue) and one.frozen}
-            writer.facts = {
+            leaves, job.paths = gather_state(parts)
+            job.state = self._omission.without_excluded(encode_state(leaves, self.config.allow_pickle))
+            job.writer.frozen = {k for k, one in job.state.items() if isinstance(one, ShardedValue) and one.frozen}
+            job.writer.facts = {
                 "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
                 "layouts": layouts_of(leaves),
             }
-            if self.config.async_save:
-                flat = self._buffers.copy(flat)
         except Exception as error:
-            failure = error
-        return _Job(writer.path, step, flat, paths, failure, began, writer)
+            job.failure = error
+
+    @staticmethod
+    def _snapshot(job: _Job, pool: HostPool, owners: list[Any]) -> None:
+        """Copy what was gathered, but for what stays as it is until the next step of an optimizer: memory of
+        ``owners``. A failure is kept, too."""
+        if job.failure is not None:
+            return
+        began = time.monotonic()
+        try:
+            still = StillMemory(owners)
+            job.snapshot = Snapshot(job.state, pool, still)
+            if not job.snapshot.complete:
+                job.guard = Guard(still.modules)
+        except Exception as error:
+            job.failure = error
+        job.state = {}
+        job.copied = time.monotonic() - began
 
     @staticmethod
     def _add_files(writer: ShardedWriter, ranks: Ranks, files: Callable[[Path], None]) -> None:
@@ -354,18 +396,13 @@ class Checkpointer:
             writer.discard()
             raise
 
-    @staticmethod
-    def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            logger.error("the background save of %s failed: %s", handle.path, error)
-            handle._end(error)
-        else:
-            handle._end(None)
+    def _write_in_background(self, job: _Job, ranks: Ranks) -> None:
+        with progress.progress_notes(job.path, self._shows_progress(ranks)):
+            self._write(job, ranks)
 
-    def _write(self, job: _Job, ranks: Ranks, blocked: float | None) -> None:
+    def _write(self, job: _Job, ranks: Ranks) -> None:
         """Plan, write, publish. On every rank, or on none."""
+        began = time.monotonic()
         planner, writer = ShardedSavePlanner(), job.writer
 
         def hold() -> Holding:
@@ -402,18 +439,37 @@ class Checkpointer:
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
+            self._tell(progress.SaveAborted(job.path, job.step, ranks.rank, f"{type(error).__name__}: {error}"))
+            if type(error) is CheckpointError:  # not one of ours on some rank, told to all
+                raise SaveFailed(str(error)) from (error.__cause__ or error)
             if isinstance(error, CheckpointError):
                 raise
             raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
         if self._reuse is not None:
             self._reuse.published(job.path)
-        seconds = time.monotonic() - job.began
-        waited = seconds if blocked is None else blocked
+        now = time.monotonic()
+        self._tell(
+            progress.SaveFinished(
+                job.path,
+                job.step,
+                writer.bytes_written,
+                seconds=now - job.began,
+                blocked_seconds=now - job.began if job.blocked is None else job.blocked,
+                staging_seconds=job.copied,
+                write_seconds=now - began,
+                rank=ranks.rank,
+                bytes_reused=writer.findings.bytes,
+            )
+        )
+
+    def _tell(self, event: progress.SaveFinished | progress.SaveAborted) -> None:
+        """How a save has ended. What goes wrong with telling it is not the save's failure."""
         try:
-            reused = writer.findings.bytes
-            progress.emit(progress.SaveFinished(job.path, job.step, writer.bytes_written, seconds, waited, reused))
+            progress.emit(event)
+            if self.config.events is not None and event.rank == 0:
+                progress.append_json(Path(self.config.events), event)
         except Exception:
-            logger.exception("a subscriber failed after %s was published", job.path)
+            logger.exception("a subscriber failed after the save of %s had ended", event.path)
 
     def _leave_out(self, state: Flat, left_out: LeftOut, writer: ShardedWriter) -> Flat:
         if self.config.exclude:
@@ -450,19 +506,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-_unattended: set[Checkpointer] = set()
-"""Those whose background save nobody has waited for yet."""
-
-
-@functools.cache
-def _attend_when_the_program_ends() -> None:
-    def attend() -> None:
-        for checkpointer in tuple(_unattended):
-            checkpointer._attend_late()
-
-    before_threads_end(attend)
 
 
 def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:

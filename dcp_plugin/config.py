@@ -24,6 +24,26 @@ class CheckpointConfig:
     """Return from a save as soon as the state is copied to host memory, and write it in a background thread. The
     host copy is as large as this rank's part of the state and is reused by the next save."""
 
+    staging: Literal["blocking", "lazy"] = "blocking"
+    """When a background save copies the state. ``"blocking"``: before ``save`` returns. ``"lazy"``: trained parameters
+    and optimizer state are copied while the next forward and backward run, and the optimizer's step waits for the copy;
+    everything else (buffers, values, averaged weights) before ``save`` returns. A tensor that changes meanwhile in
+    another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it; writes through
+    ``.data`` and steps inside CUDA graphs are not noticed: call ``handle.wait_staged()`` before those."""
+
+    when_busy: Literal["wait", "skip", "queue"] = "wait"
+    """What a background save does while the one before is not on disk yet. ``"wait"`` for it. ``"skip"`` this one, with
+    a warning, on every rank (``handle.skipped``). ``"queue"``: go on as soon as the state is copied, into a second host
+    copy; a third save waits for the first. Lightning, Accelerate and transformers take ``"wait"`` alone, since what
+    they delete and note down next depends on the save."""
+
+    finish_on_sigterm: bool = False
+    """On SIGTERM (preemption on SLURM or Kubernetes) finish the background save in flight, then do what would have
+    been done without us. Needs a grace period that is long enough; the handler is installed by the first save."""
+
+    events: str | None = None
+    """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error."""
+
     io_threads: int = 2
     """Threads per rank that write or read files. A rank writes at most this many data files per checkpoint."""
 
@@ -70,7 +90,8 @@ class CheckpointConfig:
     """Seconds that a rank waits for the others in one step of a save or load before it raises."""
 
     progress: bool | Literal["auto"] = "auto"
-    """Show a progress line on rank 0 for a save that blocks for longer than a second. ``"auto"``: when stderr is a
+    """Show a progress line on rank 0 for a save that blocks for longer than a second; for one in the background, a
+    line of its own every ten seconds, which leaves progress bars as they are. ``"auto"``: when stderr is a
     terminal."""
 
     stock_aliases: bool | Literal["auto"] = "auto"
@@ -96,6 +117,10 @@ class CheckpointConfig:
             raise ValueError(
                 "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
             )
+        if self.staging not in ("blocking", "lazy"):
+            raise ValueError(f"staging must be 'blocking' or 'lazy', got {self.staging!r}.")
+        if self.when_busy not in ("wait", "skip", "queue"):
+            raise ValueError(f"when_busy must be 'wait', 'skip' or 'queue', got {self.when_busy!r}.")
         if self.read_broadcast not in (True, False, "auto"):
             raise ValueError(f"read_broadcast must be True, False or 'auto', got {self.read_broadcast!r}.")
         if self.progress not in (True, False, "auto"):
@@ -116,6 +141,19 @@ class CheckpointConfig:
         if unknown:
             raise TypeError(f"CheckpointConfig has no field {', '.join(unknown)}. Fields: {', '.join(sorted(known))}.")
         return replace(config or cls(), **overrides)
+
+    def that_waits(self, who: str) -> CheckpointConfig:
+        """This configuration, for a door behind which ``who`` deletes and notes down on the strength of a save.
+
+        Raises:
+            ValueError: It would skip saves or let them wait in line.
+        """
+        if self.when_busy != "wait":
+            raise ValueError(
+                f"when_busy={self.when_busy!r} is for the plain API and Fabric: here {who} decides after each save "
+                f"what to delete, and would take a checkpoint that does not exist for the newest one."
+            )
+        return self
 
 
 PathLike = str | os.PathLike[str]

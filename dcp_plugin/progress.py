@@ -7,12 +7,13 @@ people (rank 0) is itself a subscriber.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -35,18 +36,39 @@ class BytesWritten:
 
 @dataclass(frozen=True)
 class SaveFinished:
-    """The checkpoint is published. ``bytes`` is what this rank wrote, ``bytes_reused`` what it linked instead;
-    ``blocked_seconds`` is what the caller waited."""
+    """The checkpoint is published. ``bytes`` is what this rank wrote, ``bytes_reused`` what it linked instead."""
 
     path: Path
     step: int | None
     bytes: int
     seconds: float
+    """From the call until it is published."""
     blocked_seconds: float
+    """What the caller waited."""
+    staging_seconds: float = 0.0
+    """What the copy to host memory took."""
+    write_seconds: float = 0.0
+    """What planning, writing and publishing took."""
+    rank: int = 0
     bytes_reused: int = 0
 
+    @property
+    def gb_per_second(self) -> float:
+        """Of this rank's writing."""
+        return self.bytes / 1e9 / self.write_seconds if self.write_seconds else 0.0
 
-Event = SaveStarted | BytesWritten | SaveFinished
+
+@dataclass(frozen=True)
+class SaveAborted:
+    """The save has failed; nothing was published."""
+
+    path: Path
+    step: int | None
+    rank: int
+    error: str
+
+
+Event = SaveStarted | BytesWritten | SaveFinished | SaveAborted
 
 _subscribers: list[Callable[[Event], None]] = []
 _lock = threading.Lock()
@@ -102,3 +124,58 @@ def progress_line(path: Path, wanted: bool) -> Iterator[None]:
         unsubscribe()
         if shown:
             sys.stderr.write("\n")
+
+
+NOTE_SECONDS = 10.0
+"""How often a save in the background says how far it is."""
+
+
+@contextmanager
+def progress_notes(path: Path, wanted: bool) -> Iterator[None]:
+    """While active, say every ten seconds in a line of its own how far the save to ``path`` is.
+
+    For a save in the background: whoever trains may draw a progress bar on the same terminal. Whole lines do not
+    garble it if its library is told (tqdm; rich takes over stderr while it draws).
+    """
+    if not wanted:
+        yield
+        return
+    began = said = time.monotonic()
+
+    def note(event: Event) -> None:
+        nonlocal said
+        if isinstance(event, BytesWritten) and event.path == path and time.monotonic() - said >= NOTE_SECONDS:
+            said = time.monotonic()
+            rate = event.written / (said - began)
+            _say(
+                f"saving {path.name} in the background: {event.written / 2**20:,.0f} of {event.total / 2**20:,.0f} MiB "
+                f"on rank 0, {rate / 2**20:,.0f} MiB/s"
+            )
+        elif isinstance(event, SaveFinished) and event.path == path and said > began:
+            _say(f"saved {path.name} in {event.seconds:.0f} s")
+
+    unsubscribe = subscribe(note)
+    try:
+        yield
+    finally:
+        unsubscribe()
+
+
+def _say(line: str) -> None:
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None:
+        tqdm.tqdm.write(line, file=sys.stderr)  # takes the bars away, writes, and draws them again
+    else:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def append_json(path: Path, event: SaveFinished | SaveAborted) -> None:
+    """Append how a save has ended to a file of JSON lines."""
+    told: dict[str, object] = {"event": "saved" if isinstance(event, SaveFinished) else "failed", "time": time.time()}
+    told |= asdict(event) | {"path": str(event.path)}
+    if isinstance(event, SaveFinished):
+        told["gb_per_second"] = event.gb_per_second
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:  # one write, so that programs that share the file do not cut each other's lines
+        file.write(json.dumps(told) + "\n")

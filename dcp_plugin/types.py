@@ -41,6 +41,8 @@ class ShardedValue:
     """A parameter that is not trained: it is expected, and no more than that, to be the same at the next save."""
     layout: str = "replicated or single"
     """How the tensor is distributed, in words for people."""
+    whole: Any = field(default=None, compare=False, repr=False)
+    """What the chunks are views of. In-place operations on a DTensor are counted on it, and not on its local tensor."""
 
 
 @dataclass(frozen=True)

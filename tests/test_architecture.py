@@ -17,7 +17,19 @@ FLOORS = [
     ("storage",),
     ("planning", "staging"),
     ("state", "partial", "hints"),
-    ("lifecycle", "inspection", "matching", "loading", "attached", "checkpointer", "api", "conventions", "omission"),
+    (
+        "lifecycle",
+        "inspection",
+        "matching",
+        "loading",
+        "omission",
+        "attached",
+        "background",
+        "preemption",
+        "checkpointer",
+        "api",
+        "conventions",
+    ),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dcp_plugin import progress
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
+from tests.memory import extra_peak
 
 
 def _train_during_saves(root: Path) -> None:
@@ -52,18 +54,41 @@ def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> No
     launch.run(_train_during_saves, 2, tmp_path)
 
 
-def test_host_buffers_are_reused_and_ties_kept(tmp_path: Path) -> None:
+def test_the_host_copy_is_reused_grown_shrunk_and_freed_and_ties_are_kept(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(50, 50), "b": torch.nn.Linear(50, 50)})
     model["b"].weight = model["a"].weight
     ours = dcp.Checkpointer(async_save=True)
-    ours.save({"model": model}, tmp_path / "1")
-    ours.wait()
-    first = {key: buffer.data_ptr() for key, buffer in ours._buffers._buffers.items()}
-    assert len(first) == 3, "the tied weight has one buffer"
-    ours.save({"model": model}, tmp_path / "2").wait()
-    assert first == {key: buffer.data_ptr() for key, buffer in ours._buffers._buffers.items()}
+    (pool,) = ours._pools
+
+    def held_after_saving(state: Any) -> tuple[int, int]:
+        ours.save(state, tmp_path / "ck").wait()
+        return pool._host.memory.data_ptr(), pool.nbytes
+
+    one_weight = 50 * 50 * 4 + 2 * 256
+    memory, held = held_after_saving({"model": model})
+    assert 50 * 50 * 4 < held < one_weight + 2 * 64, "the tied weight has one place"
+    assert held_after_saving({"model": model}) == (memory, held)
+    _, grown = held_after_saving({"model": model, "more": torch.ones(10_000)})
+    assert held + 40_000 <= grown < held + 40_000 + 64
+    assert held_after_saving({"model": model})[1] == held
     ours.close()
-    assert not ours._buffers._buffers
+    assert not pool.nbytes
+
+
+@pytest.mark.parametrize("staging", ["blocking", "lazy"])
+def test_many_background_saves_need_one_host_copy(tmp_path: Path, staging: str) -> None:
+    model = torch.nn.Linear(4096, 4096)
+    ours = dcp.Checkpointer(async_save=True, staging=staging)
+    ours.save({"warm": torch.ones(1 << 20)}, tmp_path / "ck").wait()
+
+    def save_often() -> None:
+        for _ in range(4):
+            ours.save({"model": model}, tmp_path / "ck").wait()
+
+    copy = 64 << 20
+    assert extra_peak(save_often) < copy + (24 << 20)
+    assert extra_peak(save_often) < 16 << 20, "the copy is there already"
+    ours.close()
 
 
 def test_removing_the_checkpoint_in_flight_waits_for_it(tmp_path: Path) -> None:

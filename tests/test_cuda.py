@@ -91,8 +91,8 @@ def test_every_wrapper_on_a_gpu_loads_what_any_other_saved(tmp_path: Path) -> No
     launch.run(_with_nccl, 1, _matrix, tmp_path, timeout=170)
 
 
-def _async(root: Path) -> None:
-    ours = dcp.Checkpointer(async_save=True)
+def _async(root: Path, staging: str) -> None:
+    ours = dcp.Checkpointer(async_save=True, staging=staging)
     model, optimizer = _make("fsdp2", 0)
     expected = []
     for step in range(3):
@@ -107,8 +107,46 @@ def _async(root: Path) -> None:
         assert_same(whole_state(other, fresh), state)
 
 
-def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path) -> None:
-    launch.run(_with_nccl, 1, _async, tmp_path)
+@pytest.mark.parametrize("staging", ["blocking", "lazy"])
+def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path, staging: str) -> None:
+    launch.run(_with_nccl, 1, _async, tmp_path, staging)
+
+
+def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> None:
+    model = nn.Linear(1000, 1000).cuda()
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    slab = ours._pools[0]._pinned
+    places = set()
+    for number in range(3):
+        ours.save({"model": model}, tmp_path / str(number)).wait()
+        assert slab.memory.is_pinned()
+        places.add(slab.memory.data_ptr())
+    assert len(places) == 1
+    ours.close()
+    assert not slab.memory.numel()
+    target = nn.Linear(1000, 1000).cuda()
+    dcp.load({"model": target}, tmp_path / "2")
+    assert_same(target.state_dict(), model.state_dict())
+
+
+def test_a_lazy_copy_waits_for_what_the_device_has_still_to_compute_and_is_waited_for(tmp_path: Path) -> None:
+    model = nn.Linear(4096, 4096, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    big = torch.randn(4096, 4096, device="cuda")
+    for number in range(3):
+        with torch.no_grad():
+            product = big
+            for _ in range(20):
+                product = product @ big / 64
+            model.weight.copy_(product)
+        ours.save({"model": model}, tmp_path / str(number))
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        target = nn.Linear(4096, 4096, bias=False).cuda()
+        ours.load({"model": target}, tmp_path / str(number))
+        assert_same({"w": target.weight.detach()}, {"w": product})
+    ours.close()
 
 
 def test_what_a_gpu_saved_loads_on_the_host_and_back(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Attachment(Attached):
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         _refuse_silent_fallbacks(accelerator)
-        self.config = config
+        self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
         self._accelerator = accelerator

@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
-from dcp_plugin.checkpointer import Checkpointer, SaveHandle
+from dcp_plugin.background import SaveHandle
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import keys_by_name
 from dcp_plugin.lightning import layout
@@ -39,7 +41,7 @@ class DCPCheckpointIO(CheckpointIO):
 
     def __init__(self, config: CheckpointConfig | None = None, **overrides: Any) -> None:
         super().__init__()
-        self.config = CheckpointConfig.merge(config, **overrides)
+        self.config = CheckpointConfig.merge(config, **overrides).that_waits("ModelCheckpoint")
         self._checkpointer: Checkpointer | None = None
         self._last_save: SaveHandle | None = None
         self._obsolete: list[PathLike] = []
@@ -60,14 +62,19 @@ class DCPCheckpointIO(CheckpointIO):
             self._checkpointer = Checkpointer(self.config, solo=world_size == 1)
         return self._checkpointer
 
-    def save(self, state: dict[str, Any], path: PathLike, step: int | None, world_size: int) -> SaveHandle:
+    def save(
+        self, state: dict[str, Any], path: PathLike, step: int | None, world_size: int, owners: Iterable[Any] = ()
+    ) -> SaveHandle:
         """Save on all ranks of a promoted strategy.
+
+        Args:
+            owners: The model and the optimizers whose state dicts are in ``state``: lazy staging copies theirs later.
 
         Raises:
             SaveFailed: This save failed, or the one before, which nobody has heard of yet.
         """
         self.wait()
-        self._last_save = self.checkpointer(world_size).save(state, path, step)
+        self._last_save = self.checkpointer(world_size).save(state, path, step, owners=owners)
         return self._last_save
 
     def wait(self) -> None:

@@ -116,6 +116,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 path,
                 checkpoint.get("global_step"),
                 self.world_size,
+                owners=[self.model, *map(_plain, self.optimizers)],
             )
             if trainer.state.stopped:  # nobody will wait for it later
                 handle.wait()

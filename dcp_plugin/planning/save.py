@@ -116,8 +116,13 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     """
     flat: Flat = {}
     unsafe: list[str] = []
+    same: dict[int, EncodedValue] = {}  # the parameters of an optimizer's group have the same objects
     for key, leaf in leaves.items():
-        if isinstance(leaf, (ShardedValue, EncodedValue)):
+        if id(leaf) in same:
+            flat[key] = same[id(leaf)]
+        elif values.is_plain(leaf):
+            flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
+        elif isinstance(leaf, (ShardedValue, EncodedValue)):
             flat[key] = leaf
         elif is_tensor(leaf):
             if type(leaf) is torch.Tensor and (leaf.layout != torch.strided or leaf.is_quantized):

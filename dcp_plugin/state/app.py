@@ -130,7 +130,8 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
 
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     """How the tensors were distributed, in words for the summary."""
-    return sorted({layout_of(leaf) for leaf in leaves.values() if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
+    found = {id(leaf): leaf for leaf in leaves.values() if type(leaf) not in (int, float, bool)}.values()
+    return sorted({layout_of(leaf) for leaf in found if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
 
 
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:

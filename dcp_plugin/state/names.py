@@ -24,7 +24,8 @@ class CleanNames:
             self._ddp_prefixes.append(f"{clean}.module." if clean else "module.")
 
     def __call__(self, name: str) -> str:
-        name = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+        if any(segment in name for segment in _WRAPPER_SEGMENTS):
+            name = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
         for prefix in self._ddp_prefixes:
             if (name + ".").startswith(prefix):
                 name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")

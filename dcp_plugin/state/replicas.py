@@ -23,12 +23,17 @@ from dcp_plugin.types import ShardedValue
 def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a module with the replicated and the frozen parameters marked."""
     shapes, frozen = _replicated(module), frozen_names(module)
-    marked = {key: _marked(value) if _is_replica(value, shapes.get(key)) else value for key, value in state.items()}
-    return {key: _as_frozen(value) if key in frozen else value for key, value in marked.items()}
+    if shapes:
+        state = {key: _marked(value) if _is_replica(value, shapes.get(key)) else value for key, value in state.items()}
+    if frozen:
+        state = {key: _as_frozen(value) if key in frozen else value for key, value in state.items()}
+    return state
 
 
 def frozen_names(module: nn.Module) -> set[str]:
     """The clean FQNs of the parameters that are not trained, tied ones under each of their names."""
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return set()
     names = flat_parameter_names(module)
     clean = CleanNames(module)
     frozen: set[str] = set()
@@ -59,6 +64,8 @@ def _as_frozen(value: Any) -> Any:
 def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The flat state of an optimizer with the slots of replicated parameters marked."""
     shapes = _replicated(module)
+    if not shapes:
+        return state
     marked = {}
     for key, value in state.items():
         fqn = key.removeprefix("state.").rpartition(".")[0]
@@ -67,6 +74,8 @@ def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
+    if not any(isinstance(child, DistributedDataParallel) for child in module.modules()):
+        return {}
     clean = CleanNames(module)
     inside = {
         clean(f"{prefix}.{name}" if prefix else name)

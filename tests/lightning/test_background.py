@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 
@@ -116,3 +121,119 @@ def _disk_full_at(step: int) -> None:
             raise OSError("disk full")
 
     progress.subscribe(fail)
+
+
+def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp_path: Path) -> None:
+    launch.run(_lazy, 2, tmp_path)
+
+
+def _lazy(root: Path) -> None:
+    """The copy is held back until the next forward pass has run, which Lightning runs inside the optimizer's step."""
+    from dcp_plugin.lightning import DCPCheckpointIO
+    from tests.lightning import training as t
+    from tests.slowness import slow_copies
+
+    forward = threading.Event()
+
+    class Watched(t.Model):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            forward.set()
+            return loss
+
+    def wait_for_forward() -> None:
+        assert forward.wait(20), "the optimizer's step waits for the copy before it runs the closure"
+
+    class Saving(t.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            forward.clear()
+            states.append(t.whole_state(trainer))
+
+        def on_train_end(self, trainer: Any, *args: Any) -> None:
+            forward.set()
+
+    for layout in ("ddp", "fsdp2"):
+        states: list[dict[str, Any]] = []
+        straight, model = t.trainer_for(layout), t.Model(layout)
+        straight.fit(model, t.stateful_loader(layout))
+        io = DCPCheckpointIO(async_save=True, staging="lazy")
+        with slow_copies(wait_for_forward):
+            saving = _saving_often(root / layout, save_top_k=-1, save_on_train_epoch_end=False)
+            trainer, watched = t.trainer_for(layout, [Saving(), saving], plugin=io), Watched(layout)
+            trainer.fit(watched, t.stateful_loader(layout))
+        assert watched.losses == model.losses
+        for step in (1, 3, 5):
+            at, resumed = t.AtTrainStart(), t.Model(layout, seed=5)
+            second = t.trainer_for(layout, [at], plugin=io)
+            second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(root / layout / f"step={step}.ckpt"))
+            assert_same(at.state, states[step - 1])
+
+
+def test_sigterm_finishes_the_save_in_flight_before_lightning_ends_the_training(tmp_path: Path) -> None:
+    training = subprocess.Popen([sys.executable, "-c", _PREEMPTED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert training.stdout is not None and "saving" in training.stdout.readline()
+    training.send_signal(signal.SIGTERM)
+    out, _ = training.communicate(timeout=90)
+    assert "trained to the end" not in out and "ended by SIGTERM" in out
+    newest = dcp.latest(tmp_path)
+    assert newest is not None and dcp.verify(newest).ok
+    assert dcp.inspect(newest).step == int(out.split("in flight: ")[1].split()[0])
+
+
+_PREEMPTED = """
+import sys, time
+from lightning.pytorch.callbacks import Callback
+from dcp_plugin import progress
+from tests.lightning import training as t
+from tests.lightning.test_background import _async_io, _saving_often
+
+def slowly(event):
+    if isinstance(event, progress.SaveStarted) and event.step == 2:
+        print("saving", flush=True)
+        time.sleep(2.0)
+
+class Slow(Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 2:
+            for _ in range(100):
+                time.sleep(0.02)
+
+    def on_exception(self, trainer, module, exception):
+        print("ended by", type(exception).__name__.removesuffix("Exception"), flush=True)
+        print("in flight:", trainer.global_step, flush=True)
+
+progress.subscribe(slowly)
+trainer = t.trainer_for("single", [Slow(), _saving_often(sys.argv[1], save_top_k=-1)], plugin=_async_io())
+trainer.fit(t.Model("single"), t.plain_loader("single"))
+print("trained to the end", flush=True)
+"""
+
+
+def test_a_checkpoint_on_its_way_is_waited_for_by_who_loads_or_deletes_it(tmp_path: Path) -> None:
+    launch.run(_at_once, 2, tmp_path)
+
+
+def _at_once(root: Path) -> None:
+    from tests.lightning import training as t
+    from tests.slowness import slow_writes
+
+    found: list[int] = []
+
+    class AtOnce(t.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(root / "loaded.ckpt")
+                found.append(trainer.strategy.load_checkpoint(root / "loaded.ckpt")["global_step"])
+                trainer.save_checkpoint(root / "deleted.ckpt")
+                trainer.strategy.remove_checkpoint(root / "deleted.ckpt")
+
+    straight, model = t.trainer_for("ddp"), t.Model("ddp")
+    straight.fit(model, t.plain_loader("ddp"))
+    with slow_writes(lambda: time.sleep(0.1)):
+        trainer, again = t.trainer_for("ddp", [AtOnce()], plugin=_async_io()), t.Model("ddp")
+        trainer.fit(again, t.plain_loader("ddp"))
+        trainer.save_checkpoint(root / "after.ckpt")
+        assert (root / "after.ckpt").is_dir(), "nobody would wait for it later"
+    assert found == [2]
+    assert again.losses == model.losses
+    assert sorted(path.name for path in root.iterdir() if path.suffix == ".ckpt") == ["after.ckpt", "loaded.ckpt"]

@@ -67,6 +67,7 @@ class DCPTrainerMixin(Trainer):
             raise ValueError(
                 "keep_last would delete the best checkpoint, too: use save_total_limit of the TrainingArguments."
             )
+        self.checkpoint_config.that_waits("the Trainer")
         refuse_unsupported(self)
         self._dcp_checkpointer = Checkpointer(self.checkpoint_config, solo=self.args.world_size == 1)
         self._dcp_resume: Found | None = None

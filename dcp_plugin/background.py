@@ -1,0 +1,202 @@
+"""Saves that go on while training does: their handles, their threads, and the moments at which one has to wait.
+
+A save in the background is one thread, which copies what is still to be copied, waits for the thread of the save
+before it, and writes. So saves of one checkpointer talk to the other ranks one after another, in the same order
+everywhere.
+
+Whether a rank raises may not depend on how fast its own thread was: others would go on, into collectives that it never
+joins. So the errors of earlier saves are raised only where every rank has waited for the same saves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from dcp_plugin._python import before_threads_end
+
+logger = logging.getLogger("dcp_plugin")
+
+THREAD = "dcp-save"
+
+
+class SaveHandle:
+    """A save under way.
+
+    :meth:`wait` raises what the save raised. An error that nobody asked for is raised by the checkpointer at the
+    next save, at ``wait`` or at ``close``; whoever gets it first has taken it.
+    """
+
+    def __init__(self, path: Path, step: int | None) -> None:
+        self.path = path
+        self.step = step
+        self.skipped = False
+        """Whether there is no such save, because another one was in flight (``when_busy="skip"``)."""
+        self._staged = threading.Event()
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._told = False
+
+    def staged(self) -> bool:
+        """Whether training may change the state again. True when ``save`` returns, unless staging is lazy."""
+        return self._staged.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may be changed in any way. Steps of optimizers wait by themselves.
+
+        Raises:
+            TimeoutError: It is still being copied after ``timeout`` seconds.
+        """
+        if not self._staged.wait(timeout):
+            raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; it goes on")
+
+    def done(self) -> bool:
+        """Whether the save has ended: published, failed or skipped."""
+        return self._done.is_set()
+
+    def exception(self) -> Exception | None:
+        """The error of an ended save, without raising it."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the save is published.
+
+        Raises:
+            SaveFailed: It failed; on every rank.
+            TimeoutError: It has not ended within ``timeout`` seconds. It goes on.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
+        if self._error is not None and not self._told:
+            self._told = True
+            raise self._error
+
+    def _end(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._staged.set()
+        self._done.set()
+
+    def _skip(self) -> None:
+        self.skipped = True
+        self._end()
+
+
+class Background:
+    """The saves in flight of one checkpointer, oldest first."""
+
+    def __init__(self) -> None:
+        self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
+        self.speaks = True
+        """Whether this rank warns at the end of a program that does not wait."""
+
+    @property
+    def latest(self) -> SaveHandle | None:
+        """The newest save that nobody has waited for."""
+        return self._saves[-1][0] if self._saves else None
+
+    @property
+    def handles(self) -> list[SaveHandle]:
+        """Every save that nobody has waited for."""
+        return [handle for handle, _ in self._saves]
+
+    def start(self, handle: SaveHandle, copy: Callable[[], None], write: Callable[[], None]) -> None:
+        """Run ``copy`` and, when the saves before have ended, ``write``, in a thread.
+
+        ``copy`` says nothing of its failure: ``write`` does, which all ranks learn of together.
+        """
+        before = self._saves[-1][1] if self._saves else None
+
+        def run() -> None:
+            try:
+                copy()
+                handle._staged.set()
+                _let_training_go_first()
+                if before is not None:
+                    before.join()
+                write()
+            except Exception as error:
+                logger.error("the background save of %s failed: %s", handle.path, error)
+                handle._end(error)
+            else:
+                handle._end()
+
+        thread = threading.Thread(target=run, name=THREAD)
+        self._saves.append((handle, thread))
+        _unattended.add(self)
+        _attend_when_the_program_ends()
+        thread.start()
+
+    def wait_for_all_but(self, count: int) -> list[SaveHandle]:
+        """Wait for the oldest saves until ``count`` are left; for all of them if one of those failed.
+
+        Returns:
+            What was waited for, the same on every rank.
+        """
+        ended: list[SaveHandle] = []
+        while len(self._saves) > count:
+            handle, thread = self._saves[0]
+            thread.join()
+            self._saves.popleft()
+            ended.append(handle)
+            if handle.exception() is not None:
+                count = 0
+        if not self._saves:
+            _unattended.discard(self)
+        return ended
+
+    def attend_late(self) -> None:
+        """The program ends, and nobody has waited for the saves in flight."""
+        for handle in self.handles:
+            if self.speaks and not handle.done():
+                logger.warning(
+                    "the program ends while %s is being saved; it goes on until that is on disk. Wait for it, or close "
+                    "what saves, to be told whether it succeeded.",
+                    handle.path,
+                )
+        for handle in self.wait_for_all_but(0):
+            if handle.exception() is not None and not handle._told:
+                handle._told = True
+                logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, handle._error)
+
+
+def _let_training_go_first() -> None:
+    """This thread, and those it starts, no longer push a running thread off its core when a write has ended.
+
+    A lower priority would do more harm than good: where all cores are busy, a thread that rarely runs keeps the
+    interpreter's lock while it does not, and the training waits for that.
+    """
+    with suppress(AttributeError, OSError):  # not on Linux, or not permitted
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def raise_first_untold(ended: list[SaveHandle]) -> None:
+    """Raise the errors that nobody has been told of: the first, with those of later saves as notes."""
+    untold = [handle for handle in ended if handle._error is not None and not handle._told]
+    for handle in untold:
+        handle._told = True
+    if untold:
+        error = untold[0]._error
+        assert error is not None
+        for handle in untold[1:]:
+            error.add_note(f"And the save of {handle.path} failed: {handle._error}")
+        raise error
+
+
+_unattended: set[Background] = set()
+"""Those with saves that nobody has waited for yet."""
+os.register_at_fork(after_in_child=_unattended.clear)  # the threads stay in the parent
+
+
+@functools.cache
+def _attend_when_the_program_ends() -> None:
+    def attend() -> None:
+        for background in tuple(_unattended):
+            background.attend_late()
+
+    before_threads_end(attend)

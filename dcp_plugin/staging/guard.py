@@ -1,0 +1,107 @@
+"""Holds back what would change the state while it is being copied: steps of optimizers and ``load_state_dict``.
+
+A lazy save returns before its copy is made. Any step of any ``torch.optim.Optimizer`` then waits until it is: not
+only the optimizers that are saved, since others may train the same memory under other parameters. The hook for that is
+registered with the first lazy save of a process and stays; without a copy under way it does nothing. Modules get
+theirs for the time of the copy.
+
+A step that is given a closure changes nothing before it has called it, if the optimizer is one of torch's; others may
+(SAM). So with torch's the wait comes after the closure, in which Lightning runs the whole forward and backward.
+
+Hooks are functions of this module and not methods, so that a module can be copied or pickled while it has one. They
+are taken off by the thread that trains, when it comes by: another could meet it iterating over them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+_under_way: list[Guard] = []
+os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait for ever
+
+
+class Guard:
+    """One copy under way. From its making until :meth:`release`, what would change the state waits.
+
+    Args:
+        modules: Their ``load_state_dict`` waits, too.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        _hold_back_steps()
+        take_off_hooks()
+        self._copied = threading.Event()
+        self.hooks: list[RemovableHandle] = [
+            module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+            for root in modules
+            for module in root.modules()
+            if next(module.parameters(recurse=False), None) is not None
+        ]
+        _under_way.append(self)
+
+    def release(self) -> None:
+        """The copy is made, or will never be."""
+        self._copied.set()
+
+    @property
+    def released(self) -> bool:
+        return self._copied.is_set()
+
+    def wait(self) -> None:
+        self._copied.wait()
+
+
+def wait_until_copied() -> None:
+    """Wait for every copy under way in this process. For whoever is about to change parameters."""
+    for guard in tuple(_under_way):
+        guard.wait()
+    take_off_hooks()
+
+
+def take_off_hooks() -> None:
+    """Remove the hooks of copies that are made. By the thread that trains."""
+    for guard in tuple(_under_way):
+        if guard.released:
+            for hook in guard.hooks:
+                hook.remove()
+            _under_way.remove(guard)
+
+
+@functools.cache
+def _hold_back_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _under_way:
+        return None
+    if type(optimizer).__module__.startswith("torch.optim."):
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _and_wait(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
+            return (args[0], _and_wait(args[1]), *args[2:]), kwargs
+    wait_until_copied()
+    return None
+
+
+def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
+    def closure_and_wait() -> Any:
+        loss = closure()
+        wait_until_copied()
+        return loss
+
+    return closure_and_wait
+
+
+def _before_load(module: nn.Module, *args: Any) -> None:
+    for guard in tuple(_under_way):
+        guard.wait()  # its hooks stay for now: this one is being called from among them

@@ -1,0 +1,67 @@
+"""Which memory stays as it is until the next step of an optimizer, so that a lazy save may copy it later.
+
+That is: what is trained (parameters that require gradients), and the optimizers' tensors for it. Everything else may
+change at any moment and is copied at once: buffers (running statistics change in the forward pass), parameters that do
+not require gradients (target networks and averages are written by hand), weights that torch averages, and whatever
+belongs to no module or optimizer. Under FSDP1 nothing is still: its state dicts are fresh copies already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from dcp_plugin._torch import DTensor, is_tensor
+
+
+class StillMemory:
+    """Knows the memory of trained parameters and optimizer state.
+
+    Args:
+        objects: Modules and optimizers; anything else is ignored.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.modules = []
+        trained: set[int] = set()
+        moving: set[int] = set()
+        for one in objects:
+            if isinstance(one, nn.Module):
+                self.modules.append(one)
+                trained.update(_memory(p for p in one.parameters() if p.requires_grad))
+                moving.update(_memory(one.buffers()))
+                for averaged in (child for child in one.modules() if isinstance(child, AveragedModel)):
+                    moving.update(_memory(averaged.parameters()))
+            elif isinstance(one, torch.optim.Optimizer):
+                trained.update(_memory(slot for slots in one.state.values() for slot in _tensors(slots)))
+        self._still = trained - moving
+
+    def __call__(self, tensor: torch.Tensor) -> bool:
+        """Whether a local tensor is still."""
+        return tensor.untyped_storage().data_ptr() in self._still
+
+
+def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:
+    """The modules and optimizers in a state mapping, at any depth."""
+    for value in state.values():
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from live_objects(value)
+
+
+def _tensors(slots: Any) -> Iterator[torch.Tensor]:
+    return (slot for slot in slots.values() if is_tensor(slot)) if isinstance(slots, Mapping) else iter(())
+
+
+def _memory(tensors: Iterable[Any]) -> Iterator[int]:
+    for tensor in tensors:
+        local: Any = tensor
+        if isinstance(tensor, DTensor):
+            local = local.detach().to_local()
+        if local.numel() and not local.is_meta:
+            yield local.untyped_storage().data_ptr()

@@ -1,0 +1,329 @@
+"""Lazy staging: a save returns at once, and its checkpoint still is the state at the call, byte for byte."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import dcp_plugin as dcp
+from dcp_plugin.staging import guard
+from tests import launch
+from tests.compare import assert_same
+from tests.layouts import build, train, whole_state
+from tests.slowness import at_random, slow_copies, slow_writes
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """Everything in a checkpoint, by this process alone."""
+    found: dict[str, Any] = {"model": {}, "optim": {}}
+    dcp.Checkpointer(solo=True).load(found, path)
+    return _flat(found)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _every_step(root: Path, layout: str, staging: str, steps: int) -> None:
+    straight = build(layout)
+    losses = [train(*straight, 1, seed=step)[0] for step in range(steps)]
+    model, optimizer = build(layout)
+    ours = dcp.Checkpointer(async_save=True, staging=staging)
+    pause, expected = at_random(0.004, seed=dist.get_rank()), []
+    with slow_copies(at_random(0.0005)), slow_writes(at_random(0.01, seed=1)):
+        for step in range(steps):
+            assert train(model, optimizer, 1, seed=step)[0] == losses[step]
+            expected.append(whole_state(model, optimizer))
+            ours.save({"model": model, "optim": optimizer}, root / str(step), step)
+            pause()
+        ours.close()
+    assert_same(whole_state(model, optimizer), whole_state(*straight))
+    for step in range(dist.get_rank(), steps, dist.get_world_size()):
+        assert_same(_tensors(_saved(root / str(step))), _tensors(expected[step]))
+
+
+def _two_hundred_saves(root: Path) -> None:
+    warnings.simplefilter("ignore")
+    _every_step(root / "fsdp2", "fsdp2", "lazy", 140)
+    _every_step(root / "ddp", "ddp", "lazy", 20)
+    _every_step(root / "fsdp1", "fsdp1", "lazy", 10)
+    _every_step(root / "tp", "tp", "lazy", 10)
+    _every_step(root / "blocking", "fsdp2", "blocking", 20)
+
+
+def test_two_hundred_saves_one_per_step_equal_the_state_at_their_call_and_change_no_loss(tmp_path: Path) -> None:
+    launch.run(_two_hundred_saves, 2, tmp_path)
+
+
+class _Held:
+    """Holds lazy copies back until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        assert self._open.wait(30)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def open_soon(self) -> None:
+        threading.Timer(0.2, self._open.set).start()
+
+
+class _Everything(nn.Module):
+    """Every kind of state that a module can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = nn.Parameter(torch.randn(6, 6))
+        self.again = self.tied.weight
+        self.frozen = nn.Parameter(torch.randn(500), requires_grad=False)
+        self.register_buffer("shared", self.body[0].bias.detach())  # the memory of a parameter, called a buffer
+        self.count = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.body(x))  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+
+
+def test_every_kind_of_state_may_change_at_the_earliest_moment_it_legally_can(tmp_path: Path) -> None:
+    model = _Everything()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    averaged = AveragedModel(model, use_buffers=True)
+    loose, numbers, nested = torch.arange(5.0), [1, 2, 3], {"a": {"b": torch.ones(2), "c": "text"}}
+    _step(model, optimizer)
+    state = {"model": model, "optim": optimizer, "ema": averaged, "loose": loose, "n": numbers, "nested": nested}
+    dcp.save(state, tmp_path / "expected")
+    held = _Held()
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held):
+        handle = ours.save(state, tmp_path / "lazy")
+        assert not handle.staged()
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()  # changes the running statistics
+        with torch.no_grad():
+            model.frozen.zero_()
+        averaged.update_parameters(model)
+        model.count = 0
+        optimizer.param_groups[0]["lr"].zero_()
+        optimizer.param_groups[0]["betas"] = (0.0, 0.0)
+        loose.zero_()
+        numbers.clear()
+        nested["a"]["b"].zero_()
+        nested["a"]["c"] = "changed"
+        assert not handle.staged()
+        held.open_soon()
+        optimizer.step()
+        assert handle.staged()
+        model.body[0].weight.data.zero_()
+    ours.close()
+    _assert_equal_checkpoints(tmp_path / "lazy", tmp_path / "expected", list(state))
+
+
+def _assert_equal_checkpoints(one: Path, other: Path, names: list[str]) -> None:
+    found = []
+    for path in (one, other):
+        loaded: dict[str, Any] = {name: {} if name in ("model", "optim", "ema", "nested") else None for name in names}
+        loaded["loose"] = torch.empty(5)
+        dcp.load(loaded, path)
+        found.append(_flat(loaded))
+    assert_same(*found)
+
+
+def _outsider(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def _load_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return model.load_state_dict({key: torch.zeros_like(value) for key, value in model.state_dict().items()})
+
+
+def _load_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return model.get_submodule("block.0").load_state_dict({"weight": torch.zeros(5, 10), "bias": torch.zeros(5)})
+
+
+def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+
+
+def _with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return optimizer.step(lambda: torch.zeros(()))
+
+
+def _lbfgs(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    other = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        other.zero_grad()
+        loss = model(torch.randn(4, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    return other.step(closure)
+
+
+class _Perturbing(torch.optim.SGD):
+    """Changes parameters before it calls its closure, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+        return closure()
+
+
+def _perturbing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return _Perturbing(model.parameters(), lr=0.1).step(lambda: torch.zeros(()))
+
+
+CHANGES = [_outsider, _load_module, _load_child, _load_optimizer, _with_closure, _lbfgs, _perturbing]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_what_changes_the_state_waits_for_the_copy(change: Callable[..., Any], tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 2)
+    model(torch.randn(4, 6)).square().mean().backward()
+    expected = _tensors(whole_state(model, optimizer))
+    held = _Held()
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held):
+        handle = ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        assert not handle.staged()
+        held.open_soon()
+        change(model, optimizer)
+    handle.wait()
+    assert_same(_tensors(_saved(tmp_path / "ck")), expected)
+    change(model, optimizer)
+    ours.close()
+    assert not guard._under_way
+    assert not any(child._load_state_dict_pre_hooks for child in model.modules())
+
+
+def test_a_load_through_another_checkpointer_waits_for_the_copy(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    dcp.save({"model": model}, tmp_path / "old")
+    train(model, optimizer, 1)
+    expected = _tensors(whole_state(model, optimizer))
+    held = _Held()
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held):
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        held.open_soon()
+        dcp.load({"model": model}, tmp_path / "old")
+    ours.close()
+    assert_same(_tensors(_saved(tmp_path / "ck")), expected)
+
+
+def test_state_dicts_are_copied_later_if_their_owners_are_named(tmp_path: Path) -> None:
+    model, _ = build("plain")
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := _Held()):
+        assert ours.save({"model": model.state_dict()}, tmp_path / "at once").staged()
+        handle = ours.save({"model": model.state_dict()}, tmp_path / "later", owners=[model])
+        assert not handle.staged()
+        with pytest.raises(TimeoutError):
+            handle.wait_staged(0.01)
+        held.open()
+        handle.wait_staged()
+    ours.close()
+
+
+def test_a_model_can_be_copied_and_pickled_while_it_is_being_saved(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := _Held()):
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        held.open()
+    ours.close()
+    for one in copies:
+        one.load_state_dict(model.state_dict())
+
+
+def _forbidden_change(root: Path) -> None:
+    model, optimizer = build("fsdp2")
+    train(model, optimizer, 1)
+    state = {"model": model, "optim": optimizer}
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    ours.save(state, root / "ck", 1)
+    ours.wait()
+    before = whole_state(model, optimizer)
+    with slow_copies(held := _Held()):
+        handle = ours.save(state, root / "ck", 2)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                for parameter in model.block.parameters():
+                    parameter.mul_(2)
+        held.open()
+        with pytest.raises(dcp.SaveFailed, match=r"rank 1: model\.block\.0\.weight, .*wait_staged"):
+            handle.wait()
+    train(model, optimizer, 1)  # nothing waits for a copy that has failed
+    other, fresh = build("fsdp2", seed=1)
+    dcp.load({"model": other, "optim": fresh}, root / "ck")
+    assert_same(whole_state(other, fresh), before)
+    ours.save(state, root / "ck", 4).wait_staged(30)
+    ours.close()
+    assert dcp.inspect(root / "ck").step == 4
+
+
+def test_a_change_while_copying_fails_that_save_on_every_rank_naming_the_key_and_nothing_else(tmp_path: Path) -> None:
+    launch.run(_forbidden_change, 2, tmp_path)
+
+
+def test_a_save_that_cannot_begin_holds_nobody_back(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    handle = ours.save({"model": model, "optim": optimizer, "bad": {"x": Path}}, tmp_path / "ck")
+    train(model, optimizer, 1)
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"bad\.x"):
+        handle.wait()
+    ours.close()
+
+
+def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := _Held()):
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        child = multiprocessing.get_context("fork").Process(target=optimizer.step)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        held.open()
+    ours.close()

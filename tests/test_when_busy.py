@@ -1,0 +1,296 @@
+"""A save while another one is in flight: it waits, is skipped, or stands in line; on every rank alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.compare import assert_same
+from tests.layouts import build, train, whole_state
+from tests.slowness import at_random, slow_copies, slow_writes
+
+
+class _Gate:
+    """Holds writes back while it is closed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.close, self.open = self._open.clear, self._open.set
+
+    def __call__(self) -> None:
+        assert self._open.wait(30)
+
+
+def _restored(path: Path) -> dict[str, Any]:
+    model, optimizer = build("fsdp2", seed=7)
+    dcp.load({"model": model, "optim": optimizer}, path)
+    return whole_state(model, optimizer)
+
+
+def _wait(root: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    gate = _Gate()
+    with slow_writes(gate):
+        gate.close()
+        first = ours.save({"t": torch.ones(3)}, root / "1")
+        threading.Timer(0.3, gate.open).start()
+        second = ours.save({"t": torch.ones(3)}, root / "2")
+        assert first.done()
+        second.wait()
+    ours.close()
+
+
+def _skip(root: Path) -> None:
+    """Rank 1's part of the first save is finished long before rank 0's, and still both skip the second."""
+    model, optimizer = build("fsdp2")
+    ours = dcp.Checkpointer(async_save=True, when_busy="skip")
+    told: list[str] = []
+    logging.getLogger("dcp_plugin").addHandler(_Into(told))
+    gate = _Gate()
+    with slow_writes(gate if dist.get_rank() == 0 else lambda: None):
+        gate.close()
+        first = ours.save({"model": model, "optim": optimizer}, root / "a")
+        expected = whole_state(model, optimizer)
+        train(model, optimizer, 1)
+        skipped = ours.save({"model": model, "optim": optimizer}, root / "b")
+        assert skipped.skipped and skipped.done() and skipped.staged() and not first.done()
+        skipped.wait()
+        gate.open()
+        ours.wait()
+        assert not first.skipped and not ours.save({"model": model, "optim": optimizer}, root / "c").skipped
+    ours.close()
+    assert sorted(entry.name for entry in root.iterdir()) == ["a", "c"]
+    assert ("b is NOT saved" in "".join(told)) == (dist.get_rank() == 0)
+    assert_same(_restored(root / "a"), expected)
+
+
+class _Into(logging.Handler):
+    def __init__(self, told: list[str]) -> None:
+        super().__init__()
+        self._told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._told.append(record.getMessage())
+
+
+def _queue(root: Path, staging: str) -> None:
+    """Three states, of which two are held in memory at once, and ranks of different speed."""
+    model, optimizer = build("fsdp2")
+    ours = dcp.Checkpointer(async_save=True, when_busy="queue", staging=staging)
+    gate, expected = _Gate(), []
+    with slow_writes(gate), slow_copies(at_random(0.001)):
+        gate.close()
+        handles = []
+        for number in range(2):
+            train(model, optimizer, 1, seed=number)
+            expected.append(whole_state(model, optimizer))
+            handles.append(ours.save({"model": model, "optim": optimizer}, root / str(number)))
+        train(model, optimizer, 1, seed=2)
+        assert not handles[0].done()
+        threading.Timer(0.2, gate.open).start()
+        expected.append(whole_state(model, optimizer))
+        ours.save({"model": model, "optim": optimizer}, root / "2")
+        assert handles[0].done()
+        train(model, optimizer, 1, seed=3)
+        ours.wait()
+    for number in range(3):
+        assert_same(_restored(root / str(number)), expected[number])
+    assert len({pool._host.memory.data_ptr() for pool in ours._pools}) == 2
+    ours.close()
+
+
+def _queue_with_files(root: Path) -> None:
+    """Ranks agree on files in the middle of a save that talks, too."""
+    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
+
+    def write(directory: Path) -> None:
+        (directory / f"note-{dist.get_rank()}").write_text("for people")
+
+    with slow_writes(at_random(0.05, seed=dist.get_rank())):
+        for number in range(4):
+            ours.save({"n": number}, root / str(number), files=write)
+    ours.close()
+    assert {entry.name for entry in root.rglob("note-*")} == {"note-0", "note-1"}
+    assert len(list(root.rglob("note-*"))) == 8
+
+
+def _queue_with_failure(root: Path) -> None:
+    """The second save is in line when the first one fails: the third raises that everywhere, the second is there."""
+    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
+    failing = _Gate()
+
+    def fail() -> None:
+        failing()
+        if not broken.is_set() and dist.get_rank() == 1:
+            broken.set()
+            raise OSError("bad disk")
+
+    broken = threading.Event()
+    with slow_writes(fail):
+        failing.close()
+        ours.save({"t": torch.ones(3)}, root / "first")
+        second = ours.save({"t": torch.ones(3)}, root / "second")
+        failing.open()
+        with pytest.raises(dcp.SaveFailed, match=r"rank 1.*bad disk"):
+            ours.save({"t": torch.ones(3)}, root / "third")
+        assert second.done() and second.exception() is None
+        ours.save({"t": torch.ones(3)}, root / "fourth")
+        ours.close()
+    assert sorted(entry.name for entry in root.iterdir()) == ["fourth", "second"]
+
+
+def _events(root: Path) -> None:
+    model, optimizer = build("fsdp2")
+    log = root / "logs" / "saves.jsonl"
+    ours = dcp.Checkpointer(async_save=True, events=str(log))
+    ours.save({"model": model, "optim": optimizer}, root / "ck", step=7)
+    ours.wait()
+    ours.save({"bad": Path if dist.get_rank() == 1 else 1}, root / "bad", step=8)
+    with pytest.raises(dcp.UnsafeCheckpoint):
+        ours.wait()
+    ours.close()
+    dist.barrier()
+    saved, failed = map(json.loads, log.read_text().splitlines())
+    assert (saved["event"], saved["step"], saved["path"], saved["rank"]) == ("saved", 7, str(root / "ck"), 0)
+    assert saved["bytes"] > 0 and saved["gb_per_second"] > 0
+    assert saved["seconds"] >= saved["write_seconds"] > 0
+    assert saved["seconds"] >= saved["blocked_seconds"] >= saved["staging_seconds"] > 0
+    assert (failed["event"], failed["step"]) == ("failed", 8) and "bad" in failed["error"]
+
+
+def _cases(root: Path) -> None:
+    for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
+        case(root / name)
+    _queue_with_files(root / "files")
+    _queue(root / "queue", "blocking")
+    _queue(root / "queue lazily", "lazy")
+
+
+def test_every_rank_waits_skips_or_stands_in_line_alike(tmp_path: Path) -> None:
+    launch.run(_cases, 2, tmp_path)
+
+
+def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ModelCheckpoint decides"):
+        dcp.CheckpointConfig(when_busy="skip").that_waits("ModelCheckpoint")
+    for wrong in ({"when_busy": "later"}, {"staging": "eager"}):
+        with pytest.raises(ValueError, match="must be"):
+            dcp.CheckpointConfig(**wrong)
+
+
+@pytest.mark.parametrize(("handler", "staging"), [("none", "lazy"), ("own", "blocking"), ("not asked", "blocking")])
+def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before(
+    tmp_path: Path, handler: str, staging: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PREEMPTED, str(tmp_path / "ck"), handler, staging],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    began = {process.stdout.readline() for _ in range(2)}
+    assert began == {"saving\n", "worker 7\n" if handler == "own" else "worker -15\n"}
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    finished = handler != "not asked"
+    assert err.count("SIGTERM") + err.count("the program ends") == int(finished), "nothing from the worker"
+    assert process.returncode == (7 if handler == "own" else -signal.SIGTERM), err
+    assert (dcp.latest(tmp_path) is not None) == finished
+    assert "trained on" not in out
+    if finished:
+        assert dcp.verify(tmp_path / "ck").ok
+
+
+_PREEMPTED = """
+import multiprocessing, signal, sys, time, torch, dcp_plugin as dcp
+from dcp_plugin import progress
+
+def slowly(event):
+    if isinstance(event, progress.SaveStarted):
+        print("saving", flush=True)
+        time.sleep(2.0)
+
+path, handler, staging = sys.argv[1:]
+if handler == "own":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+progress.subscribe(slowly)
+model = torch.nn.Linear(100, 100)
+ours = dcp.Checkpointer(async_save=True, staging=staging, finish_on_sigterm=handler != "not asked")
+ours.save({"model": model}, path)
+def work(ready):
+    ready.set()
+    time.sleep(60)
+
+fork = multiprocessing.get_context("fork")
+worker = fork.Process(target=work, args=(ready := fork.Event(),))
+worker.start()
+ready.wait()
+worker.terminate()  # it has inherited the handler, and a copy of what is in flight
+worker.join(20)
+print("worker", worker.exitcode, flush=True)
+for _ in range(300):
+    time.sleep(0.1)
+print("trained on", flush=True)
+"""
+
+
+def test_sigterm_is_given_back(tmp_path: Path) -> None:
+    def mine(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        one, two = (dcp.Checkpointer(async_save=True, finish_on_sigterm=True) for _ in range(2))
+        one.save({"n": 1}, tmp_path / "1")
+        two.save({"n": 1}, tmp_path / "2")
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        one.close()
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        two.close()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_original_error_of_a_background_save_is_kept(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("bad disk")
+
+    ours = dcp.Checkpointer(async_save=True)
+    with slow_writes(fail):
+        ours.save({"t": torch.ones(3)}, tmp_path / "ck")
+        with pytest.raises(dcp.SaveFailed) as raised:
+            ours.close()
+    assert isinstance(raised.value.__cause__, OSError)
+    frames, trace = [], raised.value.__cause__.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert frames[-1] == "fail"
+
+
+def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dcp_plugin.progress.NOTE_SECONDS", 0.1)
+    ours = dcp.Checkpointer(async_save=True, progress=True, io_threads=1)
+    with slow_writes(lambda: time.sleep(0.11)):
+        ours.save({"t": torch.ones(2 << 20)}, tmp_path / "ck")
+        ours.close()
+    said = capfd.readouterr().err
+    assert "saving ck in the background: " in said and "of 8 MiB on rank 0" in said
+    assert said.endswith("s\n") and "\r" not in said.replace("\r\x1b", "")
