@@ -344,8 +344,9 @@ class Checkpointer:
         self._saves += 1
         self._background.speaks = ranks.rank == 0
         try:
-            self._gather(job, state)
-            self._snapshot(job, pool, [*live_objects(state), *owners] if self._lazy else [])
+            with _collector_paused():
+                self._gather(job, state)
+                self._snapshot(job, pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
                 job.copy()
                 handle._staged.set()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
+from dcp_plugin import progress
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
@@ -55,8 +56,31 @@ def _wait(root: Path) -> None:
     ours.close()
 
 
+def _skip_where_ranks_differ(root: Path) -> None:
+    """Rank 0 has heard of the end of a save and rank 1 has not yet: both save, as rank 0 decides."""
+    ours = dcp.Checkpointer(async_save=True, when_busy="skip", timeout=20)
+    gate = _Gate()
+
+    def end_late(event: progress.Event) -> None:
+        if isinstance(event, progress.SaveFinished) and dist.get_rank() == 1:
+            gate()
+
+    unsubscribe = progress.subscribe(end_late)
+    gate.close()
+    first = ours.save({"n": 1}, root / "a")
+    if dist.get_rank() == 0:
+        first._done.wait(20)
+    dist.barrier()
+    assert first.done() == (dist.get_rank() == 0)
+    threading.Timer(0.3, gate.open).start()
+    second = ours.save({"n": 1}, root / "b")
+    assert not second.skipped
+    ours.close()
+    unsubscribe()
+    assert sorted(entry.name for entry in root.iterdir()) == ["a", "b"]
+
+
 def _skip(root: Path) -> None:
-    """Rank 1's part of the first save is finished long before rank 0's, and still both skip the second."""
     model, optimizer = build("fsdp2")
     ours = dcp.Checkpointer(async_save=True, when_busy="skip")
     told: list[str] = []
@@ -176,6 +200,7 @@ def _events(root: Path) -> None:
 def _cases(root: Path) -> None:
     for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
         case(root / name)
+    _skip_where_ranks_differ(root / "differ")
     _queue_with_files(root / "files")
     _queue(root / "queue", "blocking")
     _queue(root / "queue lazily", "lazy")

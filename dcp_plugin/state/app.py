@@ -119,12 +119,13 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
     paths: dict[str, KeyPath] = {}
     for part in parts:
         mine, mine_paths = part.gather()
+        above = tuple(part.name.split("."))
         for key, leaf in mine.items():
             full = join(part.name, key)
             if full in leaves:
                 raise CheckpointMismatch(f"two values of the state have the key {full!r}")
             leaves[full] = leaf
-            paths[full] = (*part.name.split("."), *mine_paths[key])
+            paths[full] = above + mine_paths[key]
     return leaves, paths
 
 

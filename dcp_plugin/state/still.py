@@ -38,7 +38,7 @@ class StillMemory:
                     moving.update(_memory(averaged.parameters()))
             elif isinstance(one, torch.optim.Optimizer):
                 trained.update(_memory(slot for slots in one.state.values() for slot in _tensors(slots)))
-        self._still = trained - moving
+        self._still = trained - moving - {0}  # where nothing is
 
     def __call__(self, tensor: torch.Tensor) -> bool:
         """Whether a local tensor is still."""
@@ -63,5 +63,4 @@ def _memory(tensors: Iterable[Any]) -> Iterator[int]:
         local: Any = tensor
         if isinstance(tensor, DTensor):
             local = local.detach().to_local()
-        if local.numel() and not local.is_meta:
-            yield local.untyped_storage().data_ptr()
+        yield local.untyped_storage().data_ptr()
