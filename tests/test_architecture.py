@@ -17,7 +17,7 @@ FLOORS = [
     ("storage",),
     ("planning", "staging"),
     ("state", "partial"),
-    ("lifecycle", "inspection", "loading", "attached", "checkpointer", "api", "conventions"),
+    ("lifecycle", "inspection", "loading", "attached", "checkpointer", "api", "conventions", "restart"),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -46,6 +46,12 @@ def take_callback_out(trainer: Trainer, callback: Callback) -> None:
     connected.callbacks = [other for other in connected.callbacks if other is not callback]
 
 
+def begins_stage(*args: Any, **kwargs: Any) -> bool:
+    """Whether a barrier with these arguments is the one between all that is restored and all that runs, a sanity
+    check first. No hook is called there, and those before it do not know yet whether the training is resumed."""
+    return "run-stage" in (*args, *kwargs.values())
+
+
 def train_dataloaders(trainer: Trainer) -> list[Any]:
     """The loaders of the training as Lightning iterates over them: flat, with its own sampler in place.
     ``trainer.train_dataloader`` shows the user's nesting instead."""

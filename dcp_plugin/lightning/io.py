@@ -17,13 +17,16 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
 from dcp_plugin.config import CheckpointConfig, PathLike
-from dcp_plugin.conventions import keys_by_name
+from dcp_plugin.conventions import MODEL, keys_by_name
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.partial import PartialLoad
+from dcp_plugin.restart import Restart, decide, load_from
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
@@ -34,12 +37,27 @@ class DCPCheckpointIO(CheckpointIO):
 
     Args:
         config: How to save and load; the defaults if omitted.
+        init_from: A pre-trained checkpoint for the model of a ``fit`` that has no checkpoint to resume from, that is
+            one with ``ckpt_path=None``. Read when model and optimizers are set up and sharded, before anything runs.
+        partial: Which keys of the model, such as ``model.backbone.*``, that fills, and from where; all if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
     """
 
-    def __init__(self, config: CheckpointConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig | None = None,
+        *,
+        init_from: PathLike | None = None,
+        partial: PartialLoad | None = None,
+        **overrides: Any,
+    ) -> None:
         super().__init__()
         self.config = CheckpointConfig.merge(config, **overrides)
+        self.init_from = init_from
+        self.partial = partial
+        self.restart: Restart | None = None
+        """How the last ``fit`` has started, known from ``on_sanity_check_start`` and ``on_train_start`` on; None if it
+        went on with what the one before it had in memory."""
         self._checkpointer: Checkpointer | None = None
         self._last_save: SaveHandle | None = None
         self._obsolete: list[PathLike] = []
@@ -81,6 +99,18 @@ class DCPCheckpointIO(CheckpointIO):
             self._checkpointer.wait()
         for path in obsolete:
             self.remove_checkpoint(path)
+
+    def start(self, model: nn.Module, world_size: int, strict: bool) -> Restart:
+        """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
+
+        Raises:
+            CheckpointError: ``init_from`` is not there, or does not fit; on every rank.
+        """
+        if self.init_from is None:
+            return Restart("fresh")
+        checkpointer = self.checkpointer(world_size)
+        start = decide(checkpointer.ranks, lambda: None, self.init_from)
+        return load_from(start, checkpointer, {MODEL: model}, self.partial, strict)
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""

@@ -25,6 +25,7 @@ from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import finish_in_place
 from dcp_plugin.state.optimizer import OptimizerLoad
+from dcp_plugin.types import LoadReport
 
 Locals = dict[str, list[torch.Tensor]]
 """Copies of this rank's parts of tensors, by key."""
@@ -40,6 +41,8 @@ class Loaded:
     """What the model has been given, to tell what hooks replaced."""
     optimizers: list[dict[str, Any]]
     """The same of each optimizer, flat."""
+    report: LoadReport
+    """What was loaded, by checkpoint key."""
     before: Locals | None
     """The model's values before the load, if a hook may want them; freed when they are not needed any more."""
 
@@ -74,14 +77,14 @@ def load(
     state.update({f"{MODEL}.{key}": None for key in foreign})
     report = checkpointer.load(state, path, strict=strict and not hooked)
     missing = set(report.missing)
-    if strict and any(key.partition(".")[0] in names for key in (*missing, *report.unexpected)):
+    if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
         raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
     given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
     checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
     if names:
         checkpoint["optimizer_states"] = [gather_optimizer(model, optimizer) for optimizer in optimizers]
     given_optimizers = [flatten_optimizer(nested) for nested in checkpoint["optimizer_states"]] if names else []
-    return Loaded(checkpoint, given, given_optimizers, before)
+    return Loaded(checkpoint, given, given_optimizers, report, before)
 
 
 def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:

@@ -28,18 +28,19 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import layout, loading, resume
-from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
+from dcp_plugin.lightning._lightning import begins_stage, inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
 from dcp_plugin.lightning.resume import Resume
+from dcp_plugin.restart import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
 from dcp_plugin.state.sampler import make_resumable
 
@@ -129,12 +130,14 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
             self._dcp_loaded = self._dcp_resume = None
             path = Path(self.broadcast(checkpoint_path))
+            io, module = self.dcp_checkpoint_io, self.lightning_module
+            fitting = module.trainer.state.fn == TrainerFn.FITTING
             if path.is_file():  # Lightning's own format: in Lightning's own way
                 checkpoint: Checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+                if fitting:
+                    io.restart = Restart("resumed", path, checkpoint.get("global_step"))
                 return checkpoint
-            io, module = self.dcp_checkpoint_io, self.lightning_module
             io.wait()
-            fitting = module.trainer.state.fn == TrainerFn.FITTING
             self._dcp_loaded = loading.load(
                 path,
                 io.checkpointer(self.world_size),
@@ -144,6 +147,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 hooked=is_overridden("on_load_checkpoint", module),
             )
             checkpoint = self._dcp_loaded.checkpoint
+            if fitting:
+                io.restart = Restart("resumed", path, checkpoint.get("global_step"), self._dcp_loaded.report)
             checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # if saved by another door
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
@@ -168,6 +173,21 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 states = checkpoint["optimizer_states"]
                 loading.apply_optimizers(self.model, self.optimizers, self._dcp_loaded, states)
             self._dcp_loaded = None
+
+        # A fit without a checkpoint: its model may start from another's.
+
+        def barrier(self, *args: Any, **kwargs: Any) -> None:
+            if begins_stage(*args, **kwargs) and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                self._dcp_start()
+            super().barrier(*args, **kwargs)
+
+        def _dcp_start(self) -> None:
+            io, module, trainer = self.dcp_checkpoint_io, self.lightning_module, self.lightning_module.trainer
+            if trainer.ckpt_path is None:
+                goes_on = trainer.global_step > 0  # where the last fit of this trainer has ended
+                io.restart = None if goes_on else io.start(self.model, self.world_size, module.strict_loading)
+            if io.init_from is not None and io.restart is not None:
+                rank_zero_info(str(io.restart))
 
         # The moments at which a resumed training picks up its thread, see resume.py.
 
