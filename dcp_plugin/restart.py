@@ -44,7 +44,7 @@ class Restart:
         if self.how == "fresh":
             return "starts fresh: no checkpoint of this run to resume from, and no init_from"
         at = "" if self.step is None else f" at step {self.step}"
-        return f"{self.how} from {self.path}{at}" + ("" if self.report is None else f": {self.report}")
+        return f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
 
 
 def resume_or_init(
