@@ -198,7 +198,7 @@ class Checkpointer:
         """
         ranks = self._meet_again()
         with _collector_paused():
-            return Loading(ranks, self.config, local_path(path), partial or PartialLoad(), strict).run(state)
+            return Loading(ranks, self.config, local_path(path), partial, strict).run(state)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
