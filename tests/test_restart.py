@@ -170,3 +170,12 @@ def _ranks_that_see_different_things(root: Path) -> None:
     with pytest.raises(dcp.CheckpointNotFound, match="init_from"):
         dcp.resume_or_init(state, without, init_from=root / f"typo-{rank}", checkpointer=checkpointer)
     checkpointer.close()
+
+
+def test_what_was_on_the_meta_device_and_is_not_filled_is_named(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    dcp.save({"model": nn.Sequential(nn.Linear(2, 2))}, tmp_path / "pretrained")
+    first = dcp.PartialLoad(include="model.0.*")
+    with pytest.warns(UserWarning, match=r"model\.1\.weight, model\.1\.bias, which had been on the meta device"):
+        dcp.resume_or_init({"model": model}, tmp_path / "run", init_from=tmp_path / "pretrained", partial=first)
