@@ -28,6 +28,7 @@ from dcp_plugin import progress
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import train, whole_state
+from tests.memory import extra_peak
 
 LAYOUTS = {2: ["fsdp1", "fsdp2", "ddp"], 4: ["hsdp", "fsdp2@4"], 1: ["plain"]}
 """By world size."""
@@ -226,3 +227,47 @@ def _pairs(training: dict[int, list[str]]) -> Iterator[tuple[int, str]]:
     for world_size, layouts in training.items():
         for layout in layouts:
             yield world_size, layout
+
+
+MIB = 2**20
+
+
+def test_a_warm_start_reads_what_it_needs_and_gathers_nothing(tmp_path: Path) -> None:
+    """32 MiB of 96 are wanted: 16 on each rank. Nobody ever holds the 32, and nobody reads more than the 16."""
+    state = {"backbone.weight": _numbers(2048, 4096), "decoder.weight": _numbers(4096, 4096)}
+    dcp.save({"model": state}, tmp_path / "pretrained")
+    launch.run(_warm_start_a_shard, 2, tmp_path)
+
+
+def _numbers(rows: int, columns: int) -> torch.Tensor:
+    return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+
+
+def _warm_start_a_shard(root: Path) -> None:
+    backbone = nn.utils.skip_init(nn.Linear, 4096, 2048, bias=False)
+    model: Any = nn.Sequential(OrderedDict(pretrain=backbone, head=nn.Linear(2048, 2)))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.pretrain, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    checkpointer = dcp.Checkpointer()
+    partial = dcp.PartialLoad.submodule(model.pretrain, source="model.backbone.")
+    dcp.load({"model": model}, root / "pretrained", partial=partial)  # imports and first use are not measured
+    nn.init.zeros_(model.pretrain.weight)
+    starts: list[dcp.Restart] = []
+    extra = extra_peak(
+        lambda: starts.append(
+            dcp.resume_or_init(
+                {"model": model},
+                root / "run",
+                init_from=root / "pretrained",
+                partial=partial,
+                checkpointer=checkpointer,
+            )
+        )
+    )
+    checkpointer.close()
+    report = starts[0].report
+    assert report is not None
+    assert report.bytes_read <= 1.02 * 16 * MIB
+    assert extra < 12 * MIB, "blocks of the reading threads, and no tensor"
+    assert torch.equal(model.pretrain.weight.to_local(), _numbers(2048, 4096).chunk(2)[dist.get_rank()])
