@@ -36,23 +36,23 @@ class Fit:
 
 
 def about_missing(
-    missing: Mapping[str, str], renames: list[Fit], free: Collection[str], of_submodule: bool
+    missing: Mapping[str, str], renames: list[Fit], stored: Collection[str], of_submodule: bool
 ) -> list[str]:
     """A line for each of a few missing keys, or one for many; and the rename that would find them.
 
     Args:
         missing: Keys of the target -> keys in the checkpoint, where they are not.
         renames: What :func:`fitting_renames` found for them.
-        free: Keys of the checkpoint that nobody takes.
+        stored: The keys of the checkpoint.
         of_submodule: Whether a sub-module is loaded, for which a rename is a source.
     """
     if len(missing) > _SPELLED_OUT and renames:
         lines = [f"{len(missing)} keys of the target are not in the checkpoint ({some(list(missing), 3)})"]
     else:
-        near = [nearest(stored, free) if not renames else "" for stored in islice(missing.values(), _SPELLED_OUT)]
+        near = [nearest(name, stored) if not renames else "" for name in islice(missing.values(), _SPELLED_OUT)]
         lines = [
-            f"{key} is not in the checkpoint{'' if key == stored else f' as {stored}'}{hint}"
-            for key, stored, hint in zip_longest(missing, missing.values(), near, fillvalue="")
+            f"{key} is not in the checkpoint{'' if key == name else f' as {name}'}{hint}"
+            for key, name, hint in zip_longest(missing, missing.values(), near, fillvalue="")
         ]
     return [*lines, _advice(renames, _AS_SOURCE if of_submodule else _AS_RENAME)] if renames else lines
 
@@ -121,7 +121,7 @@ def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[Fit
         for target in sample
         for at in list(_starts(target))[:-1] or [0]
         for front in fronts.get(target[at:], ())[:8]
-        if front != target[:at]
+        if at or front  # a key that is there under its own name is lost by another rename
     )
     judged = []
     for here, there in dict(candidates.most_common(50)):

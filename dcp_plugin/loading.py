@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from dcp_plugin._torch import is_tensor
-from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.matching import Match, Matching, locate
 from dcp_plugin.partial import PartialLoad
@@ -25,8 +26,9 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.app import Part, parts_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.state.source import join
+from dcp_plugin.storage.index import CheckpointIndex, StoredTensor
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.types import LoadReport
+from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,14 @@ class Loading:
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
         )
 
-    def match(self, state: Mapping[str, Any]) -> Match:
-        """What :meth:`run` would do, without doing any of it; on this process alone."""
+    def foresee(self, state: Mapping[str, Any]) -> PlannedLoad:
+        """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
         parts: list[Part] = []
         self._open(state, parts)
         match = self._match(parts)
         self._plan(match)
-        return match
+        items = [_planned(key, match, self._reader.index) for key in match.targets]
+        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
 
     def _open(self, state: Mapping[str, Any], parts: list[Part]) -> _Opened:
         parts.extend(parts_of(state))
@@ -163,8 +166,33 @@ class Loading:
                 )
 
 
+def plan_load(
+    state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+) -> PlannedLoad:
+    """What :func:`dcp_plugin.load` would take and what would not fit, without loading. Modules may be on the meta
+    device.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.
+    """
+    return Loading(Ranks(), CheckpointConfig(), local_path(path), partial, strict).foresee(state)
+
+
+def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
+    stored, target = match.stored[key], match.targets[key]
+    entry = index[stored]
+    wanted = str(target.dtype).removeprefix("torch.") if target is not None else ""
+    if isinstance(entry, StoredTensor):
+        dtype = str(entry.dtype).removeprefix("torch.")
+        return PlannedItem(key, stored, entry.shape, dtype, wanted, prod(entry.shape) * entry.dtype.itemsize)
+    return PlannedItem(key, stored, None, "", wanted, entry.location.length)
+
+
 def misfit(path: Path, problems: list[str]) -> str:
-    """The one error for all that does not fit."""
+    """The one error for all that does not fit; empty if all does."""
+    if not problems:
+        return ""
     if len(problems) == 1:
         return f"{path} does not fit the state: {problems[0]}."
     return f"{path} does not fit the state:\n  " + "\n  ".join(problems)

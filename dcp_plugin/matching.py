@@ -283,7 +283,7 @@ class Matching:
         free = self._free() if self._missing else []
         renames = self._fits(self._missing, free)
         if self._missing:
-            lines = about_missing(self._missing, renames, free, self._of_submodule)
+            lines = about_missing(self._missing, renames, self._index, self._of_submodule)
             self._apply(self._partial.missing, lines, "they keep their values")
         found = self._found | taken_by(renames, self._missing)
         unexpected = [key for key in self._unexpected if key not in found]

@@ -88,6 +88,39 @@ class LoadReport:
         return "; ".join(parts)
 
 
+@dataclass(frozen=True)
+class PlannedItem:
+    """A target that a load would fill."""
+
+    key: str
+    stored: str
+    """Its key in the checkpoint."""
+    shape: Shape | None
+    """None for a value that is no tensor."""
+    dtype: str
+    """In the checkpoint; empty for a value."""
+    target_dtype: str
+    nbytes: int
+    """In the checkpoint."""
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    """What a load would do, from :func:`dcp_plugin.loading.plan_load`."""
+
+    path: Path
+    items: list[PlannedItem]
+    report: LoadReport
+    """What would be missing, unexpected, renamed, left out and cast; nothing is loaded."""
+    error: str
+    """With which message it would fail; empty if it would not."""
+    warnings: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
 def _first(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
 
