@@ -37,11 +37,12 @@ from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
 from dcp_plugin.state.app import gather_state, layouts_of, parts_of
+from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.table import Location, Places
 from dcp_plugin.storage.views import Views
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
-from dcp_plugin.types import Flat, KeyPath, LoadReport
+from dcp_plugin.types import Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -91,6 +92,16 @@ class SaveHandle:
 
 
 @dataclass(frozen=True)
+class _Written:
+    """What one rank tells rank 0 when it has written its part."""
+
+    places: Places
+    items_reused: int
+    bytes_reused: int
+    why_not: str
+
+
+@dataclass(frozen=True)
 class _Job:
     """What is left to do when the state is gathered, on one rank. ``failure``: gathering has failed here."""
 
@@ -118,6 +129,7 @@ class Checkpointer:
         self._ranks: Ranks | None = None
         self._buffers = HostBuffers()
         self._exchange = Exchange()
+        self._reuse = Reuse() if self.config.reuse else None
         self._in_flight: SaveHandle | None = None
         self._thread: threading.Thread | None = None
 
@@ -198,7 +210,10 @@ class Checkpointer:
         """
         ranks = self._meet_again()
         with _collector_paused():
-            return Loading(ranks, self.config, local_path(path), partial, strict).run(state)
+            report = Loading(ranks, self.config, local_path(path), partial, strict).run(state)
+        if self._reuse is not None:
+            self._reuse.loaded(report.path)
+        return report
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
@@ -286,6 +301,7 @@ class Checkpointer:
             direct_io=config.direct_io,
             checksum=config.checksum,
             views=views,
+            reuse=self._reuse,
         )
 
     def _gather(self, state: Mapping[str, Any], step: int | None, writer: ShardedWriter, began: float) -> _Job:
@@ -297,6 +313,7 @@ class Checkpointer:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, paths = gather_state(parts)
             flat = encode_state(leaves, self.config.allow_pickle)
+            writer.frozen = {key for key, one in flat.items() if isinstance(one, ShardedValue) and one.frozen}
             writer.facts = {
                 "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
                 "layouts": layouts_of(leaves),
@@ -338,16 +355,19 @@ class Checkpointer:
             planner.use_paths(job.paths)
             return planner.holding()
 
-        def write() -> Places:
+        def write() -> _Written:
             progress.emit(progress.SaveStarted(job.path, job.step))
             plan = SavePlan(planned.items, storage_data=WhereToWrite(ranks.rank, directory))
             results = writer.write_data(plan, planner).wait()
             locations: dict[MetadataIndex, Location] = {result.index: result.storage_data for result in results}
-            return Places.of([locations[item.index] for item in plan.items])
+            found = writer.findings
+            places = Places.of([locations[item.index] for item in plan.items])
+            return _Written(places, found.items, found.bytes, found.why_not)
 
-        def publish(results: list[Places]) -> None:
+        def publish(results: list[_Written]) -> None:
             assert planned.assignment is not None, "rank 0 has made it"
-            places = Places.joined(results).take(in_table_order(planned.assignment))
+            places = Places.joined([result.places for result in results]).take(in_table_order(planned.assignment))
+            self._note_reuse(writer, results)
             writer.finish_columns(planned.assignment.table, places, ranks.size)
             if self.config.keep_last is not None:
                 try:
@@ -364,12 +384,25 @@ class Checkpointer:
             if isinstance(error, CheckpointError):
                 raise
             raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
+        if self._reuse is not None:
+            self._reuse.published(job.path)
         seconds = time.monotonic() - job.began
         waited = seconds if blocked is None else blocked
         try:
-            progress.emit(progress.SaveFinished(job.path, job.step, writer.bytes_written, seconds, waited))
+            reused = writer.findings.bytes
+            progress.emit(progress.SaveFinished(job.path, job.step, writer.bytes_written, seconds, waited, reused))
         except Exception:
             logger.exception("a subscriber failed after %s was published", job.path)
+
+    def _note_reuse(self, writer: ShardedWriter, results: list[_Written]) -> None:
+        """For the summary, on rank 0; and say what stood in the way of more."""
+        if self._reuse is None:
+            return
+        items = sum(one.items_reused for one in results)
+        saved = sum(one.bytes_reused for one in results)
+        if items:
+            writer.facts["reused"] = {"bytes": saved, "items": items, "from": str(self._reuse.base)}
+        self._reuse.say(next((one.why_not for one in results if one.why_not), ""))
 
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress

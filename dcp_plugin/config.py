@@ -43,6 +43,10 @@ class CheckpointConfig:
     only what at least 8 hosts want. On one machine, or with few replicas, the page cache and the file system are
     faster than the process group; with many replicas on a shared file system, they are not."""
 
+    reuse: bool = True
+    """Hard-link what has not changed since the last checkpoint of the run instead of writing it again. Each checkpoint
+    stays whole: it can be copied, loaded and deleted without the others."""
+
     rng: bool = True
     """Frameworks' doors save and restore the random number generators of every rank."""
 

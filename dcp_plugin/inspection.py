@@ -29,7 +29,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
             values.append(key)
     return CheckpointInfo(
         path=reader.path,
-        format="stock" if summary is None else "dcp_plugin",
+        format=reader.opened.format,
         step=summary.step if summary else None,
         time=summary.time if summary else None,
         world_size=summary.world_size if summary else None,
@@ -37,13 +37,14 @@ def inspect(path: PathLike) -> CheckpointInfo:
         values=values,
         nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
         versions=dict(summary.versions) if summary else {},
+        bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
     )
 
 
 def verify(path: PathLike, io_threads: int = 2) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum.
 
-    Damage is reported, not raised. Items without checksums (a stock checkpoint's) are only read, and listed.
+    Damage is reported, not raised. Items without checksums (another tool's) are only read, and listed.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.

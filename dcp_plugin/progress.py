@@ -35,13 +35,15 @@ class BytesWritten:
 
 @dataclass(frozen=True)
 class SaveFinished:
-    """The checkpoint is published. ``bytes`` is this rank's share; ``blocked_seconds`` is what the caller waited."""
+    """The checkpoint is published. ``bytes`` is what this rank wrote, ``bytes_reused`` what it linked instead;
+    ``blocked_seconds`` is what the caller waited."""
 
     path: Path
     step: int | None
     bytes: int
     seconds: float
     blocked_seconds: float
+    bytes_reused: int = 0
 
 
 Event = SaveStarted | BytesWritten | SaveFinished

@@ -37,6 +37,10 @@ class ShardedValue:
     any_rank: bool = False
     """Ranks that hold the same chunk hold the same bytes, so any of them may write it, or a part of it. Otherwise the
     first one writes: buffers under DDP, for one, differ between ranks, and rank 0's are those that count."""
+    frozen: bool = False
+    """A parameter that is not trained: it is expected, and no more than that, to be the same at the next save."""
+    layout: str = "replicated or single"
+    """How the tensor is distributed, in words for people."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ class CheckpointInfo:
 
     path: Path
     format: str
-    """``"dcp_plugin"`` or ``"stock"`` (any other writer of DCP checkpoints)."""
+    """``"dcp_plugin"``, ``"stock"`` (any other writer of DCP checkpoints), ``"safetensors"``, ``"torch.save"``,
+    ``"lightning"`` or ``"accelerate"``."""
     step: int | None
     time: float | None
     """Seconds since the epoch at which the checkpoint was published."""
@@ -153,13 +158,16 @@ class CheckpointInfo:
     nbytes: int
     """Unique payload bytes; aliases count once."""
     versions: dict[str, str]
+    bytes_reused: int = 0
+    """Of the bytes on the disk, those that were linked from an earlier checkpoint instead of written."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
+        reused = f" ({self.bytes_reused / 2**20:.1f} MiB linked)" if self.bytes_reused else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB"
+            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB{reused}"
         )
 
 
@@ -181,7 +189,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
-        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}"
+        unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
+        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}{unverified}"
 
 
 @dataclass(frozen=True)

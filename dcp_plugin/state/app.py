@@ -7,7 +7,7 @@ of the mapping are the first segments of the keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
-from dcp_plugin.state.module import finish_in_place, gather_module, split_tensors
+from dcp_plugin.state.module import finish_in_place, gather_module, same_parameter, split_tensors
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
-from dcp_plugin.state.replicas import mark_parameters, mark_slots
+from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath, ShardedValue
@@ -130,16 +130,7 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
 
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     """How the tensors were distributed, in words for the summary."""
-    found = set()
-    for leaf in leaves.values():
-        if isinstance(leaf, DTensor):
-            mesh = f"{tuple(leaf.device_mesh.shape)} {leaf.device_mesh.mesh_dim_names or ''}".strip()
-            found.add(f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}")
-        elif isinstance(leaf, ShardedTensor):
-            found.add("ShardedTensor (FSDP1)")
-        elif is_tensor(leaf) or isinstance(leaf, ShardedValue):
-            found.add("replicated or single")
-    return sorted(found)
+    return sorted({layout_of(leaf) for leaf in leaves.values() if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
 
 
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
@@ -198,11 +189,23 @@ class _ModulePart:
         self._template = self._template or gather_module(self.module)
         tensors, others = split_tensors(self._template)
         wanted = Wanted({**tensors, **dict.fromkeys(others)})
-        wanted.missing = [key for key in wanted.targets if key not in stored]
+        absent = [key for key in wanted.targets if key not in stored]
         wanted.unexpected = [key for key in stored if key not in wanted.targets]
-        for key in wanted.missing:
+        for key in absent:
             del wanted.targets[key]
+        tied = self._filled_under_another_name(absent, wanted.targets)
+        for key, other in tied.items():  # else it would be applied with the old values
+            self._template[key] = self._template[other]
+        wanted.missing = [key for key in absent if key not in tied]
         return wanted
+
+    def _filled_under_another_name(self, absent: Sequence[str], targets: Iterable[str]) -> dict[str, str]:
+        """Tied weights that the checkpoint has under one of their names only, as Hugging Face's have; and that name."""
+        if not absent:
+            return {}
+        same = same_parameter(self.module)
+        filled = {same[key]: key for key in targets if key in same}
+        return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""

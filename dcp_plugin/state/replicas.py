@@ -1,25 +1,59 @@
-"""What DDP keeps equal on all ranks, so that they can share the writing of it.
+"""What nobody can tell from a tensor alone: whether DDP keeps it equal on all ranks, and whether it is trained.
 
 Of a plain tensor nobody can tell whether the other ranks have the same. Parameters under DDP, and optimizer state of
-their shape, are known to be equal. Buffers are not: between two forward passes each rank has its own.
+their shape, are known to be equal, so that ranks can share the writing of them. Buffers are not: between two forward
+passes each rank has its own. Parameters that are not trained are worth looking at before they are written again.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin._torch import sharded_value
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin.state.fsdp1 import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, parameters_by_name
+from dcp_plugin.types import ShardedValue
 
 
 def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a module with the replicated parameters marked."""
-    shapes = _replicated(module)
-    return {key: _marked(value) if _is_replica(value, shapes.get(key)) else value for key, value in state.items()}
+    """The state of a module with the replicated and the frozen parameters marked."""
+    shapes, frozen = _replicated(module), frozen_names(module)
+    marked = {key: _marked(value) if _is_replica(value, shapes.get(key)) else value for key, value in state.items()}
+    return {key: _as_frozen(value) if key in frozen else value for key, value in marked.items()}
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """The clean FQNs of the parameters that are not trained, tied ones under each of their names."""
+    names = flat_parameter_names(module)
+    clean = CleanNames(module)
+    frozen: set[str] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            frozen.update((clean(name), *names[id(parameter)]))
+    return frozen
+
+
+def layout_of(leaf: Any) -> str:
+    """How a tensor is distributed, in words."""
+    if isinstance(leaf, DTensor):
+        mesh = f"{tuple(leaf.device_mesh.shape)} {leaf.device_mesh.mesh_dim_names or ''}".strip()
+        return f"DTensor on mesh {mesh}, {', '.join(map(str, leaf.placements))}"
+    if isinstance(leaf, ShardedTensor):
+        return "ShardedTensor (FSDP1)"
+    return leaf.layout if isinstance(leaf, ShardedValue) else "replicated or single"
+
+
+def _as_frozen(value: Any) -> Any:
+    if isinstance(value, ShardedValue):
+        return replace(value, frozen=True)
+    if not is_tensor(value) or (type(value) is torch.Tensor and value.layout != torch.strided):
+        return value  # what cannot be saved is refused later
+    return replace(sharded_value(value), frozen=True, layout=layout_of(value))
 
 
 def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

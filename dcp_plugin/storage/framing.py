@@ -64,6 +64,11 @@ class Frame:
         return tail
 
 
+def padded(length: int) -> int:
+    """What an item of this length takes in its file."""
+    return length + -length % ALIGNMENT
+
+
 def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
     """The frame, or None for a tensor that torch stores in another form."""
     try:

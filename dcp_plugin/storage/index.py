@@ -16,6 +16,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``frame_crc``           C         CRC32 of the item without its payload
 ``block_ends``          C         running number of checksum blocks
 ``block_crc``           B         running CRC32 of the payload at the end of each block
+``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these
 ======================  ========  =====================================================================
 
 Blocks are described in :mod:`~dcp_plugin.storage.checksums`; their size follows from the payload's length.
@@ -43,7 +44,17 @@ from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.storage.checksums import LARGEST_BLOCK, SMALLEST_BLOCK
-from dcp_plugin.storage.table import NO_TENSOR, Column, Location, Places, Table, default_path, dtype_named, ranges
+from dcp_plugin.storage.table import (
+    NO_TENSOR,
+    Column,
+    Location,
+    Places,
+    Table,
+    default_path,
+    dtype_named,
+    hash_in,
+    ranges,
+)
 from dcp_plugin.storage.validation import validate
 from dcp_plugin.types import KeyPath, Shape
 
@@ -132,6 +143,10 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Data files and their sizes in bytes."""
         self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
         """By file and offset, what torch must undo to read an item. Only stock checkpoints have such items."""
+        self.strides: dict[str, Shape] = {}
+        """By key, how the tensors lie that are not row-major. Only ``torch.save`` files have such tensors."""
+        self.values_here: dict[str, Any] = {}
+        """By key, values that were read with the index. Only ``torch.save`` files have such values."""
         self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
@@ -190,6 +205,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             payload_length,
             int(self.columns["frame_crc"][chunk]),
             blocks if checked else None,
+            self.hash_of(chunk),
         )
 
     @classmethod
@@ -208,7 +224,16 @@ class CheckpointIndex(Mapping[str, Entry]):
             "block_ends": np.cumsum(places.blocks),
             "block_crc": places.block_crc,
         }
+        hashed = np.flatnonzero(places.hash.any(axis=1))
+        if len(hashed):
+            columns |= {"hashed": hashed, "hash": places.hash[hashed]}
         return cls(table, columns, files)
+
+    def hash_of(self, chunk: int) -> bytes | None:
+        """The XXH3-128 of a chunk's payload, if its writer computed it."""
+        hashed = self.columns.get("hashed")
+        at = 0 if hashed is None else int(np.searchsorted(hashed, chunk))
+        return None if hashed is None or at == len(hashed) or hashed[at] != chunk else hash_in(self.columns["hash"][at])
 
     def selected(self, keys: Mapping[str, str], paths: Mapping[str, KeyPath], in_files: str) -> CheckpointIndex:
         """The index of some keys under other names, with the file names put into the text ``in_files``."""
@@ -218,8 +243,14 @@ class CheckpointIndex(Mapping[str, Entry]):
         files = {in_files.format(name): size for name, size in self.files.items()}
         blocks = np.diff(self.columns["block_ends"], prepend=0)
         items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
-        places = Places(files=list(files), blocks=blocks, **items)
+        places = Places(files=list(files), blocks=blocks, hash=self._all_hashes(), **items)
         return CheckpointIndex.of(table, places.take(ranges(self.table.chunk_starts[slots], counts)), files)
+
+    def _all_hashes(self) -> Column:
+        hashes = np.zeros((len(self.columns["file"]), 2), np.uint64)
+        if "hashed" in self.columns:
+            hashes[self.columns["hashed"]] = self.columns["hash"]
+        return hashes
 
     @classmethod
     def build(
@@ -312,6 +343,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         dtypes = json.loads(about["dtypes"])
         for name in dtypes:
             dtype_named(name)
+        if "hashed" in columns:
+            _check_hashes(columns["hashed"], columns["hash"], chunks)
         if (columns["dtype"][columns["dtype"] != NO_TENSOR] >= len(dtypes)).any():
             raise ValueError("a key has a dtype that is not listed")
         files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
@@ -327,13 +360,16 @@ class CheckpointIndex(Mapping[str, Entry]):
             raise ValueError("shapes and boxes do not fit the dimensions")
         return index
 
-    def validate(self, directory: Path) -> None:
+    def validate(self, directory: Path, shares_bytes: bool = False) -> None:
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
+
+        Args:
+            shares_bytes: Items may overlap: they are views of the same storages.
 
         Raises:
             CheckpointCorrupt: Naming file and key.
         """
-        validate(self.table, self.columns, self.files, self.smallest_block, directory)
+        validate(self.table, self.columns, self.files, self.smallest_block, directory, shares_bytes)
 
 
 def _split_keys(text: Column, ends: Column) -> list[str]:
@@ -349,6 +385,13 @@ def _check_ends(name: str, ends: Column, total: int) -> None:
     counts = np.diff(ends, prepend=0)
     if (counts < 0).any() or (ends[-1] if len(ends) else 0) != total:
         raise ValueError(f"column {name} does not count up to {total}")
+
+
+def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
+    if hashed.dtype != np.int64 or hashes.dtype != np.uint64 or hashes.shape != (len(hashed), 2):
+        raise ValueError("columns of hashes differ in length or type")
+    if len(hashed) and (hashed[0] < 0 or hashed[-1] >= chunks or (np.diff(hashed) <= 0).any()):
+        raise ValueError("hashes of chunks that do not exist, or are not in order")
 
 
 def path_to_json(path: KeyPath) -> list[Any]:

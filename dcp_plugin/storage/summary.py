@@ -25,6 +25,7 @@ class Summary:
 
     ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
     other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
+    ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and not written.
     """
 
     step: int | None
@@ -38,6 +39,7 @@ class Summary:
     layouts: list[str] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    reused: dict[str, Any] = field(default_factory=dict)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
 
@@ -73,6 +75,7 @@ class Summary:
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             if not all(isinstance(text, str) for text in (summary.index_sha256, *summary.kinds.values())):
                 raise ValueError("fingerprint and kinds are text")
+            int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
             if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
         except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -21,6 +21,7 @@ from dcp_plugin.types import KeyPath, Shape
 Column = np.ndarray[Any, np.dtype[Any]]
 NO_TENSOR = 255
 """The number of the dtype of a value that is no tensor."""
+_NO_HASH = bytes(16)
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Location:
 
     ``checksums`` are the running CRC32 at the end of each block of the payload; None if nobody computed them.
     ``payload_offset`` is None for an item of unknown layout (a stock checkpoint): read it through ``torch.load``.
+    ``hash`` is the payload's XXH3-128; None if nobody computed it, which is so for what changes from save to save.
     """
 
     file: str
@@ -38,6 +40,7 @@ class Location:
     payload_length: int
     frame_crc: int = 0
     checksums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+    hash: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Places:
-    """Where items are: the columns of :class:`Location`. ``blocks`` counts each item's checksums in ``block_crc``."""
+    """Where items are: the columns of :class:`Location`. ``blocks`` counts each item's checksums in ``block_crc``.
+    ``hash`` has two numbers per item, zeros where it is not known."""
 
     files: list[str]
     file: Column
@@ -137,6 +141,7 @@ class Places:
     frame_crc: Column
     blocks: Column
     block_crc: Column
+    hash: Column
 
     @classmethod
     def of(cls, locations: Sequence[Location]) -> Places:
@@ -153,6 +158,7 @@ class Places:
             np.array([where.frame_crc for where in locations], np.uint32),
             np.array([0 if where.checksums is None else len(where.checksums) for where in locations], np.int64),
             np.concatenate([*crcs, np.empty(0, np.uint32)]),
+            hashes_of([where.hash for where in locations]),
         )
 
     @classmethod
@@ -166,6 +172,7 @@ class Places:
             np.concatenate([part.frame_crc for part in parts]),
             np.concatenate([part.blocks for part in parts]),
             np.concatenate([part.block_crc for part in parts]),
+            np.concatenate([part.hash for part in parts]),
         )
 
     def take(self, order: Column) -> Places:
@@ -173,7 +180,18 @@ class Places:
         blocks = self.blocks[order]
         starts = (np.cumsum(self.blocks) - self.blocks)[order]
         crcs = self.block_crc[ranges(starts, blocks)]
-        return Places(self.files, self.file[order], self.place[order], self.frame_crc[order], blocks, crcs)
+        columns = (self.file[order], self.place[order], self.frame_crc[order], blocks, crcs, self.hash[order])
+        return Places(self.files, *columns)
+
+
+def hashes_of(hashes: Sequence[bytes | None]) -> Column:
+    """Hashes as two numbers each, zeros for those that are not known."""
+    return np.frombuffer(b"".join(known or _NO_HASH for known in hashes), np.uint64).reshape(len(hashes), 2)
+
+
+def hash_in(row: Column) -> bytes | None:
+    """The hash that these two numbers are."""
+    return row.tobytes() if row.any() else None
 
 
 def ranges(starts: Column, counts: Column) -> Column:

@@ -2,14 +2,17 @@
 
 The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor
 memory to the file piece by piece, checksummed while it is in the processor's cache.
+
+Items that are expected not to change are hashed, too, and lie in files of their own, so that the next checkpoint can
+link these. They are cut in the order of the items: what starts to change together, a layer, say, lies together.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +21,19 @@ import torch
 from isal.isal_zlib import crc32
 
 from dcp_plugin import progress
-from dcp_plugin.storage import commit
 from dcp_plugin.storage.checksums import RunningCrc, block_size
 from dcp_plugin.storage.direct import BlockFile
-from dcp_plugin.storage.framing import ALIGNMENT, frame
+from dcp_plugin.storage.framing import ALIGNMENT, frame, padded
+from dcp_plugin.storage.hashing import RunningHash
 from dcp_plugin.storage.hostmemory import Rings, finish_device_work
 from dcp_plugin.storage.index import Location
+from dcp_plugin.storage.links import free_name
 
 Data = torch.Tensor | bytes
 _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
+_STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced
+_MOST_STABLE_FILES = 32
 
 
 @dataclass(frozen=True)
@@ -41,28 +47,40 @@ class Files:
     checksum: bool
 
 
-def write(items: Sequence[Data], to: Files, checkpoint: Path) -> list[Location]:
-    """Write and sync the items; where each of them is. ``checkpoint`` is the name for progress events.
+def write(
+    items: Sequence[Data], to: Files, checkpoint: Path, stable: Collection[int] = (), taken: Collection[str] = ()
+) -> list[Location]:
+    """Write and sync the items; where each of them is.
+
+    Args:
+        checkpoint: The name for progress events.
+        stable: The positions of those to be hashed and kept apart.
+        taken: Names of files that are there already.
 
     Raises:
         OSError, SaveFailed: The files could not be written.
     """
     finish_device_work(data for data in items if isinstance(data, torch.Tensor))
     lengths = [_item_length(data) for data in items]
-    buckets = _buckets(lengths, to.io_threads)
+    buckets = _files_of(lengths, frozenset(stable), to.io_threads)
+    names: list[str] = []
+    for _ in buckets:
+        names.append(free_name(to.rank, {*taken, *names}))
     meter = _Meter(checkpoint, sum(map(padded, lengths)))
     locations: dict[int, Location] = {}
 
-    def write_one(number: int, bucket: list[int]) -> None:
-        name = f"__{to.rank}_{number}{commit.DATA_SUFFIX}"
-        written = _write_file(to, name, [items[slot] for slot in bucket], [lengths[slot] for slot in bucket], meter)
+    def write_one(name: str, bucket: list[int]) -> None:
+        hashed = bucket[0] in stable
+        written = _write_file(
+            to, name, [items[slot] for slot in bucket], [lengths[slot] for slot in bucket], meter, hashed
+        )
         locations.update(zip(bucket, written, strict=True))
 
     if len(buckets) == 1:
-        write_one(0, buckets[0])
+        write_one(names[0], buckets[0])
     elif buckets:
-        with ThreadPoolExecutor(len(buckets), thread_name_prefix="dcp-write") as pool:
-            list(pool.map(write_one, range(len(buckets)), buckets))
+        with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
+            list(pool.map(write_one, names, buckets))
     return [locations[slot] for slot in range(len(items))]
 
 
@@ -70,9 +88,31 @@ def _item_length(data: Data) -> int:
     return len(data) if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape)).length
 
 
-def padded(length: int) -> int:
-    """What an item of this length takes in its file."""
-    return length + -length % ALIGNMENT
+def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
+    """Which items go to which file: the stable ones and the others apart, the largest files first."""
+    files = []
+    for slots, share in (
+        ([slot for slot in range(len(lengths)) if slot not in stable], _buckets),
+        (sorted(stable), _runs),
+    ):
+        files += [[slots[at] for at in bucket] for bucket in share([lengths[slot] for slot in slots], threads)]
+    if stable:  # more files than threads
+        files.sort(key=lambda bucket: sum(lengths[slot] for slot in bucket), reverse=True)
+    return files
+
+
+def _runs(lengths: list[int], threads: int) -> list[list[int]]:
+    """Items in their order, cut into files of about the same size."""
+    total = sum(lengths)
+    if total < _WORTH_A_FILE or not lengths:
+        return [list(range(len(lengths)))] if lengths else []
+    count = min(max(threads, total // _STABLE_FILE), _MOST_STABLE_FILES)
+    files: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for slot, length in enumerate(lengths):
+        files[min(count - 1, (before + length // 2) * count // total)].append(slot)
+        before += length
+    return [file for file in files if file]
 
 
 def _buckets(lengths: list[int], count: int) -> list[list[int]]:
@@ -89,18 +129,33 @@ def _buckets(lengths: list[int], count: int) -> list[list[int]]:
     return [sorted(bucket) for bucket in buckets if bucket]
 
 
-def _write_file(to: Files, name: str, items: list[Data], lengths: list[int], meter: _Meter) -> list[Location]:
+def _write_file(
+    to: Files, name: str, items: list[Data], lengths: list[int], meter: _Meter, hashed: bool
+) -> list[Location]:
     size = sum(padded(length) for length in lengths)
     rings = Rings()
     locations = []
     with BlockFile(to.directory / name, size, to.direct_io, meter.add) as file:
         for data, length in zip(items, lengths, strict=True):
-            locations.append(_write_item(file, name, data, to.checksum, rings))
+            if hashed and isinstance(data, torch.Tensor):
+                running = RunningHash()
+                location = _write_item(file, name, data, to.checksum, rings, running.update)
+                locations.append(replace(location, hash=running.digest()))
+            else:
+                locations.append(_write_item(file, name, data, to.checksum, rings))
             file.write(bytes(-length % ALIGNMENT))
     return locations
 
 
-def _write_item(file: BlockFile, name: str, data: Data, checksum: bool, rings: Rings) -> Location:
+def _write_item(
+    file: BlockFile,
+    name: str,
+    data: Data,
+    checksum: bool,
+    rings: Rings,
+    also: Callable[[memoryview], object] | None = None,
+) -> Location:
+    """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
     offset = file.tell()
     if isinstance(data, bytes):
         head, head_crc, length = b"", 0, len(data)
@@ -114,6 +169,8 @@ def _write_item(file: BlockFile, name: str, data: Data, checksum: bool, rings: R
     for piece in pieces:
         if checksum:
             running.add(piece)
+        if also is not None:
+            also(piece)
         file.write(piece)
     checksums = np.array(running.ends, np.uint32) if checksum else None
     if isinstance(data, bytes):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.futures import Future
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.storage import commit, files, write_files
+from dcp_plugin.storage.framing import padded
 from dcp_plugin.storage.index import (
     CheckpointIndex,
     Entry,
@@ -39,7 +40,9 @@ from dcp_plugin.storage.index import (
     StoredTensor,
     StoredValue,
 )
+from dcp_plugin.storage.links import LinkableFile
 from dcp_plugin.storage.metadata import encode as encode_metadata
+from dcp_plugin.storage.reuse import NOTHING, Candidate, Item, Reuse
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
 from dcp_plugin.storage.views import Views, write_views
@@ -67,6 +70,7 @@ class ShardedWriter(StorageWriter):
         direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
         checksum: Whether to compute CRC32 checksums.
         views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
+        reuse: What this rank knows of the run's last checkpoint; without it everything is written.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
 
     Raises:
@@ -82,6 +86,7 @@ class ShardedWriter(StorageWriter):
         direct_io: bool | Literal["auto"] = "auto",
         checksum: bool = True,
         views: Views | None = None,
+        reuse: Reuse | None = None,
         **facts: Any,
     ) -> None:
         self.path = local_path(path)
@@ -90,10 +95,15 @@ class ShardedWriter(StorageWriter):
         self._direct_io: bool | Literal["auto"] = direct_io
         self._checksum = checksum
         self._views = views or {}
+        self._reuse = reuse
+        self.frozen: Collection[str] = ()
+        """Keys of tensors that the training does not mean to change."""
         self.facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
         """Bytes of this rank's data files."""
+        self.findings = NOTHING
+        """What this rank did not have to write."""
 
     # torch.distributed.checkpoint.StorageWriter
 
@@ -120,18 +130,50 @@ class ShardedWriter(StorageWriter):
         wait_until_visible(assignment.directory, self.path)
         resolved = [(item, _resolve(planner, item)) for item in plan.items]
         unique, same_as = _without_duplicates(resolved)
-        to = write_files.Files(assignment.directory, assignment.rank, self._io_threads, self._direct_io, self._checksum)
         try:
-            locations = write_files.write([data for _, data in unique], to, self.path)
+            locations = self._write(unique, assignment)
             files.sync_directory(assignment.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
-        self.bytes_written = sum(write_files.padded(location.length) for location in locations)
         places = {item.index: location for (item, _), location in zip(unique, locations, strict=True)}
         places |= {item.index: places[original.index] for item, original in same_as}
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(index, where.length, where) for index, where in places.items()])
         return done
+
+    def _write(self, items: list[tuple[WriteItem, Any]], assignment: Assignment) -> list[Location]:
+        """Link what is unchanged, write the rest; where each item is."""
+        directory, rank, threads = assignment.directory, assignment.rank, self._io_threads
+        candidates = [self._candidate(item, data) for item, data in items] if self._reuse else []
+        found = self._reuse.examine(candidates, directory, rank, threads) if self._reuse else NOTHING
+        left = [slot for slot in range(len(items)) if slot not in found.linked]
+        stable = {position for position, slot in enumerate(left) if slot in found.stable}
+        to = write_files.Files(directory, rank, threads, self._direct_io, self._checksum)
+        written = write_files.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
+        locations = {**found.linked, **dict(zip(left, written, strict=True))}
+        if self._reuse:
+            self._remember(self._reuse, candidates, {slot: locations[slot] for slot in found.stable}, directory)
+        self.bytes_written = sum(padded(location.length) for location in written)
+        self.findings = found
+        return [locations[slot] for slot in range(len(items))]
+
+    def _candidate(self, item: WriteItem, data: Any) -> Candidate | None:
+        if item.tensor_data is None or not data.numel():
+            return None
+        box, key = item.tensor_data.chunk, item.index.fqn
+        return Candidate(Item(key, tuple(box.offsets), tuple(box.sizes), data.dtype), data, key in self.frozen)
+
+    @staticmethod
+    def _remember(
+        reuse: Reuse, candidates: list[Candidate | None], stable: dict[int, Location], directory: Path
+    ) -> None:
+        linkable: dict[str, LinkableFile] = {}
+        for slot, location in stable.items():
+            candidate = candidates[slot]
+            assert candidate is not None, "values are not looked at"
+            if location.file not in linkable:
+                linkable[location.file] = LinkableFile.written(directory / location.file)
+            reuse.wrote(candidate.item, location, linkable[location.file])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}

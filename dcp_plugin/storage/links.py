@@ -1,0 +1,124 @@
+"""A data file that is to be in several checkpoints: found again, and given one more name.
+
+Nothing is linked that is not certainly the file that was written: a name may have come to belong to another one. What
+cannot be linked is no error. The caller has the bytes in memory and writes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dcp_plugin.storage import files
+from dcp_plugin.storage.commit import DATA_SUFFIX
+
+_HOMES = 4
+_FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Tells a file from any other that has its name, now or later. Not its ctime: links change that."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> _Identity:
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class LinkableFile:
+    """A data file of published checkpoints, under the names that we know, newest first: any may be deleted.
+
+    ``identity`` is None for a file that another process has written; then its size is all that is known.
+    """
+
+    homes: tuple[Path, ...]
+    size: int
+    identity: _Identity | None = None
+
+    @classmethod
+    def written(cls, path: Path) -> LinkableFile:
+        """A file that this process has just written."""
+        found = os.stat(path)
+        return cls((path,), found.st_size, _Identity.of(found))
+
+    def published(self, home: Path) -> LinkableFile:
+        """The same file when its newest name has become ``home``."""
+        others = [path for path in self.homes[1:] if path != home]
+        return replace(self, homes=(home, *others)[:_HOMES])
+
+    def link_to(self, target: Path) -> LinkableFile:
+        """Make ``target`` this file, or one that shares its blocks.
+
+        Raises:
+            CannotLink: In words: why that cannot be.
+        """
+        reason = "its files are gone, or were written to since"
+        for home in self.homes:
+            if not self._is_at(home):
+                continue
+            try:
+                os.link(home, target)
+            except OSError as error:
+                if _reflink(home, target):
+                    return LinkableFile.written(target)
+                if error.errno != errno.ENOENT:  # not deleted just now
+                    reason = f"the file system makes no hard links there ({error.strerror})"
+                continue
+            if self._is_at(target):
+                linked = LinkableFile.written(target)
+                return replace(linked, homes=(target, *self.homes))
+            target.unlink()  # another file has taken its name just now
+        raise CannotLink(reason)
+
+    def _is_at(self, path: Path) -> bool:
+        try:
+            found = os.lstat(path)
+        except OSError:
+            return False
+        same = _Identity.of(found) == self.identity if self.identity else found.st_size == self.size
+        return same and stat.S_ISREG(found.st_mode)
+
+
+class CannotLink(Exception):
+    """A file cannot be linked. Never leaves this floor."""
+
+
+def free_name(rank: int, taken: Collection[str], wanted: str = "") -> str:
+    """A name for a data file of this rank: the wanted one if it is one of this rank's, else the first that is free.
+
+    A file keeps its name from checkpoint to checkpoint where it can, so that tools which copy a run see what is the
+    same.
+    """
+    if re.fullmatch(rf"__{rank}_\d+{DATA_SUFFIX}", wanted) and wanted not in taken:
+        return wanted
+    number = 0
+    while (name := f"__{rank}_{number}{DATA_SUFFIX}") in taken:
+        number += 1
+    return name
+
+
+def _reflink(source: Path, target: Path) -> bool:
+    """A durable copy that shares the blocks of the source; False where the file system has no such thing.
+
+    An ordinary copy, also one that the kernel makes, is no help: it reads and writes what is in memory already.
+    """
+    try:
+        with open(source, "rb") as there, open(target, "xb") as here:
+            fcntl.ioctl(here.fileno(), _FICLONE, there.fileno())
+            os.fsync(here.fileno())
+    except OSError:
+        files.delete(target)
+        return False
+    return True

@@ -1,0 +1,256 @@
+"""What has not changed since the last checkpoint of a run is hard-linked into the next one, not written again.
+
+Each checkpoint stays whole and standard: a linked file is a data file like any other, and deleting one checkpoint
+takes nothing from another. Links are made of files, so what is stable lies in files of its own
+(:mod:`~dcp_plugin.storage.write_files`). The rules:
+
+- An item is unchanged if key, box, dtype and the 128-bit hash of its bytes are those of the last checkpoint. Nothing
+  else is believed: that a parameter is frozen only says that looking at it will be worth it.
+- A file is linked if it is the one that was written then, and holds nothing but unchanged items, or almost. The
+  unchanged items of any other are written again.
+- Each rank decides about what it writes itself, without asking anybody. What goes wrong here is never an error: the
+  bytes are in memory, and are written.
+
+Finding out must cost little where all changes. So what was not known to be stable is looked at in a few places only
+(a *sample*). If these are the same at the next save, the item is written among the stable ones, with its hash, and
+linked from then on. What was taken for stable and then changed has to wait longer each time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.storage.framing import padded
+from dcp_plugin.storage.hashing import hashes_of, sample_of
+from dcp_plugin.storage.hostmemory import finish_device_work
+from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.storage.links import CannotLink, LinkableFile, free_name
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.table import Location
+from dcp_plugin.types import Shape
+
+logger = logging.getLogger("dcp_plugin")
+
+WORTH_LINKING = 64 << 10
+"""Bytes of a rank's stable items below which they are written with the rest; and of an item, to sample it at all."""
+
+_MOST_DEAD = 1 / 8  # of a linked file: room on the disk that nobody uses
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box of a tensor."""
+
+    key: str
+    offsets: Shape
+    sizes: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An item that this rank is about to write, and its bytes. ``frozen``: the training does not mean to change it."""
+
+    item: Item
+    data: torch.Tensor
+    frozen: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What to do with each candidate, by position: where it lies now, or whether to write it among the stable."""
+
+    linked: dict[int, Location]
+    stable: frozenset[int]
+    why_not: str = ""
+    """What stood in the way of linking more, in words; or nothing."""
+
+    @property
+    def items(self) -> int:
+        return len(self.linked)
+
+    @property
+    def names(self) -> set[str]:
+        """Those of the linked files."""
+        return {location.file for location in self.linked.values()}
+
+    @property
+    def bytes(self) -> int:
+        """Those that need not be written."""
+        return sum({(at.file, at.offset): padded(at.length) for at in self.linked.values()}.values())
+
+
+NOTHING = Findings({}, frozenset())
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of an item since the last save: its hash if it was stable, else a sample.
+
+    ``streak`` counts how often in a row the sample was the same; ``falls`` how often the item was taken for stable
+    and had changed. A hash without a file: it was written, but not where it could be linked from.
+    """
+
+    hash: bytes | None = None
+    file: LinkableFile | None = None
+    location: Location | None = None
+    sample: bytes | None = None
+    streak: int = 0
+    falls: int = 0
+
+
+class Reuse:
+    """What one rank knows of the last checkpoint that its run has saved or loaded."""
+
+    def __init__(self) -> None:
+        self._known: dict[Item, _Known] = {}
+        self._pending: dict[Item, _Known] = {}
+        self._loaded: Path | None = None
+        self._said = ""
+        self.base: Path | None = None
+        """The last checkpoint."""
+
+    def loaded(self, path: Path) -> None:
+        """The run goes on from this checkpoint. Its index is read when there is something to save."""
+        self._loaded = path
+
+    def examine(self, candidates: Sequence[Candidate | None], directory: Path, rank: int, threads: int) -> Findings:
+        """Find what has not changed, and link it into ``directory``. None stands for what cannot be linked."""
+        asked = {slot: one for slot, one in enumerate(candidates) if one is not None}
+        why_not = self._recall(asked.values())
+        finish_device_work(one.data for one in asked.values())
+        known = {slot: self._known.get(one.item, _Known()) for slot, one in asked.items()}
+        certain = [slot for slot, one in known.items() if one.hash is not None]
+        hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], threads), strict=True))
+        self._pending = {}
+        same: dict[int, _Known] = {}
+        stable: set[int] = set()
+        for slot, one in asked.items():
+            before, now = known[slot], hashes.get(slot)
+            if now is None:
+                after, expected = _looked_at(one, before)
+            elif now == before.hash:
+                after, expected = _Known(hash=now, falls=before.falls), True
+                same[slot] = before
+            else:
+                after, expected = _Known(sample=sample_of(one.data), falls=before.falls + 1), False
+            self._pending[one.item] = after
+            if expected:
+                stable.add(slot)
+        linked, reason = _link(same, directory, rank)
+        for slot, (file, location) in linked.items():
+            self._pending[asked[slot].item] = replace(same[slot], file=file, location=location)
+        stable -= linked.keys()
+        if sum(asked[slot].data.nbytes for slot in stable) < WORTH_LINKING:
+            stable = set()
+        locations = {slot: location for slot, (_, location) in linked.items()}
+        return Findings(locations, frozenset(stable), why_not or reason)
+
+    def wrote(self, item: Item, location: Location, file: LinkableFile) -> None:
+        """A stable item was written there, and can be linked next time."""
+        self._pending[item] = replace(self._pending[item], hash=location.hash, file=file, location=location)
+
+    def published(self, path: Path) -> None:
+        """What was examined and written is a checkpoint now, and the base of the next one."""
+        homes: dict[str, LinkableFile] = {}
+        for item, known in self._pending.items():
+            if known.file is not None and known.location is not None:
+                name = known.location.file
+                file = homes.setdefault(name, known.file.published(path / name))
+                self._pending[item] = replace(known, file=file)
+        self._known, self._pending = self._pending, {}
+        self.base = path
+
+    def say(self, why_not: str) -> None:
+        """Tell why not more is reused; once, as long as it is the same."""
+        if why_not and why_not != self._said:
+            logger.warning("what has not changed since %s is written again: %s.", self.base, why_not)
+        self._said = why_not
+
+    def _recall(self, candidates: Collection[Candidate]) -> str:
+        """Look the candidates up in the checkpoint that was loaded, if one was since the last save.
+
+        Returns why not all could be found that should be there.
+        """
+        path, self._loaded = self._loaded, None
+        if path is None:
+            return ""
+        self.base = path
+        try:
+            reader = ShardedReader(path, check_files=False)
+            index = reader.index
+        except (OSError, CheckpointError) as error:
+            return f"it cannot be opened any more ({error})"
+        found: dict[str, LinkableFile] = {}
+        keys_with_hash = _keys_with_hash(index)
+        why_not = ""
+        for one in candidates:
+            if one.item.key not in keys_with_hash:
+                continue
+            location = _location_in(index, one.item)
+            if location is None or location.hash is None:
+                why_not = f"it was saved by other ranks or in another layout ({one.item.key}, for one)"
+            elif "/" not in location.file and self._known.get(one.item, _Known()).hash != location.hash:
+                homes = tuple(dict.fromkeys((reader.path / location.file, path / location.file)))
+                file = found.setdefault(location.file, LinkableFile(homes, index.files[location.file]))
+                self._known[one.item] = _Known(hash=location.hash, file=file, location=location)
+        return why_not
+
+
+def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
+    """An item whose hash is not known: what to remember of it, and whether it is expected to be stable from now on."""
+    if one.frozen and before.falls == 0:
+        return before, True
+    sample = sample_of(one.data) if one.data.nbytes >= WORTH_LINKING else None
+    streak = before.streak + 1 if sample is not None and sample == before.sample else 0
+    return replace(before, sample=sample, streak=streak), streak >= 1 << min(before.falls, 16)
+
+
+def _link(
+    same: Mapping[int, _Known], directory: Path, rank: int
+) -> tuple[dict[int, tuple[LinkableFile, Location]], str]:
+    """Link the files of which enough is unchanged. Where each item is then; and why not more."""
+    items_of: dict[LinkableFile, dict[int, Location]] = {}
+    for slot, known in same.items():
+        if known.file is not None and known.location is not None:
+            items_of.setdefault(known.file, {})[slot] = known.location
+    linked: dict[int, tuple[LinkableFile, Location]] = {}
+    names: list[str] = []
+    why_not = ""
+    for file, locations in items_of.items():
+        alive = sum({where.offset: padded(where.length) for where in locations.values()}.values())
+        if alive < file.size * (1 - _MOST_DEAD):
+            continue
+        name = free_name(rank, names, wanted=next(iter(locations.values())).file)
+        try:
+            there = file.link_to(directory / name)
+        except (CannotLink, OSError) as error:
+            why_not = str(error)
+            continue
+        names.append(name)
+        linked |= {slot: (there, replace(where, file=name)) for slot, where in locations.items()}
+    return linked, why_not
+
+
+def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
+    """Where a checkpoint has exactly this box."""
+    slot = index.slots.get(item.key)
+    if slot is None or index.table.dtype_of(slot) != item.dtype:
+        return None
+    offsets, sizes = index.table.boxes_of(slot)
+    if offsets.shape[1] != len(item.offsets):
+        return None
+    found = ((offsets == item.offsets) & (sizes == item.sizes)).all(axis=1).nonzero()[0]
+    return index.location(int(index.table.chunk_starts[slot] + found[0])) if len(found) else None
+
+
+def _keys_with_hash(index: CheckpointIndex) -> set[str]:
+    slots = index.columns["chunk_ends"].searchsorted(index.columns.get("hashed", np.empty(0, np.int64)), "right")
+    return {index.table.keys[slot] for slot in slots.tolist()}

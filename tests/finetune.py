@@ -1,0 +1,81 @@
+"""A frozen backbone with nine tenths of the bytes and a head that trains, in every layout; and what a save wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dcp_plugin import progress
+
+WIDTH = 256
+
+
+class Tuned(nn.Module):
+    """8 frozen layers and a trained one. SGD without momentum: what the optimizer adds does not count."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+        self.head = nn.Linear(WIDTH, WIDTH // 2)
+        self.backbone.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(x))  # type: ignore[no-any-return]
+
+
+def build(layout: str = "plain", seed: int = 0, layers: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = _wrapped(Tuned(layers), layout)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.SGD(trained, lr=0.01)
+
+
+def _wrapped(model: Tuned, layout: str) -> nn.Module:
+    if layout == "ddp":
+        return DistributedDataParallel(model)
+    if layout == "fsdp1":
+        options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        model.backbone = FullyShardedDataParallel(model.backbone, **options)
+        return FullyShardedDataParallel(model, **options, sharding_strategy=ShardingStrategy.FULL_SHARD)
+    if layout in ("fsdp2", "hsdp"):
+        names = ("replicate", "shard")
+        mesh = (
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            if layout == "hsdp"
+            else init_device_mesh("cpu", (dist.get_world_size(),))
+        )
+        fully_shard(model.backbone, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def finished_saves() -> Iterator[list[progress.SaveFinished]]:
+    """What this rank's saves say when they end, in turn."""
+    events: list[progress.SaveFinished] = []
+
+    def note(event: progress.Event) -> None:
+        if isinstance(event, progress.SaveFinished):
+            events.append(event)
+
+    unsubscribe = progress.subscribe(note)
+    try:
+        yield events
+    finally:
+        unsubscribe()

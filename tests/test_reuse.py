@@ -1,0 +1,456 @@
+"""What has not changed is linked and not written, and each checkpoint is whole without the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from safetensors.numpy import load_file
+from torch import nn
+
+import dcp_plugin as dcp
+from dcp_plugin import progress
+from dcp_plugin.storage import commit
+from dcp_plugin.storage.index import CheckpointIndex
+from tests import launch
+from tests.compare import assert_same, full_state
+from tests.finetune import WIDTH, build, finished_saves, train
+
+LAYER = WIDTH * WIDTH * 4
+FIRST = "backbone.0.weight"
+
+
+@pytest.fixture
+def events() -> Iterator[list[progress.SaveFinished]]:
+    with finished_saves() as noted:
+        yield noted
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optim": optimizer}
+
+
+def _flip(tensor: torch.Tensor, element: int) -> None:
+    """One bit, through a view that no version counter sees."""
+    tensor.data.view(-1).view(torch.int32)[element] ^= 1
+
+
+def _loaded_by_stock(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    state = {f"model.{key}": torch.zeros_like(value) for key, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(state, checkpoint_id=path)
+    return {key.removeprefix("model."): value for key, value in state.items()}
+
+
+def _check_alone(path: Path, model: nn.Module) -> None:
+    """Delete all other checkpoints: stock torch loads this one, and no byte of it is damaged."""
+    for other in path.parent.iterdir():
+        if other != path:
+            shutil.rmtree(other)
+    assert_same(_loaded_by_stock(path, model), full_state(model.state_dict()))
+    assert dcp.verify(path).ok
+
+
+def test_second_checkpoint_with_a_frozen_backbone_writes_a_tenth_of_the_first(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer()
+    for step in range(3):
+        train(model, optimizer)
+        ours.save(_state(model, optimizer), tmp_path / str(step), step)
+    first, second, third = events
+    assert first.bytes_reused == 0
+    assert second.bytes <= 0.11 * first.bytes
+    assert third.bytes == second.bytes
+    assert second.bytes + second.bytes_reused == first.bytes
+    info = dcp.inspect(tmp_path / "2")
+    assert info.bytes_reused == third.bytes_reused
+    assert "linked" in str(info)
+    _check_alone(tmp_path / "2", model)
+
+
+@pytest.mark.parametrize("element", [0, 700, LAYER // 4 - 1], ids=["first", "where nobody samples", "last"])
+def test_one_flipped_bit_in_a_frozen_tensor_is_noticed_and_written(
+    tmp_path: Path, events: list[progress.SaveFinished], element: int
+) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer()
+    ours.save(_state(model, optimizer), tmp_path / "0")
+    ours.save(_state(model, optimizer), tmp_path / "1")
+    _flip(model.get_parameter(FIRST), element)
+    ours.save(_state(model, optimizer), tmp_path / "2")
+    assert LAYER <= events[2].bytes - events[1].bytes < 6 * LAYER, "its file, not those of other layers"
+    ours.save(_state(model, optimizer), tmp_path / "3")
+    assert events[3].bytes_reused > 6 * LAYER, "the others are linked again"
+    for path in ("2", "3"):
+        assert_same(_loaded_by_stock(tmp_path / path, model), full_state(model.state_dict()))
+        assert dcp.verify(tmp_path / path).ok
+    _flip(model.get_parameter(FIRST), element)
+    assert_same(_loaded_by_stock(tmp_path / "1", model), full_state(model.state_dict()))
+
+
+def test_what_stays_the_same_without_being_frozen_is_linked_from_the_third_save_on(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    state = {"table": torch.randn(512, 512), "counts": torch.zeros(512, 512)}
+    ours = dcp.Checkpointer()
+    for step in range(4):
+        state["counts"] += 1
+        ours.save(state, tmp_path / str(step))
+    written = [event.bytes for event in events]
+    assert written[0] == written[1] > 2 * written[2] * 0.99
+    assert written[2] == written[3]
+    other = {"table": torch.zeros(512, 512), "counts": torch.zeros(512, 512)}
+    shutil.rmtree(tmp_path / "1")
+    dcp.load(other, tmp_path / "3")
+    assert_same(other, state)
+
+
+def test_what_changes_at_every_save_is_never_hashed(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+    state = {"weights": torch.randn(512, 512)}
+    ours = dcp.Checkpointer()
+    for step in range(4):
+        state["weights"] += 1
+        ours.save(state, tmp_path / str(step))
+    assert {event.bytes_reused for event in events} == {0}
+    assert "hash" not in load_file(tmp_path / "3" / commit.INDEX)
+
+
+def test_what_was_stable_and_changes_again_is_written_and_waits_before_it_is_linked_again(tmp_path: Path) -> None:
+    """Saved twice in one step (``best`` and ``last``), weights look stable although they train."""
+    state = {"weights": torch.randn(512, 512)}
+    ours = dcp.Checkpointer()
+    hashed = []
+    for step in range(5):
+        state["weights"] += 1
+        for name in ("best", "last"):
+            ours.save(state, tmp_path / f"{name}-{step}")
+            hashed.append("hash" in load_file(tmp_path / f"{name}-{step}" / commit.INDEX))
+            other = {"weights": torch.zeros(512, 512)}
+            dcp.load(other, tmp_path / f"{name}-{step}")
+            assert_same(other, state)
+    assert hashed == [False, True, *[False] * 8]
+
+
+def test_a_resumed_run_reuses_the_checkpoint_that_it_resumed_from(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    dcp.save(_state(model, optimizer), tmp_path / "0")
+    model, optimizer = build(seed=1)
+    ours = dcp.Checkpointer()
+    ours.load(_state(model, optimizer), tmp_path / "0")
+    train(model, optimizer)
+    ours.save(_state(model, optimizer), tmp_path / "1")
+    assert events[1].bytes <= 0.11 * events[0].bytes
+    _check_alone(tmp_path / "1", model)
+
+
+def test_other_weights_than_those_that_were_loaded_are_written(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    dcp.save(_state(model, optimizer), tmp_path / "0")
+    ours = dcp.Checkpointer()
+    ours.load(_state(model, optimizer), tmp_path / "0")
+    other, fresh = build(seed=1)
+    ours.save(_state(other, fresh), tmp_path / "1")
+    assert events[1].bytes_reused == 0
+    _check_alone(tmp_path / "1", other)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "in the background"])
+def test_overwriting_the_base_links_from_it_before_it_is_gone(
+    tmp_path: Path, events: list[progress.SaveFinished], async_save: bool
+) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer(async_save=async_save)
+    for _ in range(3):
+        train(model, optimizer)
+        ours.save(_state(model, optimizer), tmp_path / "last")
+    ours.close()
+    assert events[2].bytes <= 0.11 * events[0].bytes
+    _check_alone(tmp_path / "last", model)
+
+
+def test_with_the_base_deleted_an_older_checkpoint_of_the_same_files_serves(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer()
+    for name in ("best", "last"):
+        ours.save(_state(model, optimizer), tmp_path / name)
+    ours.remove(tmp_path / "last")
+    ours.save(_state(model, optimizer), tmp_path / "next")
+    assert events[2].bytes_reused > 7 * LAYER
+    ours.remove(tmp_path / "best")
+    ours.remove(tmp_path / "next")
+    ours.save(_state(model, optimizer), tmp_path / "again")
+    assert events[3].bytes_reused < LAYER
+    _check_alone(tmp_path / "again", model)
+
+
+def test_keep_last_keeps_what_the_newest_needs(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer(keep_last=1)
+    for step in range(3):
+        train(model, optimizer)
+        ours.save(_state(model, optimizer), tmp_path / str(step), step)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    assert events[2].bytes <= 0.11 * events[0].bytes
+    _check_alone(tmp_path / "2", model)
+
+
+def test_a_failed_save_leaves_the_last_committed_one_as_base(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer()
+    ours.save(_state(model, optimizer), tmp_path / "0")
+
+    def fail(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten):
+            raise OSError("the disk is on fire")
+
+    train(model, optimizer)
+    unsubscribe = progress.subscribe(fail)
+    with pytest.raises(dcp.SaveFailed, match="on fire"):
+        ours.save(_state(model, optimizer), tmp_path / "1")
+    unsubscribe()
+    assert dcp.verify(tmp_path / "0").ok
+    assert not (tmp_path / commit.WORKSPACE).exists()
+    ours.save(_state(model, optimizer), tmp_path / "1")
+    assert events[1].bytes <= 0.11 * events[0].bytes
+    _check_alone(tmp_path / "1", model)
+
+
+def test_a_file_that_somebody_has_written_to_is_not_linked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer()
+    ours.save(_state(model, optimizer), tmp_path / "0")
+    for file in (tmp_path / "0").glob("*.distcp"):
+        with open(file, "r+b") as damaged:
+            damaged.seek(file.stat().st_size // 2)
+            damaged.write(b"oops")
+    with caplog.at_level(logging.WARNING, "dcp_plugin"):
+        ours.save(_state(model, optimizer), tmp_path / "1")
+    assert "written to since" in caplog.text
+    _check_alone(tmp_path / "1", model)
+
+
+def test_another_file_system_gets_a_copy_and_that_is_said_once(
+    tmp_path: Path, events: list[progress.SaveFinished], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = build()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("needs two file systems")
+        ours = dcp.Checkpointer()
+        with caplog.at_level(logging.WARNING, "dcp_plugin"):
+            for step in range(4):
+                ours.save(_state(model, optimizer), (tmp_path if step % 2 else Path(elsewhere)) / str(step))
+        assert [event.bytes_reused for event in events[:2]] == [0, 0]
+        assert caplog.text.count("hard links") == 1
+        assert "Invalid cross-device link" in caplog.text
+    _check_alone(tmp_path / "3", model)
+
+
+def test_a_file_with_as_many_links_as_it_can_have_is_written_anew(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer()
+    ours.save(_state(model, optimizer), tmp_path / "0")
+    links = tmp_path / "links"
+    links.mkdir()
+    try:
+        for file in (tmp_path / "0").glob("*.distcp"):
+            for number in range(65_000):
+                os.link(file, links / f"{file.name}-{number}")
+        pytest.skip("this file system has no such limit")
+    except OSError:  # of the first file; the others can still be linked
+        pass
+    ours.save(_state(model, optimizer), tmp_path / "1")
+    ours.save(_state(model, optimizer), tmp_path / "2")
+    assert events[2].bytes_reused > 7 * LAYER
+    _check_alone(tmp_path / "2", model)
+
+
+def test_without_reuse_nothing_is_linked_or_hashed(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+    model, optimizer = build()
+    ours = dcp.Checkpointer(reuse=False)
+    for step in range(2):
+        ours.save(_state(model, optimizer), tmp_path / str(step))
+    assert events[0].bytes == events[1].bytes
+    assert "hash" not in load_file(tmp_path / "1" / commit.INDEX)
+
+
+def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    """A linked file may carry a little that belongs to nobody; what is dead never adds up."""
+    model, optimizer = build(layers=40)
+    ours = dcp.Checkpointer(io_threads=1)
+    ours.save(_state(model, optimizer), tmp_path / "0")
+    for number in range(10):
+        _flip(model.get_parameter(f"backbone.{number}.weight"), 5)
+        ours.save(_state(model, optimizer), tmp_path / str(number + 1))
+        on_disk = sum(file.stat().st_size for file in (tmp_path / str(number + 1)).glob("*.distcp"))
+        assert on_disk < 1.16 * events[0].bytes
+    assert events[1].bytes < 4 * LAYER
+    assert sum(event.bytes > 20 * LAYER for event in events[1:]) == 1
+    _check_alone(tmp_path / "10", model)
+
+
+def test_hashes_that_are_no_hashes_are_refused(tmp_path: Path) -> None:
+    model, optimizer = build()
+    dcp.save(_state(model, optimizer), tmp_path / "0")
+    columns = load_file(tmp_path / "0" / commit.INDEX)
+    about = CheckpointIndex.read(tmp_path / "0" / commit.INDEX, dcp_sha(tmp_path / "0"))
+    for bad in (
+        {"hashed": columns["hashed"] + 10_000},
+        {"hashed": columns["hashed"][::-1].copy()},
+        {"hash": columns["hash"][:-1].copy()},
+        {"hash": columns["hash"].astype(np.int64)},
+    ):
+        broken = CheckpointIndex(about.table, {**columns, **bad}, about.files)
+        file = tmp_path / "broken.index"
+        file.write_bytes(broken.encode())
+        with pytest.raises(dcp.CheckpointCorrupt, match="hashes"):
+            CheckpointIndex.read(file, _sha256(file))
+
+
+def dcp_sha(path: Path) -> str:
+    return _sha256(path / commit.INDEX)
+
+
+def _sha256(file: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+# Several ranks
+
+
+def _save_three_times(root: Path, layouts: list[str]) -> dict[str, list[tuple[int, int]]]:
+    warnings.simplefilter("ignore")
+    said = {}
+    for layout in layouts:
+        with finished_saves() as events:
+            model, optimizer = build(layout)
+            ours = dcp.Checkpointer()
+            for step in range(3):
+                train(model, optimizer)
+                ours.save(_state(model, optimizer), root / layout / str(step), step)
+            ours.close()
+            if dist.get_rank() == 0:
+                for step in range(2):
+                    shutil.rmtree(root / layout / str(step))
+                assert dcp.verify(root / layout / "2").ok
+            dist.barrier()
+            other, fresh = build(layout, seed=3)
+            dcp.load(_state(other, fresh), root / layout / "2")
+            assert_same(full_state(other.state_dict()), full_state(model.state_dict()))
+        said[layout] = [(event.bytes, event.bytes_reused) for event in events]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
+)
+def test_every_layout_writes_a_tenth_from_the_second_save_on(
+    tmp_path: Path, world_size: int, layouts: list[str]
+) -> None:
+    said = launch.run(_save_three_times, world_size, tmp_path, layouts)
+    for layout in layouts:
+        written = np.array([[of_rank[layout][save][0] for of_rank in said] for save in range(3)]).sum(axis=1)
+        assert written[1] <= 0.11 * written[0], layout
+        assert written[2] == written[1]
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _resume(path: Path, then: Path) -> tuple[list[int], list[str]]:
+    model, optimizer = build("fsdp2", seed=1)
+    said = _Said()
+    logging.getLogger("dcp_plugin").addHandler(said)
+    ours = dcp.Checkpointer()
+    ours.load(_state(model, optimizer), path)
+    loaded = full_state(model.state_dict())
+    with finished_saves() as events:
+        for step in range(3):
+            ours.save(_state(model, optimizer), then / str(step))
+    ours.close()
+    assert dcp.verify(then / "2").ok
+    other, fresh = build("fsdp2", seed=2)
+    dcp.load(_state(other, fresh), then / "2")
+    assert_same(full_state(other.state_dict()), loaded)
+    return [event.bytes_reused for event in events], said.messages
+
+
+def _save_once(path: Path) -> None:
+    model, optimizer = build("fsdp2")
+    dcp.save(_state(model, optimizer), path)
+
+
+def test_on_another_number_of_ranks_all_is_written_once_and_linked_again(tmp_path: Path) -> None:
+    launch.run(_save_once, 2, tmp_path / "2 ranks")
+    told = launch.run(_resume, 3, tmp_path / "2 ranks", tmp_path / "3 ranks")
+    assert all(reused[0] == 0 and min(reused[1:]) > 0 for reused, _ in told)
+    assert [len(messages) for _, messages in told] == [1, 0, 0]
+    assert "other ranks or in another layout" in told[0][1][0]
+    told = launch.run(_resume, 3, tmp_path / "3 ranks" / "1", tmp_path / "3 ranks again")
+    assert all(min(reused) > 0 and not messages for reused, messages in told)
+
+
+def _save_and_die(root: Path, victims: list[int]) -> None:
+    """The first save is whole; in the second, the victims die when files are linked and some bytes are written."""
+    model, optimizer = build("fsdp2")
+    ours = dcp.Checkpointer(timeout=20)
+    ours.save(_state(model, optimizer), root / "0", step=0)
+
+    def die(event: progress.Event) -> None:
+        if isinstance(event, progress.BytesWritten):
+            (saving,) = (root / commit.WORKSPACE).glob("*.saving")
+            mine = list(saving.glob(f"__{dist.get_rank()}_*.distcp"))
+            assert any(file.stat().st_nlink == 2 for file in mine), "killed too early: nothing is linked yet"
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() in victims:
+        progress.subscribe(die)
+    train(model, optimizer)
+    ours.save(_state(model, optimizer), root / "1", step=1)
+
+
+@pytest.mark.parametrize("victims", [[0, 1], [1]], ids=["all ranks", "one rank"])
+def test_a_save_that_is_killed_between_its_links_harms_no_other_checkpoint(tmp_path: Path, victims: list[int]) -> None:
+    outcomes = launch.outcomes_of(_save_and_die, 2, tmp_path, victims)
+    assert [rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == -signal.SIGKILL] == victims
+    assert dcp.latest(tmp_path) == tmp_path / "0"
+    launch.run(_save_once, 2, tmp_path / "2")
+    assert not (tmp_path / commit.WORKSPACE).exists()
+    assert dcp.verify(tmp_path / "0").ok
+    links = {file.stat().st_nlink for file in (tmp_path / "0").glob("*.distcp")}
+    assert links == {1}, "what the dead save had linked is gone"
