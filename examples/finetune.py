@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from gpt import GPT, LitGPT
+from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +22,7 @@ from stdlib_text import StdlibText
 from torch import Tensor, nn
 from train import build_strategy
 
-from dcp_plugin import PartialLoad, resolve_resume
+from dcp_plugin import resolve_resume
 from dcp_plugin.lightning import DCPCheckpointIO
 
 
@@ -60,7 +61,7 @@ def main(cfg: DictConfig) -> None:
             DCPCheckpointIO(
                 async_save=cfg.checkpoint.async_save,
                 init_from=cfg.init_from,
-                partial=PartialLoad(exclude="*.lora_*"),  # the checkpoint has none
+                partial=instantiate(cfg.partial),
             )
         ],
         accelerator=cfg.accelerator,

@@ -32,16 +32,16 @@ from tests.memory import extra_peak
 
 LAYOUTS = {2: ["fsdp1", "fsdp2", "ddp"], 4: ["hsdp", "fsdp2@4"], 1: ["plain"]}
 """By world size."""
-VARIANTS: dict[str, dict[str, Any]] = {"all": {}}
-"""What is saved: everything each time; everything, but written once; only what trains."""
+VARIANTS: dict[str, dict[str, Any]] = {"whole": {"reuse": True}}
+"""What is saved: everything, where what is frozen is written once and linked then; only what trains."""
 
 
 class Backbone(nn.Module):
-    """Five layers, with sizes that no number of ranks divides, and a buffer."""
+    """Five layers, with sizes that no number of ranks divides and worth a link, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = [6, 10, 7, 7, 10, 5]
+        sizes = [6, 310, 207, 207, 310, 5]
         layers = (nn.Linear(before, after) for before, after in itertools.pairwise(sizes))
         self.layers = nn.Sequential(OrderedDict((f"layer{number}", layer) for number, layer in enumerate(layers)))
         self.register_buffer("scale", torch.ones(()))
@@ -127,6 +127,12 @@ def _on_rank_0(value: Any, path: Path) -> None:
         torch.save(value, path)
 
 
+def _written_anew(checkpoint: Path) -> float:
+    """The share of a checkpoint that is in files of its own."""
+    files = [file.stat() for file in checkpoint.glob("*.distcp")]
+    return sum(file.st_size for file in files if file.st_nlink == 1) / sum(file.st_size for file in files)
+
+
 # The lives
 
 
@@ -144,7 +150,7 @@ def _pretrain(root: Path) -> None:
 
 
 def _first_lives(root: Path, layouts: list[str]) -> None:
-    """Warm start, two steps, a checkpoint, and what three more steps would give."""
+    """Warm start, two steps with a checkpoint each, and what three more steps would give."""
     backbone = torch.load(root / "backbone.pt", weights_only=True)
     for layout in layouts:
         for variant, options in VARIANTS.items():
@@ -160,8 +166,10 @@ def _first_lives(root: Path, layouts: list[str]) -> None:
             fresh = {f"model.{key}": value for key, value in Larger().state_dict().items() if "pretrain" not in key}
             assert_same({key: value for key, value in _whole(state).items() if key in fresh}, fresh)
 
-            _go_on(state, 2)
-            checkpointer.save(state, root / run / "step-2", step=2)
+            for step in (1, 2):
+                _go_on(state, 1)
+                checkpointer.save(state, root / run / f"step-{step}", step=step)
+            assert _written_anew(root / run / "step-2") < 0.2, run
             saved = _whole(state)
             losses = _go_on(state, 3)
             _on_rank_0((saved, losses, _whole(state)), root / f"{run}.pt")
@@ -218,7 +226,8 @@ def test_a_fine_tuning_is_killed_and_goes_on_under_any_layout(tmp_path: Path) ->
             survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != 1]
             assert all("RankFailure" in outcome.traceback for outcome in survivors), survivors
 
-    shutil.rmtree(tmp_path / "pretrained")  # nobody needs it any more
+    for gone in (tmp_path / "pretrained", *tmp_path.glob("*/step-1")):  # nobody needs them any more
+        shutil.rmtree(gone)
     for world_size, layouts in LAYOUTS.items():
         launch.run(_last_lives, world_size, tmp_path, layouts, runs)
 
