@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin._python import before_threads_end
+from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.loading import Loading
+from dcp_plugin.omission import LeftOut, Omission
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.planning.exchange import Exchange, in_table_order
 from dcp_plugin.planning.holdings import Holding
@@ -37,6 +39,7 @@ from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
 from dcp_plugin.state.app import gather_state, layouts_of, parts_of
+from dcp_plugin.storage.opening import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.table import Location, Places
 from dcp_plugin.storage.views import Views
@@ -130,6 +133,7 @@ class Checkpointer:
         self._buffers = HostBuffers()
         self._exchange = Exchange()
         self._reuse = Reuse() if self.config.reuse else None
+        self._omission = Omission(self.config)
         self._in_flight: SaveHandle | None = None
         self._thread: threading.Thread | None = None
 
@@ -210,10 +214,22 @@ class Checkpointer:
         """
         ranks = self._meet_again()
         with _collector_paused():
-            report = Loading(ranks, self.config, local_path(path), partial, strict).run(state)
+            loading = Loading(ranks, self.config, local_path(path), partial, strict)
+            report = loading.run(state)
         if self._reuse is not None:
-            self._reuse.loaded(report.path)
+            self._reuse.loaded(loading.opened.path)
+        if self._omission.remembers:
+            ranks.agree(f"remember what {path} has", lambda: self._remember(state, report, loading.opened))
         return report
+
+    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
+        modules = [part for part in parts_of(state) if part.kind == "module"]
+        leaves, _ = gather_state(modules)
+        flat = encode_state(
+            {k: leaf for k, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
+        )
+        names = {key: report.renamed.get(key, key) for key in report.loaded if key in flat}
+        self._omission.loaded(flat, names, opened)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
@@ -312,7 +328,7 @@ class Checkpointer:
         try:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, paths = gather_state(parts)
-            flat = encode_state(leaves, self.config.allow_pickle)
+            flat = self._omission.without_excluded(encode_state(leaves, self.config.allow_pickle))
             writer.frozen = {key for key, one in flat.items() if isinstance(one, ShardedValue) and one.frozen}
             writer.facts = {
                 "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
@@ -351,7 +367,7 @@ class Checkpointer:
         def hold() -> Holding:
             if job.failure is not None:
                 raise job.failure
-            planner.set_up_planner(job.state, None, ranks.rank == 0)
+            planner.set_up_planner(self._leave_out(job.state, left_out, writer), None, ranks.rank == 0)
             planner.use_paths(job.paths)
             return planner.holding()
 
@@ -376,6 +392,7 @@ class Checkpointer:
                     logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
 
         try:
+            left_out = self._omission.agree(job.state, ranks, job.path, job.failure)
             step = f"plan the save of {job.path}"
             planned, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
             ranks.combine(f"write {job.path}", write, publish)
@@ -393,6 +410,15 @@ class Checkpointer:
             progress.emit(progress.SaveFinished(job.path, job.step, writer.bytes_written, seconds, waited, reused))
         except Exception:
             logger.exception("a subscriber failed after %s was published", job.path)
+
+    def _leave_out(self, state: Flat, left_out: LeftOut, writer: ShardedWriter) -> Flat:
+        if self.config.exclude:
+            writer.facts["exclude"] = list(self.config.exclude)
+        if not left_out.keys:
+            return state
+        writer.left_out = left_out.keys
+        writer.facts["base"] = left_out.base_of(writer.path)
+        return {key: value for key, value in state.items() if key not in left_out.keys}
 
     def _note_reuse(self, writer: ShardedWriter, results: list[_Written]) -> None:
         """For the summary, on rank 0; and say what stood in the way of more."""

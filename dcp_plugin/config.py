@@ -47,6 +47,18 @@ class CheckpointConfig:
     """Hard-link what has not changed since the last checkpoint of the run instead of writing it again. Each checkpoint
     stays whole: it can be copied, loaded and deleted without the others."""
 
+    trainable_only: bool = False
+    """Leave frozen parameters out of checkpoints as long as the *base* has the same: the checkpoint that was loaded
+    before training, or the one named in ``base``. A load completes such a checkpoint from its base, which must
+    therefore be kept. Buffers, and frozen parameters that have changed, are always saved."""
+
+    base: str | None = None
+    """The checkpoint that completes those that leave something out. For a save with ``trainable_only``: needed only
+    if it was not loaded through the same checkpointer. For a load: where it is, if it was moved."""
+
+    exclude: tuple[str, ...] = ()
+    """Keys (globs) that are not saved. One that matches nothing is an error at the first save."""
+
     rng: bool = True
     """Frameworks' doors save and restore the random number generators of every rank."""
 
@@ -87,10 +99,13 @@ class CheckpointConfig:
             raise ValueError(f"read_broadcast must be True, False or 'auto', got {self.read_broadcast!r}.")
         if self.progress not in (True, False, "auto"):
             raise ValueError(f"progress must be True, False or 'auto', got {self.progress!r}.")
-        keys: object = self.allow_pickle
-        if isinstance(keys, str):
-            raise ValueError(f"allow_pickle takes a sequence of keys, got the string {keys!r}.")
-        object.__setattr__(self, "allow_pickle", tuple(self.allow_pickle))
+        for name in ("allow_pickle", "exclude"):
+            keys: object = getattr(self, name)
+            if isinstance(keys, str):
+                raise ValueError(f"{name} takes a sequence of keys, got the string {keys!r}.")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.base is not None:
+            object.__setattr__(self, "base", os.fspath(self.base))
 
     @classmethod
     def merge(cls, config: CheckpointConfig | None, **overrides: Any) -> CheckpointConfig:

@@ -8,16 +8,17 @@ from math import prod
 from dcp_plugin.config import PathLike
 from dcp_plugin.storage.index import Location, StoredTensor, StoredValue
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.summary import Base
 from dcp_plugin.types import CheckpointInfo, TensorInfo, VerifyReport
 
 
 def inspect(path: PathLike) -> CheckpointInfo:
-    """What is in a checkpoint.
+    """What is in a checkpoint; without what it leaves out because its base has it.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
     """
-    reader = ShardedReader(path)
+    reader = ShardedReader(path, complete=False)
     index, summary = reader.index, reader.summary
     tensors, values = [], []
     for key, entry in index.items():
@@ -38,18 +39,20 @@ def inspect(path: PathLike) -> CheckpointInfo:
         nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
         versions=dict(summary.versions) if summary else {},
         bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
+        base=Base.of_summary(summary.base, reader.path).path if summary and index.left_out else None,
+        left_out=list(index.left_out),
     )
 
 
-def verify(path: PathLike, io_threads: int = 2) -> VerifyReport:
-    """Read every byte of a checkpoint and compare it with its checksum.
+def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) -> VerifyReport:
+    """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
 
     Damage is reported, not raised. Items without checksums (another tool's) are only read, and listed.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
     """
-    reader = ShardedReader(path, io_threads=io_threads)
+    reader = ShardedReader(path, io_threads=io_threads, base=base)
     items: dict[tuple[str, int], tuple[str, Location]] = {}
     unverified = []
     for key, entry in reader.index.items():

@@ -6,6 +6,7 @@ How it becomes real, and how a crash is recovered from, is told in :mod:`dcp_plu
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.storage import commit
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.storage.summary import Summary
+from dcp_plugin.storage.summary import Base, Summary
 from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
@@ -90,12 +91,32 @@ def prune(newest: Path, keep: int) -> None:
     ]
     others = [state for state in siblings if state.path != newest]
     for state in sorted(others, key=lambda state: state.time, reverse=True)[keep - 1 :]:
-        commit.remove(state.path)
+        remove(state.path)
 
 
 def remove(path: PathLike) -> None:
-    """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
-    commit.remove(local_path(path))
+    """Delete a checkpoint, so that at no moment something half-deleted can be taken for one.
+
+    One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
+    """
+    path = local_path(path)
+    dependent = _completed_by(path)
+    if dependent is not None:
+        logger.warning("%s is not deleted: it has the frozen parameters that %s leaves out", path, dependent)
+    else:
+        commit.remove(path)
+
+
+def _completed_by(base: Path) -> Path | None:
+    """A checkpoint in the same directory that cannot be loaded without this one."""
+    if not (base / commit.METADATA).exists():
+        return None
+    for file in base.parent.glob(f"*/{commit.SUMMARY}"):
+        with suppress(CheckpointCorrupt):
+            said = Summary.read(file).base
+            if said and os.path.realpath(Base.of_summary(said, file.parent).path) == os.path.realpath(base):
+                return file.parent
+    return None
 
 
 def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:
@@ -113,7 +134,7 @@ def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:
 
 def _why_unreadable(path: Path) -> str:
     try:
-        ShardedReader(path).index  # noqa: B018 - opening it compares all files with their sizes
+        ShardedReader(path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
     except CheckpointError as error:
         return str(error)
     return ""

@@ -19,6 +19,7 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.matching import Match, Matching, locate
+from dcp_plugin.omission import about_excluded
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.planning.load import ShardedLoadPlanner, some
 from dcp_plugin.planning.sharing import SharedReading
@@ -27,6 +28,7 @@ from dcp_plugin.state.app import Part, parts_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import CheckpointIndex, StoredTensor
+from dcp_plugin.storage.opening import Opened
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
@@ -52,9 +54,18 @@ class Loading:
         self._strict = strict
         self._path = path
         self._reader = ShardedReader(
-            path, io_threads=config.io_threads, verify=config.verify_on_load, check_files=ranks.rank == 0
+            path,
+            io_threads=config.io_threads,
+            verify=config.verify_on_load,
+            check_files=ranks.rank == 0,
+            base=config.base,
         )
         self._planner = ShardedLoadPlanner(strict=False, allow_pickle=config.allow_pickle)
+
+    @property
+    def opened(self) -> Opened:
+        """The checkpoint, with its base if it has one."""
+        return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
         parts: list[Part] = []
@@ -121,7 +132,10 @@ class Loading:
         return match
 
     def _match(self, parts: list[Part]) -> Match:
-        return Matching(self._path, self._reader.index, self._reader.kinds, self._partial, self._strict).run(parts)
+        match = Matching(self._path, self._reader.index, self._reader.kinds, self._partial, self._strict).run(parts)
+        if match.problems:
+            match.problems.extend(about_excluded(self._reader.summary, match.report.missing))
+        return match
 
     def _plan(self, match: Match) -> LoadPlan:
         """The reads. What the planner finds is added to the problems, in front."""

@@ -160,14 +160,19 @@ class CheckpointInfo:
     versions: dict[str, str]
     bytes_reused: int = 0
     """Of the bytes on the disk, those that were linked from an earlier checkpoint instead of written."""
+    base: Path | None = None
+    """The checkpoint that has what this one leaves out."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys of frozen tensors that are in the base."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
         reused = f" ({self.bytes_reused / 2**20:.1f} MiB linked)" if self.bytes_reused else ""
+        base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB{reused}"
+            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB{reused}{base}"
         )
 
 

@@ -17,7 +17,18 @@ FLOORS = [
     ("storage",),
     ("planning", "staging"),
     ("state", "partial", "hints"),
-    ("lifecycle", "inspection", "matching", "loading", "attached", "checkpointer", "api", "conventions", "restart"),
+    (
+        "lifecycle",
+        "inspection",
+        "matching",
+        "loading",
+        "attached",
+        "checkpointer",
+        "api",
+        "conventions",
+        "omission",
+        "restart",
+    ),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}

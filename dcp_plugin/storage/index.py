@@ -17,6 +17,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``block_ends``          C         running number of checksum blocks
 ``block_crc``           B         running CRC32 of the payload at the end of each block
 ``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these
+``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
 ======================  ========  =====================================================================
 
 Blocks are described in :mod:`~dcp_plugin.storage.checksums`; their size follows from the payload's length.
@@ -32,7 +33,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -147,6 +148,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         """By key, how the tensors lie that are not row-major. Only ``torch.save`` files have such tensors."""
         self.values_here: dict[str, Any] = {}
         """By key, values that were read with the index. Only ``torch.save`` files have such values."""
+        self.left_out: dict[str, str] = {}
+        """Keys that are not stored because another checkpoint, the base, has the same, and their keys there."""
         self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
@@ -235,22 +238,45 @@ class CheckpointIndex(Mapping[str, Entry]):
         at = 0 if hashed is None else int(np.searchsorted(hashed, chunk))
         return None if hashed is None or at == len(hashed) or hashed[at] != chunk else hash_in(self.columns["hash"][at])
 
-    def selected(self, keys: Mapping[str, str], paths: Mapping[str, KeyPath], in_files: str) -> CheckpointIndex:
-        """The index of some keys under other names, with the file names put into the text ``in_files``."""
-        slots = np.array([self.slots[key] for key in keys], np.int64)
-        table = self.table.take(slots, list(keys.values()), paths)
-        counts = np.diff(self.table.chunk_starts)[slots]
-        files = {in_files.format(name): size for name, size in self.files.items()}
-        blocks = np.diff(self.columns["block_ends"], prepend=0)
-        items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
-        places = Places(files=list(files), blocks=blocks, hash=self._all_hashes(), **items)
-        return CheckpointIndex.of(table, places.take(ranges(self.table.chunk_starts[slots], counts)), files)
+    def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str) -> CheckpointIndex:
+        """The index of some keys under other names.
 
-    def _all_hashes(self) -> Column:
+        Args:
+            names: The new name of each key, and its name here.
+            paths: Those of the new names that do not follow the default.
+            below: Where the files are, seen from what the new index is relative to.
+        """
+        slots = np.array([self.slots[key] for key in names.values()], np.int64)
+        table = self.table.take(slots, list(names), paths)
+        counts = np.diff(self.table.chunk_starts)[slots]
+        files = {f"{below}/{name}": size for name, size in self.files.items()}
+        places = replace(self.places, files=list(files)).take(ranges(self.table.chunk_starts[slots], counts))
+        selected = CheckpointIndex.of(table, places, files)
+        selected.transforms = {(f"{below}/{name}", at): what for (name, at), what in self.transforms.items()}
+        selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
+        return selected
+
+    def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
+        """The index of the keys of both, which have none in common, and neither have their files."""
+        places = self.places, other.places
+        if other.smallest_block != self.smallest_block:  # its checksums are for other blocks than we would look for
+            places = self.places, other.places.without_checksums()
+        table = self.table.with_added(other.table)
+        both = CheckpointIndex.of(table, Places.joined(places), {**self.files, **other.files})
+        both.smallest_block = self.smallest_block
+        both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
+        both.left_out = self.left_out
+        return both
+
+    @property
+    def places(self) -> Places:
+        """Where the items are."""
         hashes = np.zeros((len(self.columns["file"]), 2), np.uint64)
         if "hashed" in self.columns:
             hashes[self.columns["hashed"]] = self.columns["hash"]
-        return hashes
+        blocks = np.diff(self.columns["block_ends"], prepend=0)
+        items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
+        return Places(files=self.file_names, blocks=blocks, hash=hashes, **items)
 
     @classmethod
     def build(
@@ -292,7 +318,10 @@ class CheckpointIndex(Mapping[str, Entry]):
             "files": json.dumps(self.files),
             "paths": json.dumps({key: path_to_json(path) for key, path in self.table.paths.items()}),
         }
-        return save_columns(self.columns, metadata=about)
+        columns = self.columns
+        if self.left_out:
+            columns = {**columns, "left_out": np.frombuffer(json.dumps(self.left_out).encode(), np.uint8)}
+        return save_columns(columns, metadata=about)
 
     @classmethod
     def read(cls, path: Path, sha256: str) -> CheckpointIndex:
@@ -315,7 +344,9 @@ class CheckpointIndex(Mapping[str, Entry]):
                     f"file and dcp_plugin.json to read the checkpoint as a stock one."
                 )
             index = cls._checked(columns, about)
-        except (SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        except (
+            SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError,
+        ) as error:  # fmt: skip
             raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
         index.validate(path.parent)
         return index
@@ -356,6 +387,11 @@ class CheckpointIndex(Mapping[str, Entry]):
         index = cls(table, columns, files, smallest_block)
         if len(index) != count:
             raise ValueError("a key occurs twice")
+        if "left_out" in columns:
+            left_out = json.loads(columns["left_out"].tobytes())
+            index.left_out = {str(key): str(there) for key, there in left_out.items() if key not in index.slots}
+            if len(index.left_out) != len(left_out):
+                raise ValueError("a key is both stored and left out")
         if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
             raise ValueError("shapes and boxes do not fit the dimensions")
         return index

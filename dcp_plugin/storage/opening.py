@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dcp_plugin.errors import CheckpointIncomplete
+from dcp_plugin.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
 from dcp_plugin.storage import commit, stock
 from dcp_plugin.storage.foreign import dcp_folder, detect
 from dcp_plugin.storage.foreign.contents import fingerprint_of
 from dcp_plugin.storage.index import CheckpointIndex
-from dcp_plugin.storage.summary import Summary, fingerprint
+from dcp_plugin.storage.summary import Base, Summary, fingerprint
+from dcp_plugin.storage.validation import check_files
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,78 @@ class Opened:
     """Of our own checkpoints only."""
     links: bool = False
     """Whether its files may be links that lead elsewhere: only among those that no index of ours lists."""
+    base: Opened | None = None
+    """The checkpoint that has what this one leaves out; its files are in the index, with their whole paths."""
+
+    def check_files(self, names: Iterable[str] | None = None) -> None:
+        """Check that these data files, or all, are there, in their directories, and not too short.
+
+        Raises:
+            CheckpointCorrupt: Naming the file.
+        """
+        names = list(self.index.files if names is None else names)
+        below = f"{self.base.directory}/" if self.base else ""
+        mine = [name for name in names if not below or not name.startswith(below)]
+        check_files(self.directory, self.index.files, mine, self.links)
+        if self.base:
+            self.base.check_files([name.removeprefix(below) for name in names if name.startswith(below)])
 
 
-def open_checkpoint(path: Path) -> Opened:
-    """Read and validate the table of contents.
+def open_checkpoint(path: Path, base: Path | None = None) -> Opened:
+    """Read and validate the table of contents; of a checkpoint that leaves out what a base has, together with that.
+
+    Args:
+        base: Where the base is, if it was moved.
 
     Raises:
-        CheckpointNotFound: There is nothing that we know; the message lists what was looked for.
+        CheckpointNotFound: There is nothing that we know; the message lists what was looked for. Or it is the base
+            that is not there.
         CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It cannot be read.
     """
+    return completed(open_alone(path), base)
+
+
+def completed(opened: Opened, base: Path | None) -> Opened:
+    """The checkpoint together with its base, if it has one.
+
+    Raises:
+        CheckpointNotFound: The base is not there.
+        CheckpointMismatch: What is there is not the base.
+    """
+    left_out = opened.index.left_out
+    if not left_out:
+        return opened
+    said = Base.of_summary(opened.summary.base if opened.summary else {}, opened.path)
+    found = _find_base(opened, said, base)
+    lost = [there for there in left_out.values() if there not in found.index]
+    if lost:
+        raise CheckpointMismatch(f"{found.path} has no {lost[0]}, which {opened.path} leaves out because of it")
+    added = found.index.selected(left_out, {}, below=str(found.directory))
+    return replace(opened, index=opened.index.with_added(added), base=found)
+
+
+def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
+    """The base, where it is said to be: by the caller, by the checkpoint, or in the same place seen from there."""
+    others = []
+    for place in [moved] if moved else [said.path, opened.path / said.relative]:
+        try:
+            found = open_alone(Path(os.path.realpath(place)))
+        except (CheckpointNotFound, OSError):
+            continue
+        if found.fingerprint == said.fingerprint:
+            return found
+        others.append(found)
+    what = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
+    if others:
+        raise CheckpointMismatch(
+            f"{what}; {others[0].path} is not that base: its fingerprint is {others[0].fingerprint[:12]} and that of "
+            f"the base {said.fingerprint[:12]}, which was {said.path}. Name the right one: base=PATH."
+        )
+    raise CheckpointNotFound(f"{what}, and {moved or said.path} is not there. If it was moved, name it: base=PATH.")
+
+
+def open_alone(path: Path) -> Opened:
+    """:func:`open_checkpoint` without what a base would add."""
     path = commit.locate(path)
     reason = commit.uncommitted_reason(path)
     if reason and commit.looks_like_checkpoint(path):
@@ -54,7 +120,7 @@ def open_checkpoint(path: Path) -> Opened:
         index = CheckpointIndex.read(path / commit.INDEX, summary.index_sha256)
         return Opened(path, path, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if dcp_folder.is_of_accelerate(path) and (path.parent / commit.INDEX).exists():
-        return open_checkpoint(path.parent)  # a view of ours, which names the files of the checkpoint above it
+        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint((path / commit.METADATA).read_bytes())
     if (path / "meta.pt").exists():
         index, kinds = dcp_folder.lightning_index(path)

@@ -32,9 +32,8 @@ from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.hostmemory import finish_device_work
 from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
 from dcp_plugin.storage.metadata import metadata_of
-from dcp_plugin.storage.opening import Opened, open_checkpoint
+from dcp_plugin.storage.opening import Opened, open_alone, open_checkpoint
 from dcp_plugin.storage.summary import Summary
-from dcp_plugin.storage.validation import check_files
 from dcp_plugin.storage.values import encode
 from dcp_plugin.types import Shape
 
@@ -65,18 +64,29 @@ class ShardedReader(StorageReader):
         io_threads: Threads that read.
         verify: Check what is read against the checksums.
         check_files: Look at all data files when the checkpoint is opened. In a group of ranks, one of them does.
+        base: Where the checkpoint is that has what this one leaves out, if it was moved.
+        complete: Whether to open the base, too. Without it, what it has is not there.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, io_threads: int = 2, verify: bool = True, check_files: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        io_threads: int = 2,
+        verify: bool = True,
+        check_files: bool = True,
+        base: str | os.PathLike[str] | None = None,
+        complete: bool = True,
     ) -> None:
         self.path = local_path(path)
         self._io_threads = io_threads
         self._verify = verify
         self._check_files = check_files
+        self._base = local_path(base) if base else None
+        self._complete = complete
         self._opened: Opened | None = None
         self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
@@ -88,9 +98,9 @@ class ShardedReader(StorageReader):
     def opened(self) -> Opened:
         """The checkpoint; opened when it is first needed."""
         if self._opened is None:
-            opened = open_checkpoint(self.path)
+            opened = open_checkpoint(self.path, self._base) if self._complete else open_alone(self.path)
             if self._check_files:
-                check_files(opened.directory, opened.index.files, opened.index.files, opened.links)
+                opened.check_files()
             self._opened, self.path = opened, opened.path
         return self._opened
 
@@ -120,8 +130,7 @@ class ShardedReader(StorageReader):
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
         """
         if not self._check_files:
-            names = {self._find(item).location.file for item in plan.items}
-            check_files(self.opened.directory, self.index.files, names, self.opened.links)
+            self.opened.check_files({self._find(item).location.file for item in plan.items})
 
     # torch.distributed.checkpoint.StorageReader
 

@@ -184,7 +184,7 @@ class Reuse:
             return ""
         self.base = path
         try:
-            reader = ShardedReader(path, check_files=False)
+            reader = ShardedReader(path, check_files=False, complete=False)
             index = reader.index
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"

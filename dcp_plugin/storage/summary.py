@@ -20,12 +20,33 @@ _MAX_SIZE = 1 << 20
 
 
 @dataclass(frozen=True)
+class Base:
+    """The checkpoint that has what another one leaves out: where it was, also as seen from there, and what it was."""
+
+    path: Path
+    relative: str
+    fingerprint: str
+
+    @classmethod
+    def of_summary(cls, said: dict[str, Any], checkpoint: Path) -> Base:
+        """Raises CheckpointCorrupt if nothing is said, or no base."""
+        if not all(isinstance(said.get(name), str) for name in ("path", "relative", "fingerprint")):
+            raise CheckpointCorrupt(f"{checkpoint / SUMMARY} does not say which base has what is left out")
+        return cls(Path(said["path"]), said["relative"], said["fingerprint"])
+
+    def to_summary(self) -> dict[str, str]:
+        return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}
+
+
+@dataclass(frozen=True)
 class Summary:
     """The content of ``dcp_plugin.json``.
 
     ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
     other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
-    ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and not written.
+    ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
+    that were not saved. ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and
+    not written.
     """
 
     step: int | None
@@ -40,6 +61,8 @@ class Summary:
     attached: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     reused: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    exclude: list[str] = field(default_factory=list)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
 
@@ -76,6 +99,8 @@ class Summary:
             if not all(isinstance(text, str) for text in (summary.index_sha256, *summary.kinds.values())):
                 raise ValueError("fingerprint and kinds are text")
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
+            if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
+                raise ValueError("exclude is a list of text, base an object")
             if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
         except (OSError, ValueError, TypeError, AttributeError) as error:

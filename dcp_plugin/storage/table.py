@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,18 @@ class Table:
             keys, self.dtypes, {key: path for key, path in paths.items() if path != default_path(key)}, columns
         )
 
+    def with_added(self, other: Table) -> Table:
+        """The keys of both, one after the other; those of ``other`` have none of these names."""
+        dtypes = list(dict.fromkeys((*self.dtypes, *other.dtypes)))
+        numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
+        numbers[: len(other.dtypes)] = [dtypes.index(name) for name in other.dtypes]
+        chunks = int(self.chunk_starts[-1])
+        mine, theirs = self.columns, other.columns
+        columns = {name: np.concatenate((mine[name], theirs[name])) for name in ("ndim", "shape", "box")}
+        columns["dtype"] = np.concatenate((mine["dtype"], numbers[theirs["dtype"]]))
+        columns["chunk_ends"] = np.concatenate((mine["chunk_ends"], theirs["chunk_ends"] + chunks))
+        return Table([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
+
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """For each number of dimensions: the keys (numbers), all their chunks (numbers), and the boxes of these as an
         array of chunks, offsets or sizes, dimensions."""
@@ -174,6 +186,9 @@ class Places:
             np.concatenate([part.block_crc for part in parts]),
             np.concatenate([part.hash for part in parts]),
         )
+
+    def without_checksums(self) -> Places:
+        return replace(self, blocks=np.zeros_like(self.blocks), block_crc=self.block_crc[:0])
 
     def take(self, order: Column) -> Places:
         """The items with these numbers, in this order."""

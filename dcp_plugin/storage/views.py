@@ -33,6 +33,7 @@ def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:
     for key in index:
         name, dot, rest = key.partition(".")
         if name in names:
-            keys[key] = f"{names[name]}{dot}{rest}"
-            paths[keys[key]] = (names[name], *index.path_of(key)[1:])
-    return index.selected(keys, paths, in_files="../{}")
+            new = f"{names[name]}{dot}{rest}"
+            keys[new] = key
+            paths[new] = (names[name], *index.path_of(key)[1:])
+    return index.selected(keys, paths, below="..")

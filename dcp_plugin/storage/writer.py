@@ -98,6 +98,8 @@ class ShardedWriter(StorageWriter):
         self._reuse = reuse
         self.frozen: Collection[str] = ()
         """Keys of tensors that the training does not mean to change."""
+        self.left_out: dict[str, str] = {}
+        """Keys that are not in the plan because the base has them, and their keys there. ``base`` is in the facts."""
         self.facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
@@ -217,6 +219,7 @@ class ShardedWriter(StorageWriter):
     def _commit(self, index: CheckpointIndex, world_size: int) -> None:
         assert self._reservation is not None
         directory = self._reservation.directory
+        index.left_out = self.left_out
         encoded = index.encode()
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
