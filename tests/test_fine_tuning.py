@@ -182,7 +182,7 @@ def _first_lives(root: Path, layouts: list[str]) -> None:
 
 
 def _lives_that_end_in_a_save(root: Path, layout: str, variant: str) -> None:
-    """Resume, one more step, and rank 1 dies when half of its bytes are written."""
+    """Resume, one more step, and rank 1 dies when half of its bytes are written. (One kill is one launch.)"""
     state = _fine_tuning(layout, seed=2)
     checkpointer = dcp.Checkpointer(timeout=20.0, **VARIANTS[variant])
     start = _start(state, root, f"{layout}-{variant}", checkpointer=checkpointer)
@@ -224,7 +224,7 @@ def test_a_fine_tuning_is_killed_and_goes_on_under_any_layout(tmp_path: Path) ->
     runs = [f"{layout}-{variant}" for layouts in training.values() for layout in layouts for variant in VARIANTS]
 
     for world_size, layout in _pairs(training):
-        for variant in VARIANTS:
+        for variant in VARIANTS if layout == "fsdp2" else ("whole",):
             outcomes = launch.outcomes_of(_lives_that_end_in_a_save, world_size, tmp_path, layout, variant)
             assert outcomes[1].exit_code == -signal.SIGKILL
             survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != 1]

@@ -5,6 +5,7 @@ And what was frozen when a checkpoint was made may be trained now, and the other
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import warnings
@@ -211,22 +212,27 @@ def _freeze_and_unfreeze(root: Path, layouts: list[str]) -> None:
         assert trainer.global_step == 6
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("trainable_only", [False, True], ids=["whole", "trainable only"])
+def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(tmp_path: Path, trainable_only: bool) -> None:
     launch.run(_pretrain, 1, tmp_path)
-    launch.run(_fine_tune, 2, tmp_path, layout)
-    shutil.rmtree(tmp_path / "pretrained")
-    launch.run(_resume, 2, tmp_path, layout)
+    for layout in ("ddp", "fsdp2"):
+        launch.run(_fine_tune, 2, tmp_path, layout, trainable_only)
+        if not trainable_only:
+            shutil.move(tmp_path / "pretrained", tmp_path / "moved")
+        launch.run(_resume, 2, tmp_path, layout, trainable_only)
+        if not trainable_only:
+            shutil.move(tmp_path / "moved", tmp_path / "pretrained")
 
 
-def _fine_tune(root: Path, layout: str) -> None:
+def _fine_tune(root: Path, layout: str, trainable_only: bool) -> None:
     from tests.lightning import fine_tuning as ft
     from tests.lightning import training as t
 
     pretrained = torch.load(root / "whole.pt", weights_only=True)
     for steps in (6, 3):  # in one go, and as far as the interruption
-        model, io = ft.FineTune(layout, seed=5), t.DCPCheckpointIO(init_from=root / "pretrained")
-        saving = t.checkpoints(root / "run", layout, "stateful") if steps == 3 else []
+        model = ft.FineTune(layout, seed=5)
+        io = t.DCPCheckpointIO(init_from=root / "pretrained", trainable_only=trainable_only)
+        saving = t.checkpoints(root / f"run-{layout}", layout, "stateful") if steps == 3 else []
         trainer = t.trainer_for(layout, saving, plugin=io, max_steps=steps)
         trainer.fit(model, t.stateful_loader(layout))
         if steps == 6:
@@ -237,14 +243,18 @@ def _fine_tune(root: Path, layout: str) -> None:
     torch.save((losses, final), root / f"straight-{torch.distributed.get_rank()}.pt")
 
 
-def _resume(root: Path, layout: str) -> None:
+def _resume(root: Path, layout: str, trainable_only: bool) -> None:
     import dcp_plugin as dcp
     from tests.lightning import fine_tuning as ft
     from tests.lightning import training as t
 
     losses, final = torch.load(root / f"straight-{torch.distributed.get_rank()}.pt", weights_only=True)
-    model, io = ft.FineTune(layout, seed=6), t.DCPCheckpointIO(init_from=root / "pretrained")
+    model = ft.FineTune(layout, seed=6)
+    io = t.DCPCheckpointIO(init_from=root / "pretrained", trainable_only=trainable_only)
     trainer = t.trainer_for(layout, plugin=io)
-    trainer.fit(model, t.stateful_loader(layout), ckpt_path=dcp.resolve_resume("auto", root / "run"))
+    newest = dcp.resolve_resume("auto", root / f"run-{layout}")
+    assert newest is not None
+    assert bool(json.loads((newest / "dcp_plugin.json").read_text())["base"]) is trainable_only
+    trainer.fit(model, t.stateful_loader(layout), ckpt_path=newest)
     assert model.losses == losses[3:]
     assert_same(t.whole_state(trainer), final)
