@@ -33,7 +33,7 @@ from dcp_plugin.state.app import Part, Wanted
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.renaming import Prefixes, Rename, RenamedSource, prefixes_of, prefixes_of_optimizer
 from dcp_plugin.state.source import Prefix, Source, find_prefix, join
-from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredTensor
+from dcp_plugin.storage.index import CheckpointIndex, Entry
 from dcp_plugin.types import KeyPath, LoadReport, ShardedValue
 
 MOST_PROBLEMS = 20
@@ -222,6 +222,7 @@ class Matching:
                     report.renamed[full] = match.stored[full]
             else:
                 report.left_out.append(full)
+        report.left_out.extend(join(part.name, key) for key in want.missing if not self._selected(part, key))
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
@@ -264,10 +265,10 @@ class Matching:
         """Which values are converted, or would have to be."""
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         for key, target in self._match.targets.items():
-            entry = self._index.get(self._match.stored[key])
-            if target is not None and isinstance(entry, StoredTensor) and entry.dtype != target.dtype:
-                if torch.can_cast(entry.dtype, target.dtype):  # if not, the planner says so
-                    differ[target.dtype, entry.dtype].append(key)
+            dtype = self._index.table.dtype_of(self._index.slots[self._match.stored[key]])
+            if target is not None and dtype is not None and dtype != target.dtype:
+                if torch.can_cast(dtype, target.dtype):  # if not, the planner says so
+                    differ[target.dtype, dtype].append(key)
                 self._match.report.cast.append(key)
         if self._given is None or self._given.cast:
             return

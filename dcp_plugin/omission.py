@@ -9,6 +9,7 @@ All ranks leave out the same: a tensor is there as a whole or not at all. Rank 0
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import pickle
@@ -36,6 +37,7 @@ from dcp_plugin.types import Flat, Shape, ShardedValue
 logger = logging.getLogger("dcp_plugin")
 
 _BATCH = 256 << 20  # of a base that is read to compare
+_MOST_KEYS = 20_000  # that are looked through for a hint
 
 Hashes = tuple[tuple[Shape, Shape, bytes], ...]
 """Offsets, sizes and hash of each chunk of a tensor on this rank."""
@@ -188,7 +190,10 @@ class Omission:
         if idle and not self._checked:
             globs = [self._config.exclude[number] for number in sorted(idle)]
             known = list(dict.fromkeys(key for claim in claims for key in claim.keys))
-            raise CheckpointMismatch(f"exclude={globs!r} matches no key of the state{nearest(globs[0], known)}")
+            near = difflib.get_close_matches(globs[0], known[:_MOST_KEYS], n=1, cutoff=0.5) or known[:1]
+            raise CheckpointMismatch(
+                f"exclude={globs!r} matches no key of the state; its keys look like {', '.join(near) or 'nothing'}"
+            )
         frozen = list(dict.fromkeys(key for claim in claims for key in claim.origins))
         if not frozen:
             return LeftOut({})

@@ -136,7 +136,7 @@ class RenamedSource:
     def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]:
         """What is stored for the part, and the path of each key, by our keys relative to the part."""
         paths: dict[str, KeyPath] = {}
-        for here, there in self._rules:
+        for here, there in self._rules_in_use():
             depth = there.count(".")
             for full in _under(index, there):
                 key, path = here + full.removeprefix(there), index.path_of(full)
@@ -154,6 +154,14 @@ class RenamedSource:
                     self._stored[mine], paths[mine] = stored, default_path(mine)
         self._drop_second_names()
         return {key: index[full] for key, full in self._stored.items()}, {key: paths[key] for key in self._stored}
+
+    def _rules_in_use(self) -> Prefixes:
+        """A module or an optimizer has nothing to do with what lies where none of its keys is looked for. Data takes
+        what is there."""
+        if self._part.kind not in ("module", "optimizer"):
+            return self._rules
+        used = {next(rule for rule in self._rules if name.startswith(rule[0])) for name in self._names}
+        return tuple(rule for rule in self._rules if rule in used)
 
     def _by_prefix(self, key: str) -> str:
         return next(there + key.removeprefix(here) for here, there in self._rules if key.startswith(here))

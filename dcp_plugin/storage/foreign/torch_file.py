@@ -117,7 +117,10 @@ def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -
         )
     begin = record_offset(tensor)
     if begin not in records:
-        raise CheckpointCorrupt(f"{path}: the bytes of {key} are no stored record of the file")
+        raise CheckpointCorrupt(
+            f"{path}: no record of the zip is where torch would have put the bytes of {key}. If torch.load takes the "
+            f"file, save it again with torch.save."
+        )
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
     view = View(path.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)

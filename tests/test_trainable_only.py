@@ -1,0 +1,308 @@
+"""Checkpoints of what trains alone, completed from their base; keys that are left out on purpose."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
+from torch import nn
+
+import dcp_plugin as dcp
+from dcp_plugin import progress
+from tests import launch
+from tests.compare import assert_same, full_state
+from tests.finetune import Tuned, build, finished_saves, train
+
+
+@pytest.fixture
+def events() -> Iterator[list[progress.SaveFinished]]:
+    with finished_saves() as noted:
+        yield noted
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optim": optimizer}
+
+
+def _pretrained(path: Path) -> nn.Module:
+    model, optimizer = build(seed=7)
+    dcp.save(_state(model, optimizer), path)
+    return model
+
+
+def _tuned_on(base: Path, **options: Any) -> tuple[dcp.Checkpointer, nn.Module, torch.optim.Optimizer]:
+    model, optimizer = build(seed=1)
+    ours = dcp.Checkpointer(trainable_only=True, **options)
+    ours.load(_state(model, optimizer), base)
+    train(model, optimizer)
+    return ours, model, optimizer
+
+
+def _check(path: Path, model: nn.Module, **options: Any) -> None:
+    other, fresh = build(seed=2)
+    dcp.load(_state(other, fresh), path, **options)
+    assert_same(full_state(other.state_dict()), full_state(model.state_dict()))
+
+
+def _flip(tensor: torch.Tensor, element: int) -> None:
+    tensor.data.view(-1).view(torch.int32)[element] ^= 1
+
+
+def test_only_what_trains_is_written_and_the_load_is_completed_from_the_base(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run" / "0")
+    assert events[1].bytes <= 0.11 * events[0].bytes
+    _check(tmp_path / "run" / "0", model)
+    assert dcp.verify(tmp_path / "run" / "0").ok
+    info = dcp.inspect(tmp_path / "run" / "0")
+    assert info.base == tmp_path / "base"
+    assert len(info.left_out) == 16 and str(tmp_path / "base") in str(info)
+
+
+def test_stock_torch_misses_what_is_left_out(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        head = {"model.head.weight": torch.zeros_like(model.get_parameter("head.weight"))}
+        stock.load(head, checkpoint_id=tmp_path / "run")
+        assert torch.equal(head["model.head.weight"], model.get_parameter("head.weight"))
+        with pytest.raises(BaseException, match="Missing key"):
+            stock.load({"model.backbone.0.weight": torch.zeros(256, 256)}, checkpoint_id=tmp_path / "run")
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "in the background"])
+def test_a_frozen_parameter_that_has_changed_by_one_bit_is_saved(
+    tmp_path: Path, async_save: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base", async_save=async_save)
+    _flip(model.get_parameter("backbone.3.weight"), 12_345)
+    with caplog.at_level(logging.WARNING, "dcp_plugin"):
+        for step in range(2):
+            ours.save(_state(model, optimizer), tmp_path / str(step))
+        ours.close()
+    assert caplog.text.count("model.backbone.3.weight") == 1
+    assert "model.backbone.3.weight" in {tensor.key for tensor in dcp.inspect(tmp_path / "1").tensors}
+    _check(tmp_path / "1", model)
+
+
+def test_a_resumed_run_keeps_the_base_of_its_checkpoint(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    _flip(model.get_parameter("backbone.3.weight"), 5)
+    ours.save(_state(model, optimizer), tmp_path / "run" / "0")
+    model, optimizer = build(seed=3)
+    resumed = dcp.Checkpointer(trainable_only=True)
+    resumed.load(_state(model, optimizer), tmp_path / "run" / "0")
+    train(model, optimizer)
+    resumed.save(_state(model, optimizer), tmp_path / "run" / "1")
+    shutil.rmtree(tmp_path / "run" / "0")
+    assert dcp.inspect(tmp_path / "run" / "1").base == tmp_path / "base"
+    _check(tmp_path / "run" / "1", model)
+    assert events[2].bytes + events[2].bytes_reused < 0.25 * events[0].bytes
+
+
+def test_buffers_of_the_frozen_part_are_saved(tmp_path: Path) -> None:
+    """Batch norm counts on in training mode, frozen or not."""
+
+    def net() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
+        model[:2].requires_grad_(False)
+        return model, torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    model, optimizer = net()
+    dcp.save(_state(model, optimizer), tmp_path / "base")
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load(_state(model, optimizer), tmp_path / "base")
+    model(torch.randn(16, 64))
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    other, fresh = net()
+    dcp.load(_state(other, fresh), tmp_path / "run")
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert sorted(dcp.inspect(tmp_path / "run").left_out) == [
+        f"model.{n}.{p}" for n in (0, 1) for p in ("bias", "weight")
+    ]
+
+
+def test_a_base_under_other_names_completes_a_larger_model(tmp_path: Path) -> None:
+    pretrained = nn.ModuleDict({"encoder": Tuned().backbone})
+    dcp.save({"net": pretrained}, tmp_path / "base")
+    model, optimizer = build(seed=1)
+    ours = dcp.Checkpointer(trainable_only=True)
+    rename = {"model.backbone.": "net.encoder."}
+    ours.load({"model": model}, tmp_path / "base", dcp.PartialLoad(include=["model.backbone.*"], rename=rename))
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    assert len(dcp.inspect(tmp_path / "run").left_out) == 16
+    _check(tmp_path / "run", model)
+
+
+def test_a_safetensors_file_can_be_the_base_named_or_loaded(tmp_path: Path) -> None:
+    source, _ = build(seed=7)
+    save_file(dict(source.state_dict()), tmp_path / "pre.safetensors")
+    for loaded in (True, False):
+        model, optimizer = build(seed=7)
+        ours = dcp.Checkpointer(trainable_only=True, base=None if loaded else tmp_path / "pre.safetensors")
+        if loaded:
+            ours.load({"model": model}, tmp_path / "pre.safetensors")
+        _flip(model.get_parameter("backbone.5.weight"), 77)
+        train(model, optimizer)
+        path = tmp_path / f"loaded {loaded}"
+        ours.save(_state(model, optimizer), path)
+        assert len(dcp.inspect(path).left_out) == 15
+        _check(path, model)
+
+
+def test_without_a_known_base_the_first_save_says_what_to_do(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with pytest.raises(dcp.SaveFailed, match=r"base=PATH"):
+        dcp.save(_state(model, optimizer), tmp_path / "run", trainable_only=True)
+    assert not list(tmp_path.iterdir())
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    dcp.save(_state(model, optimizer), tmp_path / "run", trainable_only=True)
+    assert dcp.inspect(tmp_path / "run").base is None
+
+
+def test_a_moved_base_is_found_by_name_or_beside_and_another_one_is_refused(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "a" / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "a" / "base")
+    ours.save(_state(model, optimizer), tmp_path / "a" / "run")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    _check(tmp_path / "b" / "run", model)
+    shutil.move(tmp_path / "b" / "base", tmp_path / "moved")
+    with pytest.raises(dcp.CheckpointNotFound, match="base=PATH"):
+        _check(tmp_path / "b" / "run", model)
+    assert dcp.latest(tmp_path / "b") == tmp_path / "b" / "run"
+    _check(tmp_path / "b" / "run", model, base=tmp_path / "moved")
+    assert dcp.verify(tmp_path / "b" / "run", base=tmp_path / "moved").ok
+    dcp.save(_state(*build(seed=9)), tmp_path / "other")
+    with pytest.raises(dcp.CheckpointMismatch, match=f"(?s){tmp_path / 'b' / 'run'}.*{tmp_path / 'other'} is not"):
+        _check(tmp_path / "b" / "run", model, base=tmp_path / "other")
+
+
+def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base", keep_last=1)
+    with pytest.raises(dcp.SaveFailed, match="it is the base"):
+        ours.save(_state(model, optimizer), tmp_path / "base")
+    with caplog.at_level(logging.WARNING, "dcp_plugin"):
+        for step in range(3):
+            ours.save(_state(model, optimizer), tmp_path / str(step))
+        ours.remove(tmp_path / "base")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "base"]
+    assert "is not deleted" in caplog.text
+    _check(tmp_path / "2", model)
+
+
+def test_a_checkpoint_with_a_base_is_no_base(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run" / "0")
+    with pytest.raises(dcp.CheckpointMismatch, match="no base"):
+        dcp.save(_state(model, optimizer), tmp_path / "run" / "1", trainable_only=True, base=tmp_path / "run" / "0")
+
+
+def test_excluded_keys_are_not_saved_and_a_load_says_why_they_are_missing(tmp_path: Path) -> None:
+    model, optimizer = build()
+    dcp.save(_state(model, optimizer), tmp_path / "0", exclude=["*.backbone.*"])
+    keys = {tensor.key for tensor in dcp.inspect(tmp_path / "0").tensors}
+    assert keys == {"model.head.weight", "model.head.bias"}
+    other, fresh = build(seed=1)
+    with pytest.raises(dcp.CheckpointMismatch, match=r"left out at save by exclude=\['\*.backbone.\*'\]"):
+        dcp.load(_state(other, fresh), tmp_path / "0")
+    dcp.load(_state(other, fresh), tmp_path / "0", dcp.PartialLoad(exclude="*.backbone.*"))
+    assert torch.equal(other.get_parameter("head.weight"), model.get_parameter("head.weight"))
+
+
+def test_an_exclude_that_matches_nothing_is_an_error_at_the_first_save(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with pytest.raises(
+        dcp.CheckpointMismatch, match=r"exclude=\['model.backbon.\*'\] matches no key.*model\.backbone\."
+    ):
+        dcp.save(_state(model, optimizer), tmp_path / "0", exclude=["model.backbon.*"])
+    assert not list(tmp_path.iterdir())
+    ours = dcp.Checkpointer(exclude=["*.teacher.*"])
+    state: dict[str, Any] = {"model": nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)})}
+    ours.save(state, tmp_path / "0")
+    del state["model"]["teacher"]
+    ours.save(state, tmp_path / "1")
+
+
+# Several ranks
+
+
+def _tune(root: Path, layouts: list[str]) -> dict[str, int]:
+    """Warm start from a checkpoint that one process has saved, then resume; one bit of one rank's shard has changed."""
+    warnings.simplefilter("ignore")
+    written = {}
+    for layout in layouts:
+        run = root / layout
+        model, optimizer = build(layout, seed=1)
+        ours = dcp.Checkpointer(trainable_only=True)
+        ours.load(_state(model, optimizer), root / "base")
+        train(model, optimizer)
+        with finished_saves() as events:
+            ours.save(_state(model, optimizer), run / "0")
+        written[layout] = events[0].bytes
+        if layout == "fsdp2" and dist.get_rank() == 1:
+            shard: Any = model.get_parameter("backbone.6.weight")
+            _flip(shard.to_local(), 99)
+        train(model, optimizer)
+        ours.save(_state(model, optimizer), run / "1")
+        ours.close()
+        left_out = dcp.inspect(run / "1").left_out
+        assert ("model.backbone.6.weight" in left_out) == (layout != "fsdp2")
+        assert len(left_out) == (15 if layout == "fsdp2" else 16)
+        other, fresh = build(layout, seed=2)
+        dcp.load(_state(other, fresh), run / "1")
+        whole = full_state(model.state_dict())
+        assert_same(full_state(other.state_dict()), whole)
+        if dist.get_rank() == 0:
+            torch.save({key.removeprefix("module."): value for key, value in whole.items()}, run / "1.pt")
+    return written
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
+)
+def test_every_layout_leaves_out_the_frozen_part_on_all_ranks(
+    tmp_path: Path, world_size: int, layouts: list[str], events: list[progress.SaveFinished]
+) -> None:
+    _pretrained(tmp_path / "base")
+    written = launch.run(_tune, world_size, tmp_path, layouts)
+    for layout in layouts:
+        assert sum(of_rank[layout] for of_rank in written) <= 0.11 * events[0].bytes
+        model, optimizer = build(seed=5)
+        dcp.load(_state(model, optimizer), tmp_path / layout / "1")
+        expected = torch.load(tmp_path / layout / "1.pt", weights_only=True)
+        assert_same(dict(model.state_dict()), expected)
+
+
+def _globs_of_one_rank(root: Path) -> str:
+    only = {"mine": torch.ones(4)} if dist.get_rank() == 1 else {"other": torch.ones(4)}
+    dcp.save(only, root / "0", exclude=["mine"])
+    try:
+        dcp.save(only, root / "1", exclude=["nobodys"])
+    except dcp.CheckpointMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_a_glob_may_match_on_one_rank_alone_and_the_error_comes_on_all(tmp_path: Path) -> None:
+    assert all("matches no key" in said for said in launch.run(_globs_of_one_rank, 2, tmp_path))
