@@ -31,7 +31,7 @@ from dcp_plugin.partial import PartialLoad, Policy
 from dcp_plugin.planning.load import some
 from dcp_plugin.state.app import Part, Wanted
 from dcp_plugin.state.names import CleanNames, unwrapped
-from dcp_plugin.state.renaming import Prefixes, Rename, RenamedSource, prefixes_of, prefixes_of_optimizer
+from dcp_plugin.state.renaming import Rename, Renaming
 from dcp_plugin.state.source import Prefix, Source, find_prefix, join
 from dcp_plugin.storage.index import CheckpointIndex, Entry
 from dcp_plugin.types import KeyPath, LoadReport, ShardedValue
@@ -122,12 +122,12 @@ class Matching:
         self._given = partial
         self._partial = partial or PartialLoad()
         self._rename = Rename.of(self._partial.rename)
+        self._renaming = Renaming(self._rename, [name for name, kind in kinds.items() if kind == "module"])
         self._strict = strict
         self._keys: list[str] = []
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
-        self._rules: dict[nn.Module, tuple[str, Prefixes]] = {}
         self._match = Match({}, {}, {}, LoadReport(path))
 
     def run(self, parts: list[Part]) -> Match:
@@ -146,7 +146,7 @@ class Matching:
         names = {part.name for part in parts}
         for part in parts:
             name = part.name
-            if part.kind in ("module", "optimizer") and name not in self._kinds and not self._rename.touches(name):
+            if part.kind in ("module", "optimizer") and name not in self._kinds and not self._renaming.is_about(part):
                 alike = [other for other, kind in self._kinds.items() if kind == part.kind and other not in names]
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
                     name = alike[0]
@@ -154,15 +154,21 @@ class Matching:
             yield part, name
 
     def _want(self, part: Part, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
-        renamed = self._renamed(part, name)
+        renamed = self._renaming.place(part, name)
         if renamed is not None:
-            return renamed, self._ask(part, renamed)
+            want = self._ask(part, renamed)
+            if want.targets and renamed.unnamed_groups:
+                self._say(
+                    f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
+                    f"{part.name!r} keeps its own hyper-parameters."
+                )
+            return renamed, want
         source = Source(name, part.kind, prefixes.get(part.module, Prefix()))
         want = self._ask(part, source)
         if part.kind == "module" and want.missing and not want.targets:
             prefix = find_prefix(want.missing, want.unexpected)
             if prefix is not None:
-                here, there = join(part.name, prefix.dropped), join(name, prefix.added)
+                here, there = f"{part.name}.{prefix.dropped}", f"{name}.{prefix.added}"
                 self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
                 prefixes[part.module] = prefix
                 source = replace(source, prefix=prefix)
@@ -170,42 +176,16 @@ class Matching:
         return source, want
 
     def _ask(self, part: Part, place: _Place) -> Wanted:
-        """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want."""
+        """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want.
+        A module does not, and its optimizer needs to know where it is."""
         entries, paths = place.entries(self._index)
-        if self._given is not None:
+        if self._given is not None and part.kind != "module":
             keys = dict.fromkeys((*entries, *(name.removesuffix(".") for name in part.names())))
             if not any(self._selected(part, key) for key in keys):
                 self._keys += [join(part.name, key) for key in keys]
                 self._match.report.left_out.extend(join(part.name, key) for key in keys)
                 return Wanted()
         return part.want(entries, paths)
-
-    def _renamed(self, part: Part, name: str) -> RenamedSource | None:
-        """The place of a part some of whose keys are renamed; None if none are."""
-        rename = self._rename
-        if not rename.prefixes and not rename.patterns:
-            return None
-        names = part.names()
-        special: dict[str, str] = {}
-        if part.kind == "optimizer":
-            module_name, module_rules = self._rules.get(part.module, ("", ())) if part.module else ("", ())
-            known = [module_name, *(other for other, kind in self._kinds.items() if kind == "module")]
-            if not self._kinds:  # a stock checkpoint does not say; its keys have one name in front
-                known += [there.partition(".")[0] for _, there in module_rules]
-            rules = prefixes_of_optimizer(part.name, name, rename, module_rules, known)
-            for key in names if module_name else ():
-                kind, _, fqn = key.removesuffix(".").partition(".")
-                found = rename.by_pattern(join(module_name, fqn))
-                if found is not None:
-                    special[key] = f"{rules[-1][1]}{kind}.{_without_name(found, known)}."
-        else:
-            rules = prefixes_of(part.name, name, rename)
-            special = {key: found for key in names if (found := rename.by_pattern(join(part.name, key))) is not None}
-            if part.kind == "module" and part.module is not None:
-                self._rules[part.module] = (part.name, rules)
-        if rules == (("", f"{name}."),) and not special:
-            return None
-        return RenamedSource(part, name, names, rules, special)
 
     def _select(self, part: Part, place: _Place, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
@@ -226,7 +206,8 @@ class Matching:
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
-        unexpected = [place.stored(key) for key in want.unexpected if self._selected(part, key)]
+        nobodys = (place.stored(key) for key in want.unexpected if self._selected(part, key))
+        unexpected = list(dict.fromkeys(nobodys))  # several of our names may lead to one
         report.missing.extend(missing)
         report.unexpected.extend(unexpected)
         if not want.tolerated:
@@ -322,8 +303,3 @@ class Matching:
 
     def _say(self, message: str) -> None:
         self._match.said.append(message)
-
-
-def _without_name(key: str, names: Iterable[str]) -> str:
-    front = max((f"{name}." for name in names if name and key.startswith(f"{name}.")), key=len, default="")
-    return key.removeprefix(front)

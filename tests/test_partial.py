@@ -14,13 +14,15 @@ import torch
 import torch.distributed.checkpoint as stock
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from hypothesis import given
+from hypothesis import given, settings
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import dcp_plugin as dcp
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.state.renaming import Rename, prefixes_of
+from dcp_plugin.state.renaming import Rename, RenamedSource, prefixes_of
+from dcp_plugin.storage.index import CheckpointIndex, Location, StoredValue
 from tests.compare import assert_same, same_bytes
 from tests.layouts import Net, train
 
@@ -65,12 +67,35 @@ def _message(state: dict[str, Any], path: Path, partial: PartialLoad | None) -> 
 _names = st.text("ab.", max_size=4)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(_names, _names, max_size=5), st.text("ab.", max_size=6))
 def test_the_longest_prefix_decides_alone(rename: dict[str, str], key: str) -> None:
     rules = prefixes_of("m", "m", Rename.of({f"m.{here}": there for here, there in rename.items()}))
     found = next(there + key.removeprefix(here) for here, there in rules if key.startswith(here))
     fitting = [here for here in rename if key.startswith(here)]
     assert found == (rename[max(fitting, key=len)] + key.removeprefix(max(fitting, key=len)) if fitting else f"m.{key}")
+
+
+_keys = st.sets(st.text("ab", min_size=1, max_size=2).map(".".join), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(_keys, _keys, st.dictionaries(_names, _names.map("m.".__add__), max_size=4))
+def test_every_key_has_one_place_and_what_is_nobodys_is_told_once(
+    names: set[str], stored: set[str], rename: dict[str, str]
+) -> None:
+    rules = prefixes_of("m", "m", Rename.of({f"m.{here}": there for here, there in rename.items()}))
+    nothing = StoredValue(Location("file", 0, 0, 0, 0))
+    index = CheckpointIndex.build([(f"m.{key}", nothing) for key in sorted(stored)], {"file": 0})
+    source = RenamedSource("module", "m", names, rules, {}, {})
+    entries, _ = source.entries(index)
+    for name in names:
+        place = next(there + name.removeprefix(here) for here, there in rules if name.startswith(here))
+        assert source.stored(name) == place
+        assert (name in entries) == (place in index)
+    claimed = {source.stored(name) for name in names}
+    nobodys = [source.stored(key) for key in entries if key not in names]
+    assert not claimed & set(nobodys) and set(nobodys) <= set(index)
 
 
 def test_a_prefix_that_is_shorter_than_a_name_goes_in_front_of_all_of_it() -> None:
@@ -155,6 +180,18 @@ def test_an_optimizer_follows_its_module(pretrained: Any, rename: dict[str, str]
     assert not report.unexpected
 
 
+def test_an_optimizer_alone_is_found_behind_the_prefix_of_its_module(pretrained: Any, tmp_path: Path) -> None:
+    _, model, source = pretrained
+    dcp.save({"model": nn.ModuleDict({"net": model}), "optim": source}, tmp_path / "ck")
+    target = Net()
+    before = copy.deepcopy(target.state_dict())
+    optimizer = torch.optim.AdamW(target.parameters(), lr=9.0)
+    with pytest.warns(UserWarning, match=r"has model\.net\.\* for model\.\*"):
+        report = dcp.load({"model": target, "optim": optimizer}, tmp_path / "ck", PartialLoad("optim.*"))
+    assert optimizer.param_groups[0]["lr"] == 0.125 and report.renamed["optim.param_groups.inp.bias.lr"]
+    assert_same(target.state_dict(), before)
+
+
 def test_several_targets_may_take_the_same_stored_key(pretrained: Any) -> None:
     path, model, _ = pretrained
     twins = nn.ModuleDict({"one": Net(), "two": Net()})
@@ -165,6 +202,11 @@ def test_several_targets_may_take_the_same_stored_key(pretrained: Any) -> None:
 
 def test_a_part_of_what_was_saved_is_loaded_into_a_bare_module_under_any_name(pretrained: Any) -> None:
     path, model, _ = pretrained
+    block = Net().block
+    mine = torch.optim.AdamW(block.parameters(), lr=9.0)
+    with pytest.warns(UserWarning, match="has no 'opt'; its only optimizer, 'optim', is loaded"):
+        dcp.load({"block": block, "opt": mine}, path, PartialLoad(rename={"": "model."}, unexpected="ignore"))
+    assert mine.param_groups[0]["lr"] == 0.125 and len(mine.state) == 4
     for name, rename in (("block", {"": "model."}), ("b", {"b.": "model.block."}), ("b", {"b": "model.block"})):
         block = Net().block
         dcp.load({name: block}, path, PartialLoad(rename=rename))
@@ -179,20 +221,29 @@ def test_data_is_renamed_too_and_keeps_its_structure(pretrained: Any) -> None:
     data = {"inner": {}}
     dcp.load({"extra": data}, path, PartialLoad(include="extra.inner.*", rename={"extra.inner.": "extra.a."}))
     assert data == {"inner": {"x": 1, "list": [1, 2]}}
+    data = {"a": {"deep": {"x": 0}}}
+    dcp.load({"mine": data}, path, PartialLoad("mine.a.*", rename={r"re:mine\.a\.deep\.(.*)": r"extra.a.\1"}))
+    assert data == {"a": {"deep": {"x": 1}}}
     state = {"number": 0}
     dcp.load(state, path, PartialLoad(rename={"number": "extra.b"}))
     assert state == {"number": 3}
 
 
 def test_a_stock_checkpoint_is_renamed_the_same_way(pretrained: Any, tmp_path: Path) -> None:
-    _, model, _ = pretrained
+    _, model, source = pretrained
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is only one process
-        stock.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
+        state = {"net": model.state_dict(), "opt": get_optimizer_state_dict(model, source)}
+        stock.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     target = FineTune()
-    partial = PartialLoad(include="model.pretrain.*", rename={"model.pretrain.": "net."})
-    dcp.load({"model": target}, tmp_path / "stock", partial)
+    optimizer = torch.optim.AdamW(target.pretrain.parameters(), lr=9.0)
+    partial = PartialLoad(exclude="model.head.*", rename={"model.pretrain.": "net.", "optim.": "opt."})
+    with pytest.warns(UserWarning, match="list without names.*'optim' keeps its own hyper-parameters"):
+        dcp.load({"model": target, "optim": optimizer}, tmp_path / "stock", partial)
     assert_same(target.pretrain.state_dict(), model.state_dict())
+    for mine, theirs in zip(target.pretrain.parameters(), model.parameters(), strict=True):
+        assert_same(optimizer.state[mine], source.state[theirs])
+    assert optimizer.param_groups[0]["lr"] == 9.0
 
 
 def test_a_model_on_the_meta_device_gets_memory(pretrained: Any) -> None:
