@@ -56,11 +56,11 @@ def _start(root: Path, layouts: list[str]) -> None:
         assert (io.restart.how, io.restart.path) == ("warm-started", root / "pretrained")
 
         # The weights that are asked for, and no others.
-        body = PartialLoad(include="model.net.body.*")
-        look, initial = ft.Looks(), ft.FineTune("single", seed=5).state_dict()
+        model, look, initial = ft.FineTune(layout, seed=5), ft.Looks(), ft.FineTune("single", seed=5).state_dict()
+        body = PartialLoad.submodule(model.net.body, source="model.net.body.")
         io = t.DCPCheckpointIO(init_from=root / "pretrained", partial=body)
         trainer = t.trainer_for(layout, [look, *t.checkpoints(root, layout, "plain")], plugin=io, max_steps=3)
-        trainer.fit(ft.FineTune(layout, seed=5), loader)
+        trainer.fit(model, loader)
         expected = {f"model.{key}": value for key, value in initial.items()}
         expected.update({key: value for key, value in pretrained.items() if ".body." in key})
         assert_same(ft.model_part(look.state), expected)
