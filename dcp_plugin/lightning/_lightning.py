@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from dcp_plugin.lightning._packages import has_base, package_behind
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
 
 FitLoopState = dict[str, Any]
 """``checkpoint["loops"]["fit_loop"]``: the counters of the training, by attribute path."""
 
 
-def unwrapped(io: CheckpointIO | None) -> CheckpointIO | None:
+def unwrapped(io: Any) -> Any:
     """What is inside ``AsyncCheckpointIO`` and its like; their base class is not exported."""
-    while isinstance(io, _WrappingCheckpointIO):
+    while has_base(type(io), "_WrappingCheckpointIO"):
         io = io.checkpoint_io
     return io
 
@@ -57,15 +56,12 @@ def set_epoch(trainer: Trainer, dataloader: Any) -> None:
     """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it afterwards, too late for
     ``StatefulDataLoader``, which asks the sampler for its order at once: it would repeat the order of epoch 0."""
     epoch: Any = trainer.fit_loop.epoch_progress.current
-    _set_sampler_epoch(dataloader, epoch.processed)
+    package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch.processed)
 
 
 def inside_distributed_sampler(sampler: Any) -> Any:
     """The user's sampler, which Lightning wraps on several ranks; None if this is not Lightning's wrapper."""
-    if not isinstance(sampler, DistributedSamplerWrapper):
-        return None
-    indices: Any = sampler.dataset
-    return indices._sampler
+    return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
 def take_dataloader_states(state: FitLoopState) -> list[Any]:

@@ -6,39 +6,75 @@ Lightning ever hides which Trainer is asking, it gets one that takes itself out 
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning._lightning import take_callback_out, trainer_under_construction, unwrapped
+from dcp_plugin.lightning._packages import Package, has_base, package_behind
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.strategy import promote
 
-
-class DCPCallback(Callback):
-    """Promotes the strategy of a trainer that has :class:`DCPCheckpointIO` among its plugins.
-
-    ``setup`` is the first hook on all ranks and the last moment before Lightning decides how to restore.
-    """
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if _has_plugin(trainer):
-            promote(trainer.strategy)
-            if not isinstance(trainer.strategy.checkpoint_io, DCPCheckpointIO):
-                rank_zero_warn(
-                    f"{type(trainer.strategy.checkpoint_io).__name__} around DCPCheckpointIO has no effect: all ranks "
-                    "save, not the plugin on rank 0. For saves in the background use DCPCheckpointIO(async_save=True)."
-                )
-        else:
-            take_callback_out(trainer, self)
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 
-def callbacks_for_new_trainer() -> list[DCPCallback]:
-    """What the entry point gives to a Trainer under construction."""
+@functools.cache
+def dcp_callback_class(package: Package) -> type[Any]:
+    """The callback, as a subclass of the ``Callback`` of one of Lightning's packages."""
+
+    class DCPCallback(package.pytorch.Callback):  # type: ignore[misc, name-defined]
+        """Promotes the strategy of a trainer that has :class:`DCPCheckpointIO` among its plugins.
+
+        ``setup`` is the first hook on all ranks and the last moment before Lightning decides how to restore.
+        """
+
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            if _has_plugin(trainer):
+                _refuse_mixture(trainer, self)
+                promote(trainer.strategy)
+                _say_if_wrapped(trainer)
+            else:
+                take_callback_out(trainer, self)
+
+    DCPCallback.__module__, DCPCallback.__qualname__ = package.classes, "DCPCallback"
+    return DCPCallback
+
+
+def callbacks_for_new_trainer(package: Package) -> list[Any]:
+    """What the entry point of a package gives to its Trainer under construction."""
     if not in_existence:
         return []
     trainer = trainer_under_construction()
-    return [DCPCallback()] if trainer is None or _has_plugin(trainer) else []
+    return [dcp_callback_class(package)()] if trainer is None or _has_plugin(trainer) else []
 
 
 def _has_plugin(trainer: Trainer) -> bool:
     return isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
+
+
+def _refuse_mixture(trainer: Trainer, mine: Any) -> None:
+    """A Trainer calls the hooks of the other package's callbacks, but does not know them for what they are: it adds a
+    ModelCheckpoint of its own, and never resumes from theirs. Lightning refuses a module of the other package itself.
+
+    Raises:
+        CheckpointError: A callback that concerns checkpoints is of the other package.
+    """
+    package, callbacks = package_behind(trainer), cast(Any, trainer).callbacks
+    for callback in (mine, *(other for other in callbacks if has_base(type(other), "Checkpoint"))):
+        theirs = package_behind(callback)
+        if theirs is not package:
+            raise CheckpointError(
+                f"this Trainer is of `{package.name}` and its {type(callback).__name__} of `{theirs.name}`. Import "
+                f"both from `{package.name}` (for DCPCallback: from {package.classes})."
+            )
+
+
+def _say_if_wrapped(trainer: Trainer) -> None:
+    if not isinstance(trainer.strategy.checkpoint_io, DCPCheckpointIO):
+        rank_zero_warn(
+            f"{type(trainer.strategy.checkpoint_io).__name__} around DCPCheckpointIO has no effect: all ranks "
+            "save, not the plugin on rank 0. For saves in the background use DCPCheckpointIO(async_save=True)."
+        )

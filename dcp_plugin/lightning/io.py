@@ -13,15 +13,14 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import keys_by_name
-from dcp_plugin.lightning import layout
+from dcp_plugin.lightning import _packages, layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 
@@ -29,7 +28,7 @@ in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
 
 
-class DCPCheckpointIO(CheckpointIO):
+class DCPCheckpointIO:
     """Sharded, crash-safe checkpoints that any strategy on any number of ranks resumes from.
 
     Args:
@@ -38,7 +37,7 @@ class DCPCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, config: CheckpointConfig | None = None, **overrides: Any) -> None:
-        super().__init__()
+        _be_a_plugin_for_all()
         self.config = CheckpointConfig.merge(config, **overrides)
         self._checkpointer: Checkpointer | None = None
         self._last_save: SaveHandle | None = None
@@ -48,11 +47,8 @@ class DCPCheckpointIO(CheckpointIO):
         in_existence.add(self)
 
     def __repr__(self) -> str:
-        """What Lightning's other package shows when it refuses this as a plugin: say what to do there."""
-        return (
-            "DCPCheckpointIO, which is for `lightning` (for a Fabric of `lightning_fabric` there is "
-            "dcp_plugin.fabric.attach(fabric))"
-        )
+        """What Lightning shows when it refuses this as a plugin: it does not know what was made before it was there."""
+        return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
     def checkpointer(self, world_size: int) -> Checkpointer:
         """The checkpointer of a promoted strategy, whose ranks all use it together."""
@@ -93,7 +89,8 @@ class DCPCheckpointIO(CheckpointIO):
     ) -> Checkpoint:
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         if os.path.isfile(path):
-            return TorchCheckpointIO().load_checkpoint(os.fspath(path), map_location, weights_only)
+            stock = _packages.in_use().fabric("plugins").TorchCheckpointIO()
+            return cast(Checkpoint, stock.load_checkpoint(os.fspath(path), map_location, weights_only))
         state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
         return without_own_state(layout.from_state(state))
@@ -149,3 +146,9 @@ class DCPCheckpointIO(CheckpointIO):
 def refuse_storage_options(storage_options: Any | None) -> None:
     if storage_options is not None:
         raise TypeError("storage_options are not supported by DCPCheckpointIO; configure it with CheckpointConfig.")
+
+
+def _be_a_plugin_for_all() -> None:
+    """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``."""
+    for package in [one for one in _packages.PACKAGES if one.fabric_imported] or _packages.installed():
+        package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered, plain
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 
 Checkpoint = dict[str, Any]
+
+HYPER_PARAMETERS = {
+    "hyper_parameters": "hparams_type",
+    "datamodule_hyper_parameters": "datamodule_hparams_type",
+}
+"""Lightning's keys for the hyper-parameters of the LightningModule and of the datamodule, and those for their class."""
 
 
 def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -32,11 +37,11 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
     if optimizers and all(map(is_keyed_by_name, optimizers)):
         del extra["optimizer_states"]
         state.update(zip(numbered(OPTIM, len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
-    for owner in (LightningModule, LightningDataModule):
-        if (key := owner.CHECKPOINT_HYPER_PARAMS_KEY) in extra:
+    for key, kind in HYPER_PARAMETERS.items():
+        if key in extra:
             extra[key] = plain(extra[key])
         # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
-        extra.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
+        extra.pop(kind, None)
     return {**state, EXTRA: extra}
 
 

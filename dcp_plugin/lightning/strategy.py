@@ -4,38 +4,25 @@ A promoted strategy is a subclass of the user's own strategy class and nothing e
 checkpoints stays as it is. It differs in what goes into a checkpoint (this rank's view of the state, by name), in
 who saves (all ranks), and in when it is loaded (after setup, when model and optimizers are wrapped and sharded).
 
-:func:`promote` changes the class of a strategy that exists already; that is what the callback does. The classes at
-the end of this module are the same for those who build their strategies themselves (Hydra, a swap-free taste).
+:func:`promote` changes the class of a strategy that exists already; that is what the callback does. The
+classes for those who build their strategies themselves (Hydra, a swap-free taste) are the same.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
-from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.overrides import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import layout, loading, resume
 from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
+from dcp_plugin.lightning._packages import has_base, home_of, package_of
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
@@ -43,8 +30,11 @@ from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.state import gather_module, gather_optimizer
 from dcp_plugin.state.sampler import make_resumable
 
-SUPPORTED = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
-UNSUPPORTED = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
 
 
 def promote(strategy: Strategy) -> None:
@@ -64,15 +54,17 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
     """
     if getattr(base, "promoted_by_dcp_plugin", False):
         return base
-    if not issubclass(base, SUPPORTED) or issubclass(base, UNSUPPORTED):
+    package = package_of(base)
+    if package is None or not _is_one_of(base, SUPPORTED) or _is_one_of(base, UNSUPPORTED):
         raise CheckpointError(
             f"DCPCheckpointIO does not support {base.__name__}: it keeps or writes its state in a way of its own. "
-            f"Use one of {', '.join(kind.__name__ for kind in SUPPORTED)} or a subclass, or take the plugin out."
+            f"Use one of {', '.join(SUPPORTED)} or a subclass, or take the plugin out."
         )
+    pytorch = package.pytorch
 
     class DCPStrategy(base):  # type: ignore[misc, valid-type]
         promoted_by_dcp_plugin = True
-        checkpoint_io: CheckpointIO  # a property of the base
+        checkpoint_io: Any  # a property of the base
         _dcp_loaded: Loaded | None = None
         _dcp_resume: Resume | None = None
 
@@ -134,17 +126,17 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 return checkpoint
             io, module = self.dcp_checkpoint_io, self.lightning_module
             io.wait()
-            fitting = module.trainer.state.fn == TrainerFn.FITTING
+            fitting = module.trainer.state.fn == "fit"
             self._dcp_loaded = loading.load(
                 path,
                 io.checkpointer(self.world_size),
                 self.model,
                 self.optimizers if fitting else [],
                 strict=module.strict_loading,
-                hooked=is_overridden("on_load_checkpoint", module),
+                hooked=is_overridden("on_load_checkpoint", module, pytorch.LightningModule),
             )
             checkpoint = self._dcp_loaded.checkpoint
-            checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)  # if saved by another door
+            checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if saved by another door
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
             elif fitting and "optimizer_states" in checkpoint:
@@ -208,15 +200,16 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 self.dcp_checkpoint_io.teardown()  # FSDP and ModelParallel forget it
 
     DCPStrategy.__name__ = DCPStrategy.__qualname__ = f"DCP{base.__name__}"
+    if base.__name__ in SUPPORTED and home_of(base) is not None:
+        DCPStrategy.__module__ = package.classes  # where pickle finds it
     DCPStrategy.__doc__ = f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks."
     return DCPStrategy
 
 
+def _is_one_of(cls: type, names: tuple[str, ...]) -> bool:
+    return any(has_base(cls, name) for name in names)
+
+
 def _plain(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-DCPSingleDeviceStrategy = dcp_strategy_class(SingleDeviceStrategy)
-DCPDDPStrategy = dcp_strategy_class(DDPStrategy)
-DCPFSDPStrategy = dcp_strategy_class(FSDPStrategy)
-DCPModelParallelStrategy = dcp_strategy_class(ModelParallelStrategy)
+    wrapper: Any = optimizer
+    return wrapper.optimizer if has_base(type(wrapper), "LightningOptimizer") else optimizer
