@@ -1,4 +1,4 @@
-"""``lightning.pytorch`` and ``pytorch_lightning``: the same plugin for the Trainers of both, and neither for nothing."""
+"""``lightning.pytorch`` and ``pytorch_lightning``: one plugin for the Trainers of both, and neither for nothing."""
 
 from __future__ import annotations
 
