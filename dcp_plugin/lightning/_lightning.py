@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,3 +156,17 @@ def end_restart(trainer: Trainer) -> None:
     fit_loop = trainer.fit_loop
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop.on_iteration_done()
+
+
+def replace_link_and_search(
+    cls: type[Any], link: Callable[..., None], committed: Callable[[Trainer, set[str]], set[str]]
+) -> None:
+    """Give a subclass of ``ModelCheckpoint`` another way to link, and a filter for what it takes for ``last``. It has
+    no public hook for either."""
+    original, search = cls._link_checkpoint, cls._find_last_checkpoints
+
+    def find(self: Any, trainer: Trainer) -> set[str]:
+        return committed(trainer, search(self, trainer))
+
+    cls._link_checkpoint = staticmethod(functools.partial(link, original=original))
+    cls._find_last_checkpoints = find

@@ -11,6 +11,7 @@ classes for those who build their strategies themselves (Hydra, a swap-free tast
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import layout, loading, resume
 from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
+from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_PATIENCE_WITH_AN_EXCEPTION = 60.0
+"""Seconds that a rank waits for the others if a callback is to save what an exception left. It is as long as they may
+be apart, a step or two, and much less than the timeout of a process group, after which its own exception is lost."""
 UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
 
 
@@ -67,6 +72,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         checkpoint_io: Any  # a property of the base
         _dcp_loaded: Loaded | None = None
         _dcp_resume: Resume | None = None
+        _dcp_all_came: bool | None = None
 
         @property
         def dcp_checkpoint_io(self) -> DCPCheckpointIO:
@@ -85,6 +91,27 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         def lightning_restore_optimizer(self) -> bool:
             return True
 
+        def setup(self, trainer: Any) -> None:
+            promote_callbacks(trainer)
+            self._dcp_all_came = None
+            self.dcp_checkpoint_io.checkpointer(self.world_size).ranks  # noqa: B018 - later may be too late to meet
+            super().setup(trainer)
+
+        def all_ranks_come_to_save(self) -> bool:
+            """After an exception: whether all ranks had one, so that they can save together. Asked once."""
+            if self._dcp_all_came is None:
+                io, limit = self.dcp_checkpoint_io, _PATIENCE_WITH_AN_EXCEPTION
+                io.wait()
+                came = io.checkpointer(self.world_size).all_ranks_come_to("save what an exception left", limit)
+                if not came:
+                    warnings.warn(
+                        f"Rank {self.global_rank} saves no checkpoint of its exception, because not all ranks had one: "
+                        "the others could not take part.",
+                        stacklevel=2,
+                    )
+                self._dcp_all_came = came
+            return self._dcp_all_came
+
         # Save: Lightning asks for the parts, lets hooks change them, and hands the whole back on every rank.
 
         def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -99,8 +126,6 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             refuse_storage_options(storage_options)
             io, trainer = self.dcp_checkpoint_io, self.lightning_module.trainer
             path = Path(self.broadcast(filepath))
-            if self.is_global_zero:  # ModelCheckpoint links to it at once, also while it is saved in the background
-                path.parent.mkdir(parents=True, exist_ok=True)
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
             handle = io.save(
