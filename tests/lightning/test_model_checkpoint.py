@@ -50,7 +50,8 @@ def _callbacks(root: Path) -> list[Any]:
     return [kinds[name](root / name, **options) for name, options in OPTIONS.items()]
 
 
-def _train(root: Path, layout: str, plugin: Any, *others: Any) -> tuple[Any, list[Any]]:
+def _train(root: Path, layout: str, plugin: Any, *others: Any) -> list[Any]:
+    """The callbacks after six epochs of two batches each."""
     from tests.lightning import training as t
 
     class Scored(t.Model):
@@ -67,7 +68,7 @@ def _train(root: Path, layout: str, plugin: Any, *others: Any) -> tuple[Any, lis
         layout, [*others, *callbacks], plugin=plugin, stock=plugin is None, max_steps=-1, max_epochs=6
     )
     trainer.fit(Scored(layout), t.plain_loader(layout, 2), t.DataLoader(t.data(2), batch_size=2))
-    return trainer, callbacks
+    return callbacks
 
 
 def _on_disk(root: Path) -> dict[str, str]:
@@ -86,41 +87,41 @@ def _remembered(callback: Any) -> dict[str, Any]:
     return {**known, "best": best, "score": callback.best_model_score, "key": callback.state_key}
 
 
-class _Watch:
-    """At every batch: what was there once, or is linked to, can be loaded."""
+def _watch(root: Path) -> Any:
+    """At every batch: where there was a checkpoint once there is one, and what is linked to can be loaded."""
+    from lightning.pytorch.callbacks import Callback
 
-    def __init__(self, root: Path) -> None:
-        from lightning.pytorch.callbacks import Callback
+    import dcp_plugin as dcp
 
-        import dcp_plugin as dcp
+    seen: set[str] = set()
 
-        seen: set[str] = set()
+    class Watch(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            committed = {state.path.parent.name for state in dcp.list_checkpoints(root) if state.committed}
+            assert seen <= committed, f"no checkpoint is left in {seen - committed}"
+            seen.update(committed)
+            for link in (path for path in root.glob("*/*") if path.is_symlink()):
+                assert dcp.inspect(link).step is not None, link
 
-        class Watch(Callback):
-            def on_train_batch_start(self, *args: Any) -> None:
-                committed = {state.path.parent.name for state in dcp.list_checkpoints(root) if state.committed}
-                assert seen <= committed, f"no checkpoint is left in {seen - committed}"
-                seen.update(committed)
-                for link in (path for path in root.glob("*/*") if path.is_symlink()):
-                    assert dcp.inspect(link).step is not None, link
-
-        self.callback = Watch()
+    return Watch()
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layout: str) -> None:
-    launch.run(_every_option, 2, tmp_path, layout)
+@pytest.mark.parametrize(
+    ("layout", "ways"), [("ddp", ["background"]), ("fsdp2", ["foreground", "background"])], ids=["ddp", "fsdp2"]
+)
+def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layout: str, ways: list[str]) -> None:
+    launch.run(_every_option, 2, tmp_path, layout, ways)
 
 
-def _every_option(root: Path, layout: str) -> None:
+def _every_option(root: Path, layout: str, ways: list[str]) -> None:
     import dcp_plugin as dcp
     from tests.lightning import training as t
 
     _slow_writes()
-    _, stock = _train(root / "stock", layout, None)
-    for name in ("foreground", "background"):
+    stock = _train(root / "stock", layout, None)
+    for name in ways:
         io = t.DCPCheckpointIO(async_save=name == "background")
-        trainer, ours = _train(root / name, layout, io, _Watch(root / name).callback)
+        ours = _train(root / name, layout, io, _watch(root / name))
         assert [_remembered(callback) for callback in ours] == [_remembered(callback) for callback in stock]
         assert _on_disk(root / name) == _on_disk(root / "stock")
         for path in sorted((root / "stock").glob("*/*.ckpt")):
@@ -131,7 +132,6 @@ def _every_option(root: Path, layout: str) -> None:
                 loaded = io.load_checkpoint(mine)
                 assert_same(written["state_dict"], loaded["state_dict"])
                 assert written.keys() == loaded.keys() - {"hyper_parameters"}, mine
-        del trainer
 
 
 def _slow_writes() -> None:
