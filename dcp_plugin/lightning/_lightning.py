@@ -9,7 +9,9 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_utilities.core.overrides import is_overridden
 
 from dcp_plugin.lightning._packages import has_base, package_behind
 
@@ -170,3 +172,33 @@ def replace_link_and_search(
 
     cls._link_checkpoint = staticmethod(functools.partial(link, original=original))
     cls._find_last_checkpoints = find
+
+
+def hooks_into_load(trainer: Trainer, pytorch: Any) -> bool:
+    """Whether somebody looks at a checkpoint that is loaded."""
+    module: Any = trainer.lightning_module
+    return is_overridden("on_load_checkpoint", module, pytorch.LightningModule) or any(
+        is_overridden("on_load_checkpoint", callback, pytorch.Callback) for callback in cast(Any, trainer).callbacks
+    )
+
+
+def restore_groups(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give the optimizers the groups that ``BaseFinetuning`` callbacks had added when the checkpoint was made.
+
+    They do it themselves in ``on_fit_start``, which comes before the checkpoint where the model is sharded, so that
+    Lightning cannot resume there. ``_restarting`` is how they know that they have not done it yet.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        state = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if state is not None and has_base(type(callback), "BaseFinetuning"):
+            finetuning: Any = callback
+            finetuning.load_state_dict(state)
+            finetuning.on_fit_start(trainer, trainer.lightning_module)
+
+
+def groups_are_restored(trainer: Trainer) -> None:
+    """So that the callbacks do not do it again in the next fit, with its new optimizers."""
+    for callback in cast(Any, trainer).callbacks:
+        if has_base(type(callback), "BaseFinetuning"):
+            finetuning: Any = callback
+            finetuning._restarting = False
