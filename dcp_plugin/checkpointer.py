@@ -228,6 +228,15 @@ class Checkpointer:
         """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
         return self._meet()
 
+    def all_ranks_come_to(self, step: str, within: float) -> bool:
+        """Whether every rank calls this, in a situation in which some may not; True for a rank alone.
+
+        False after ``within`` seconds, and at once if the ranks have not met yet or an earlier failure parted them.
+        """
+        if self._solo:
+            return True
+        return self._ranks is not None and self._ranks.usable and self._ranks.all_come_to(step, within)
+
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
 

@@ -31,13 +31,20 @@ def latest(root: PathLike) -> Path | None:
     """
     for state in reversed(list_checkpoints(root)):
         if state.committed:
-            try:
-                ShardedReader(state.path).index  # noqa: B018 - opening it compares all files with their sizes
-            except CheckpointError as error:
-                logger.warning("passing over %s: %s", state.path, error)
-            else:
+            reason = reason_to_pass_over(state.path)
+            if not reason:
                 return state.path
+            logger.warning("passing over %s: %s", state.path, reason)
     return None
+
+
+def reason_to_pass_over(path: PathLike) -> str:
+    """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
+    try:
+        ShardedReader(path).index  # noqa: B018 - opening it compares all files with their sizes
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def list_checkpoints(root: PathLike) -> list[CheckpointState]:
@@ -96,6 +103,11 @@ def prune(newest: Path, keep: int) -> None:
 def remove(path: PathLike) -> None:
     """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
     commit.remove(local_path(path))
+
+
+def link(path: PathLike, target: PathLike) -> None:
+    """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
+    commit.link(local_path(path), local_path(target))
 
 
 def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:

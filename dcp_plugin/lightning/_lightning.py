@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_utilities.core.overrides import is_overridden
 
 from dcp_plugin.lightning._packages import has_base, package_behind
 
@@ -154,3 +158,47 @@ def end_restart(trainer: Trainer) -> None:
     fit_loop = trainer.fit_loop
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop.on_iteration_done()
+
+
+def replace_link_and_search(
+    cls: type[Any], link: Callable[..., None], committed: Callable[[Trainer, set[str]], set[str]]
+) -> None:
+    """Give a subclass of ``ModelCheckpoint`` another way to link, and a filter for what it takes for ``last``. It has
+    no public hook for either."""
+    original, search = cls._link_checkpoint, cls._find_last_checkpoints
+
+    def find(self: Any, trainer: Trainer) -> set[str]:
+        return committed(trainer, search(self, trainer))
+
+    cls._link_checkpoint = staticmethod(functools.partial(link, original=original))
+    cls._find_last_checkpoints = find
+
+
+def hooks_into_load(trainer: Trainer, pytorch: Any) -> bool:
+    """Whether somebody looks at a checkpoint that is loaded."""
+    module: Any = trainer.lightning_module
+    return is_overridden("on_load_checkpoint", module, pytorch.LightningModule) or any(
+        is_overridden("on_load_checkpoint", callback, pytorch.Callback) for callback in cast(Any, trainer).callbacks
+    )
+
+
+def restore_groups(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give the optimizers the groups that ``BaseFinetuning`` callbacks had added when the checkpoint was made.
+
+    They do it themselves in ``on_fit_start``, which comes before the checkpoint where the model is sharded, so that
+    Lightning cannot resume there. ``_restarting`` is how they know that they have not done it yet.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        state = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if state is not None and has_base(type(callback), "BaseFinetuning"):
+            finetuning: Any = callback
+            finetuning.load_state_dict(state)
+            finetuning.on_fit_start(trainer, trainer.lightning_module)
+
+
+def groups_are_restored(trainer: Trainer) -> None:
+    """So that the callbacks do not do it again in the next fit, with its new optimizers."""
+    for callback in cast(Any, trainer).callbacks:
+        if has_base(type(callback), "BaseFinetuning"):
+            finetuning: Any = callback
+            finetuning._restarting = False

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning._lightning import take_callback_out, trainer_under_construction, unwrapped
 from dcp_plugin.lightning._packages import Package, has_base, package_behind
+from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.strategy import promote
 
@@ -48,7 +49,11 @@ def callbacks_for_new_trainer(package: Package) -> list[Any]:
     if not in_existence:
         return []
     trainer = trainer_under_construction()
-    return [dcp_callback_class(package)()] if trainer is None or _has_plugin(trainer) else []
+    if trainer is not None and not _has_plugin(trainer):
+        return []
+    if trainer is not None:
+        promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
+    return [dcp_callback_class(package)()]
 
 
 def _has_plugin(trainer: Trainer) -> bool:

@@ -17,10 +17,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from dcp_plugin import lifecycle
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import keys_by_name
 from dcp_plugin.lightning import _packages, layout
+from dcp_plugin.lightning.afterwards import Afterwards
 from dcp_plugin.lightning.aliases import ForStock
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
@@ -41,8 +43,7 @@ class DCPCheckpointIO:
         _be_a_plugin_for_all()
         self.config = CheckpointConfig.merge(config, **overrides)
         self._checkpointer: Checkpointer | None = None
-        self._last_save: SaveHandle | None = None
-        self._obsolete: list[PathLike] = []
+        self.afterwards = Afterwards()
         self.serves_strategy = False
         """Set by a promoted strategy: all ranks save."""
         in_existence.add(self)
@@ -70,20 +71,29 @@ class DCPCheckpointIO:
         """
         self.wait()
         files, aliases = (added.write_meta, added.aliases) if added else (None, None)
-        self._last_save = self.checkpointer(world_size).save(state, path, step, files=files, aliases=aliases)
-        return self._last_save
+        expected = self.afterwards.expect(path)
+        try:
+            handle = expected.handle = self.checkpointer(world_size).save(
+                state, path, step, files=files, aliases=aliases
+            )
+        except BaseException:
+            self.afterwards.forget()
+            raise
+        return handle
 
     def wait(self) -> None:
-        """Wait for the save in flight, then delete what was to be deleted after it.
+        """Wait for the save in flight, and until what was to follow it is done: links, deletions.
 
         Raises:
-            SaveFailed: It failed; raised once. Nothing is deleted then.
+            SaveFailed: It failed; raised once. Nothing follows it then.
         """
-        obsolete, self._obsolete = self._obsolete, []
         if self._checkpointer is not None:
-            self._checkpointer.wait()
-        for path in obsolete:
-            self.remove_checkpoint(path)
+            try:
+                self._checkpointer.wait()
+            except Exception:
+                self.afterwards.forget()
+                raise
+        self.afterwards.settle()
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""
@@ -95,6 +105,8 @@ class DCPCheckpointIO:
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        if self.afterwards.is_under_way(path):
+            self.wait()
         if os.path.isfile(path):
             stock = _packages.in_use().fabric("plugins").TorchCheckpointIO()
             return cast(Checkpoint, stock.load_checkpoint(os.fspath(path), map_location, weights_only))
@@ -109,12 +121,7 @@ class DCPCheckpointIO:
         a crash would then leave neither.
         """
         self._say_if_not_promoted()
-        if self._last_save is not None and not self._last_save.done():
-            self._obsolete.append(path)
-        elif os.path.isfile(path):
-            os.remove(path)
-        else:
-            self._alone().remove(path)
+        self.afterwards.with_files(lambda: lifecycle.remove(path))
 
     def teardown(self) -> None:
         """Wait for the save in flight and free what saving needed. The plugin can be used again.
@@ -126,12 +133,12 @@ class DCPCheckpointIO:
             self.wait()
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None
-            self._last_save = None
+            self.afterwards.close()
             if checkpointer is not None:
                 checkpointer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpointer": None, "_last_save": None}  # on its way to the processes of ddp_spawn
+        return {**self.__dict__, "_checkpointer": None, "afterwards": Afterwards()}  # on its way to ddp_spawn's ranks
 
     def _alone(self) -> Checkpointer:
         """A checkpointer that needs no closing: no process group, no background."""

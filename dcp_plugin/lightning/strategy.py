@@ -2,7 +2,7 @@
 
 A promoted strategy is a subclass of the user's own strategy class and nothing else: whatever that class does besides
 checkpoints stays as it is. It differs in what goes into a checkpoint (this rank's view of the state, by name), in
-who saves (all ranks), and in when it is loaded (after setup, when model and optimizers are wrapped and sharded).
+who saves (all ranks), and in how it is loaded (into the live model and optimizers, wherever their parts are).
 
 :func:`promote` changes the class of a strategy that exists already; that is what the callback does. The
 classes for those who build their strategies themselves (Hydra, a swap-free taste) are the same.
@@ -11,6 +11,7 @@ classes for those who build their strategies themselves (Hydra, a swap-free tast
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning import layout, loading, resume
+from dcp_plugin.lightning import _lightning, layout, loading, resume
 from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
 from dcp_plugin.lightning.aliases import add_for_stock
+from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
@@ -35,7 +37,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_PATIENCE_WITH_AN_EXCEPTION = 60.0
+"""Seconds that a rank waits for the others if a callback is to save what an exception left. It is as long as they may
+be apart, a step or two, and much less than the timeout of a process group, after which its own exception is lost."""
 UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
+
+_UNREAD: dict[str, Any] = {}
+"""Stands for the state of an optimizer that is not made yet, where nobody looks."""
 
 
 def promote(strategy: Strategy) -> None:
@@ -65,9 +73,12 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
 
     class DCPStrategy(base):  # type: ignore[misc, valid-type]
         promoted_by_dcp_plugin = True
-        checkpoint_io: Any  # a property of the base
+        checkpoint_io: Any  # a property of the base, and so is the next
+        model: Any
         _dcp_loaded: Loaded | None = None
         _dcp_resume: Resume | None = None
+        _dcp_all_came: bool | None = None
+        _dcp_set_up = False
 
         @property
         def dcp_checkpoint_io(self) -> DCPCheckpointIO:
@@ -79,12 +90,31 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             return io
 
         @property
-        def restore_checkpoint_after_setup(self) -> bool:
+        def lightning_restore_optimizer(self) -> bool:
+            """FSDP and ModelParallel load optimizers together with the model, before hooks have seen them."""
             return True
 
-        @property
-        def lightning_restore_optimizer(self) -> bool:
-            return True
+        def setup(self, trainer: Any) -> None:
+            promote_callbacks(trainer)
+            self._dcp_all_came = None
+            self.dcp_checkpoint_io.checkpointer(self.world_size).ranks  # noqa: B018 - later may be too late to meet
+            super().setup(trainer)
+            self._dcp_set_up = True
+
+        def all_ranks_come_to_save(self) -> bool:
+            """After an exception: whether all ranks had one, so that they can save together. Asked once."""
+            if self._dcp_all_came is None:
+                io, limit = self.dcp_checkpoint_io, _PATIENCE_WITH_AN_EXCEPTION
+                io.wait()
+                came = io.checkpointer(self.world_size).all_ranks_come_to("save what an exception left", limit)
+                if not came:
+                    warnings.warn(
+                        f"Rank {self.global_rank} saves no checkpoint of its exception, because not all ranks had one: "
+                        "the others could not take part.",
+                        stacklevel=2,
+                    )
+                self._dcp_all_came = came
+            return self._dcp_all_came
 
         # Save: Lightning asks for the parts, lets hooks change them, and hands the whole back on every rank.
 
@@ -100,8 +130,6 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             refuse_storage_options(storage_options)
             io, trainer = self.dcp_checkpoint_io, self.lightning_module.trainer
             path = Path(self.broadcast(filepath))
-            if self.is_global_zero:  # ModelCheckpoint links to it at once, also while it is saved in the background
-                path.parent.mkdir(parents=True, exist_ok=True)
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
             state = layout.shared_by_ranks(layout.to_state(checkpoint), self.model)
@@ -125,15 +153,25 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             io, module = self.dcp_checkpoint_io, self.lightning_module
             io.wait()
             fitting = module.trainer.state.fn == "fit"
-            self._dcp_loaded = loading.load(
+            checkpointer = io.checkpointer(self.world_size)
+            if not self._dcp_set_up and has_base(type(self.precision_plugin), "DoublePrecision"):
+                self.model = self.precision_plugin.convert_module(self.model)  # or the load would round
+            self._dcp_loaded = loaded = loading.load(
                 path,
-                io.checkpointer(self.world_size),
+                checkpointer,
                 self.model,
-                self.optimizers if fitting else [],
                 strict=module.strict_loading,
                 hooked=is_overridden("on_load_checkpoint", module, pytorch.LightningModule),
             )
-            checkpoint = self._dcp_loaded.checkpoint
+            checkpoint = loaded.checkpoint
+            if fitting and (names := loading.optimizers_in(path)):
+                if self._dcp_set_up:
+                    _lightning.restore_groups(module.trainer, checkpoint)
+                    self._dcp_load_optimizers(loaded)
+                elif _lightning.hooks_into_load(module.trainer, pytorch):
+                    checkpoint["optimizer_states"] = loading.peek_at_optimizers(path, checkpointer)
+                else:
+                    checkpoint["optimizer_states"] = [_UNREAD] * len(names)
             checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if saved by another door
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
@@ -152,12 +190,23 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 loading.apply_model(self.model, self._dcp_loaded, checkpoint["state_dict"], strict)
 
         def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
-            if self._dcp_loaded is None:
-                super().load_optimizer_state_dict(checkpoint)
-            else:
-                states = checkpoint["optimizer_states"]
-                loading.apply_optimizers(self.model, self.optimizers, self._dcp_loaded, states)
+            loaded, states = self._dcp_loaded, checkpoint["optimizer_states"]
             self._dcp_loaded = None
+            if loaded is None:
+                super().load_optimizer_state_dict(checkpoint)
+                return
+            if loaded.optimizers is None:
+                self._dcp_load_optimizers(loaded)
+            _lightning.groups_are_restored(self.lightning_module.trainer)
+            if not any(state is _UNREAD for state in states):
+                loading.apply_optimizers(self.model, self.optimizers, loaded, states)
+
+        def _dcp_load_optimizers(self, loaded: Loaded) -> None:
+            checkpointer, strict = (
+                self.dcp_checkpoint_io.checkpointer(self.world_size),
+                self.lightning_module.strict_loading,
+            )
+            loading.load_optimizers(loaded, checkpointer, self.model, self.optimizers, strict=strict)
 
         # The moments at which a resumed training picks up its thread, see resume.py.
 
@@ -192,6 +241,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
 
         def teardown(self) -> None:
             self._dcp_loaded = self._dcp_resume = None
+            self._dcp_set_up = False
             try:
                 super().teardown()
             finally:

@@ -80,15 +80,22 @@ def strategy_for(layout: str) -> Strategy:
 
 
 def trainer_for(
-    layout: str, callbacks: Sequence[Callback] = (), *, plugin: bool | DCPCheckpointIO = False, **options: Any
+    layout: str,
+    callbacks: Sequence[Callback] = (),
+    *,
+    plugin: bool | DCPCheckpointIO | None = False,
+    stock: bool = False,
+    **options: Any,
 ) -> pl.Trainer:
-    """A quiet trainer of six steps. With a ``ModelCheckpoint`` among the callbacks it has the plugin, too."""
+    """A quiet trainer of six steps. With a ``ModelCheckpoint`` among the callbacks it has the plugin, unless it is to
+    be ``stock``: Lightning alone."""
     if layout != "single":
         os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning|torchdata")
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     io = plugin if isinstance(plugin, DCPCheckpointIO) else DCPCheckpointIO() if plugin or saves else None
+    io = None if stock else io
     return pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE[layout],
