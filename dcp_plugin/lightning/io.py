@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -21,10 +22,10 @@ from dcp_plugin import lifecycle
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import keys_by_name
-from dcp_plugin.lightning import _packages, layout
+from dcp_plugin.lightning import _packages, layout, native
 from dcp_plugin.lightning.afterwards import Afterwards
 from dcp_plugin.lightning.aliases import ForStock
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
@@ -36,12 +37,19 @@ class DCPCheckpointIO:
 
     Args:
         config: How to save and load; the defaults if omitted.
+        weights_only: For checkpoints of Lightning's own (files, and ``meta.pt`` in directories of its sharded
+            strategies), what ``fit(weights_only=...)`` is for: False executes code from the file, None leaves it to
+            torch, which does not. Lightning drops that argument where a strategy is sharded. Our own checkpoints
+            never need it.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
     """
 
-    def __init__(self, config: CheckpointConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, config: CheckpointConfig | None = None, *, weights_only: bool | None = None, **overrides: Any
+    ) -> None:
         _be_a_plugin_for_all()
         self.config = CheckpointConfig.merge(config, **overrides)
+        self.weights_only = weights_only
         self._checkpointer: Checkpointer | None = None
         self.afterwards = Afterwards()
         self.serves_strategy = False
@@ -105,6 +113,7 @@ class DCPCheckpointIO:
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        weights_only = self.weights_only if weights_only is None else weights_only
         if self.afterwards.is_under_way(path):
             self.wait()
         if os.path.isfile(path):
@@ -112,7 +121,10 @@ class DCPCheckpointIO:
             return cast(Checkpoint, stock.load_checkpoint(os.fspath(path), map_location, weights_only))
         state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
-        return without_own_state(layout.from_state(state))
+        checkpoint = layout.from_state(state)
+        if native.is_directory_of_lightning(Path(path)):
+            return {**native.read(Path(path) / native.META, weights_only), **checkpoint}
+        return without_own_state(checkpoint)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint; while a save is in flight, later.
