@@ -14,7 +14,7 @@ import os
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -117,8 +117,7 @@ class DCPCheckpointIO:
         if self.afterwards.is_under_way(path):
             self.wait()
         if os.path.isfile(path):
-            stock = _packages.in_use().fabric("plugins").TorchCheckpointIO()
-            return cast(Checkpoint, stock.load_checkpoint(os.fspath(path), map_location, weights_only))
+            return native.read(Path(path), weights_only, map_location or "cpu")
         state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
         checkpoint = layout.from_state(state)

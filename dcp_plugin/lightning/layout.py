@@ -41,8 +41,8 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
     for key, kind in HYPER_PARAMETERS.items():
         if key in extra:
             extra[key] = plain(extra[key])
-        # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
-        extra.pop(kind, None)
+        if isinstance(of_class := extra.get(kind), type):  # which only executing pickled code would restore
+            extra[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     return {**state, EXTRA: extra}
 
 

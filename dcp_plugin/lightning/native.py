@@ -45,8 +45,8 @@ def optimizers_among(names: Iterable[str]) -> list[str]:
     return among(OPTIM, names) or among(OPTIMIZER, names)
 
 
-def read(path: Path, weights_only: bool | None) -> Checkpoint:
-    """A file of Lightning's, in host memory.
+def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
+    """A file of Lightning's, in host memory unless ``map_location`` says otherwise.
 
     Args:
         weights_only: Whether to refuse what only executing code from the file restores. None: torch's default, which
@@ -57,10 +57,16 @@ def read(path: Path, weights_only: bool | None) -> Checkpoint:
     """
     try:
         mapped = zipfile.is_zipfile(path)
-        checkpoint: Checkpoint = torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
+        checkpoint: Checkpoint = torch.load(path, map_location, mmap=mapped, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpoint(
             f"{path} holds something that is not loaded without executing code from the file: "
-            f"{str(error).splitlines()[0]} If you trust its origin: DCPCheckpointIO(weights_only=False)."
+            f"{_what(error)}. If you trust its origin: DCPCheckpointIO(weights_only=False)."
         ) from error
     return checkpoint
+
+
+def _what(error: Exception) -> str:
+    """The line of torch's long message that names it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line.strip().partition(" Please ")[0] for line in lines if "rror:" in line), lines[0]).rstrip(".")

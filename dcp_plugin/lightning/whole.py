@@ -108,13 +108,16 @@ def _names_in_model(model: nn.Module) -> list[str]:
 
 
 def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
-    """A slot of as many dimensions as its parameter mostly has its shape. If none has, the state is another's."""
+    """Slots have the shape of their parameter, or are made of its sizes (factored ones). If none is, they are
+    another's."""
     for name, slots in state.items():
-        shape = sharded_value(model[name]).shape if name in model else ()
-        alike = [tuple(slot.shape) for slot in slots.values() if is_tensor(slot) and slot.ndim == len(shape) > 0]
-        if alike and shape not in alike:
+        if name not in model:
+            continue
+        shape = sharded_value(model[name]).shape
+        shapes = [tuple(slot.shape) for slot in slots.values() if is_tensor(slot) and slot.ndim > 0]
+        if shapes and not any(set(of_slot) <= {1, *shape} for of_slot in shapes):
             raise CheckpointMismatch(
-                f"the checkpoint's optimizer state for {name} has shape {alike[0]}, the parameter {shape}: it is that "
+                f"the checkpoint's optimizer state for {name} has shape {shapes[0]}, the parameter {shape}: it is that "
                 "of another parameter. Make the optimizer with the parameters, groups and order it was saved with."
             )
 

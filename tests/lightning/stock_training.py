@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,7 +106,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     )
     model = StockModel(layout, seed)
     trainer.fit(model, DataLoader(TensorDataset(samples), batch_size=2), ckpt_path=ckpt_path, **more)
