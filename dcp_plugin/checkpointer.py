@@ -38,7 +38,7 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.staging.snapshot import HostBuffers
 from dcp_plugin.state.app import gather_state, layouts_of, parts_of
 from dcp_plugin.storage.table import Location, Places
-from dcp_plugin.storage.views import Views
+from dcp_plugin.storage.views import Aliases, Views
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import Flat, KeyPath, LoadReport
@@ -128,6 +128,7 @@ class Checkpointer:
         step: int | None = None,
         files: Callable[[Path], None] | None = None,
         views: Views | None = None,
+        aliases: Aliases | None = None,
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -139,6 +140,7 @@ class Checkpointer:
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
             views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
+            aliases: More keys for stock loaders, see there too.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -151,7 +153,7 @@ class Checkpointer:
         """
         ranks = self._meet_again()
         began = time.monotonic()
-        writer = self._writer(local_path(path), step, views)
+        writer = self._writer(local_path(path), step, views, aliases)
         if files is not None:
             self._add_files(writer, ranks, files)
         handle = SaveHandle(writer.path, step)
@@ -286,7 +288,7 @@ class Checkpointer:
             ranks.agree("go on after a failed save", lambda: _raise(told))
         return ranks
 
-    def _writer(self, path: Path, step: int | None, views: Views | None) -> ShardedWriter:
+    def _writer(self, path: Path, step: int | None, views: Views | None, aliases: Aliases | None) -> ShardedWriter:
         config = self.config
         return ShardedWriter(
             path,
@@ -295,6 +297,7 @@ class Checkpointer:
             direct_io=config.direct_io,
             checksum=config.checksum,
             views=views,
+            aliases=aliases,
         )
 
     def _gather(self, state: Mapping[str, Any], step: int | None, writer: ShardedWriter, began: float) -> _Job:

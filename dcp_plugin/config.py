@@ -57,8 +57,9 @@ class CheckpointConfig:
     terminal."""
 
     stock_aliases: bool | Literal["auto"] = "auto"
-    """Store an optimizer's param groups also under the keys where stock code that does not flatten them looks.
-    A few bytes; the tensors are shared."""
+    """Give what is stored also the keys under which stock code looks for it: an optimizer's param groups as a list;
+    through Lightning's sharded strategies everything, so that Lightning resumes without this package. A few bytes; the
+    tensors are shared. What converts a whole directory (``dcp_to_torch_save``) then finds them twice."""
 
     allow_pickle: tuple[str, ...] = ()
     """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a

@@ -23,6 +23,7 @@ from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.conventions import keys_by_name
 from dcp_plugin.lightning import _packages, layout
 from dcp_plugin.lightning.afterwards import Afterwards
+from dcp_plugin.lightning.aliases import ForStock
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 
@@ -57,16 +58,24 @@ class DCPCheckpointIO:
             self._checkpointer = Checkpointer(self.config, solo=world_size == 1)
         return self._checkpointer
 
-    def save(self, state: dict[str, Any], path: PathLike, step: int | None, world_size: int) -> SaveHandle:
+    def save(
+        self, state: dict[str, Any], path: PathLike, step: int | None, world_size: int, added: ForStock | None = None
+    ) -> SaveHandle:
         """Save on all ranks of a promoted strategy.
+
+        Args:
+            added: What lets stock Lightning resume from this checkpoint.
 
         Raises:
             SaveFailed: This save failed, or the one before, which nobody has heard of yet.
         """
         self.wait()
+        files, aliases = (added.write_meta, added.aliases) if added else (None, None)
         expected = self.afterwards.expect(path)
         try:
-            handle = expected.handle = self.checkpointer(world_size).save(state, path, step)
+            handle = expected.handle = self.checkpointer(world_size).save(
+                state, path, step, files=files, aliases=aliases
+            )
         except BaseException:
             self.afterwards.forget()
             raise

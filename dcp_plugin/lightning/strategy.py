@@ -24,6 +24,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import _lightning, layout, loading, resume
 from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
+from dcp_plugin.lightning.aliases import add_for_stock
 from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
@@ -131,12 +132,9 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             path = Path(self.broadcast(filepath))
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
-            handle = io.save(
-                layout.shared_by_ranks(layout.to_state(checkpoint), self.model),
-                path,
-                checkpoint.get("global_step"),
-                self.world_size,
-            )
+            state = layout.shared_by_ranks(layout.to_state(checkpoint), self.model)
+            added = add_for_stock(self, checkpoint, state) if io.config.stock_aliases else None
+            handle = io.save(state, path, checkpoint.get("global_step"), self.world_size, added)
             if trainer.state.stopped:  # nobody will wait for it later
                 handle.wait()
 

@@ -30,6 +30,8 @@ from dcp_plugin.state.names import parameter_names, parameters_by_name
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath
 
+GROUPS = "param_groups"
+
 Nested = dict[str, Any]
 """``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``"""
 
@@ -76,6 +78,8 @@ def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
+        if key == GROUPS:  # the list, for stock code
+            continue
         kind, fqn, name = split_key(key)
         (state if kind == "state" else fields)[fqn][name] = value
     groups: dict[str, Nested] = {}

@@ -210,10 +210,13 @@ class CheckpointIndex(Mapping[str, Entry]):
         }
         return cls(table, columns, files)
 
-    def selected(self, keys: Mapping[str, str], paths: Mapping[str, KeyPath], in_files: str) -> CheckpointIndex:
-        """The index of some keys under other names, with the file names put into the text ``in_files``."""
-        slots = np.array([self.slots[key] for key in keys], np.int64)
-        table = self.table.take(slots, list(keys.values()), paths)
+    def selected(
+        self, keys: Sequence[tuple[str, str]], paths: Mapping[str, KeyPath], in_files: str = "{}"
+    ) -> CheckpointIndex:
+        """The index of some keys (the first of each pair) under other names (the second), with the file names put into
+        the text ``in_files``. A key may occur under several names."""
+        slots = np.array([self.slots[key] for key, _ in keys], np.int64)
+        table = self.table.take(slots, [name for _, name in keys], paths)
         counts = np.diff(self.table.chunk_starts)[slots]
         files = {in_files.format(name): size for name, size in self.files.items()}
         blocks = np.diff(self.columns["block_ends"], prepend=0)

@@ -42,7 +42,7 @@ from dcp_plugin.storage.index import (
 from dcp_plugin.storage.metadata import encode as encode_metadata
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
-from dcp_plugin.storage.views import Views, write_views
+from dcp_plugin.storage.views import Aliases, Views, with_aliases, write_views
 from dcp_plugin.types import memory_of
 
 _NOTICE_SECONDS = 10.0
@@ -67,6 +67,7 @@ class ShardedWriter(StorageWriter):
         direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
         checksum: Whether to compute CRC32 checksums.
         views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
+        aliases: More keys for stock readers, see there too.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
 
     Raises:
@@ -82,6 +83,7 @@ class ShardedWriter(StorageWriter):
         direct_io: bool | Literal["auto"] = "auto",
         checksum: bool = True,
         views: Views | None = None,
+        aliases: Aliases | None = None,
         **facts: Any,
     ) -> None:
         self.path = local_path(path)
@@ -90,6 +92,7 @@ class ShardedWriter(StorageWriter):
         self._direct_io: bool | Literal["auto"] = direct_io
         self._checksum = checksum
         self._views = views or {}
+        self._aliases = aliases or {}
         self.facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
@@ -194,7 +197,8 @@ class ShardedWriter(StorageWriter):
             files.write_durably(directory / commit.INDEX, encoded)
             files.write_durably(directory / commit.SUMMARY, described)
             files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
-            files.write_durably(directory / commit.METADATA, encode_metadata(index, self.storage_meta()))
+            for_stock = with_aliases(index, self._aliases)
+            files.write_durably(directory / commit.METADATA, encode_metadata(for_stock, self.storage_meta()))
             write_views(directory, self._views, index, self.storage_meta())
             commit.publish(self._reservation)
         except OSError as error:
