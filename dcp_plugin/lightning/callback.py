@@ -27,18 +27,33 @@ def dcp_callback_class(package: Package) -> type[Any]:
     """The callback, as a subclass of the ``Callback`` of one of Lightning's packages."""
 
     class DCPCallback(package.pytorch.Callback):  # type: ignore[misc, name-defined]
-        """Promotes the strategy of a trainer that has :class:`DCPCheckpointIO` among its plugins.
+        """Promotes the strategy of a trainer that has :class:`DCPCheckpointIO` among its plugins, and tells the
+        trainer's loggers what each save cost.
 
         ``setup`` is the first hook on all ranks and the last moment before Lightning decides how to restore.
+
+        Args:
+            log_metrics: Give the loggers ``checkpoint/blocked_seconds`` and the like, see
+                :mod:`dcp_plugin.lightning.reporting`.
         """
 
+        def __init__(self, log_metrics: bool = True) -> None:
+            super().__init__()
+            self.log_metrics = log_metrics
+
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            if _has_plugin(trainer):
-                _refuse_mixture(trainer, self)
-                promote(trainer.strategy)
-                _say_if_wrapped(trainer)
-            else:
+            if not _has_plugin(trainer):
                 take_callback_out(trainer, self)
+                return
+            _refuse_mixture(trainer, self)
+            promote(trainer.strategy)
+            _say_if_wrapped(trainer)
+            _report_saves(trainer, self.log_metrics)
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            """A safe moment for what became due since the last one: a save has been published in the background."""
+            strategy: Any = trainer.strategy
+            strategy.dcp_checkpoint_io.afterwards.settle()
 
     DCPCallback.__module__, DCPCallback.__qualname__ = package.classes, "DCPCallback"
     return DCPCallback
@@ -53,11 +68,23 @@ def callbacks_for_new_trainer(package: Package) -> list[Any]:
         return []
     if trainer is not None:
         promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
+        if any(isinstance(callback, dcp_callback_class(package)) for callback in cast(Any, trainer).callbacks):
+            return []
     return [dcp_callback_class(package)()]
 
 
 def _has_plugin(trainer: Trainer) -> bool:
     return isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
+
+
+def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
+    strategy: Any = trainer.strategy
+    io: DCPCheckpointIO = strategy.dcp_checkpoint_io
+    if not trainer.is_global_zero:
+        return
+    io.on_saved = (lambda report: report.log(trainer.loggers)) if log_metrics else None
+    if io.config.async_save:
+        io.hold_back(trainer.loggers)
 
 
 def _refuse_mixture(trainer: Trainer, mine: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ import torch.distributed as dist
 
 from dcp_plugin import lifecycle
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
-from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.config import CheckpointConfig, PathLike, fields_in_signature
 from dcp_plugin.conventions import keys_by_name
 from dcp_plugin.lightning import _packages, layout, native
 from dcp_plugin.lightning.afterwards import Afterwards
 from dcp_plugin.lightning.aliases import ForStock
 from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.progress import SaveFinished
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
@@ -44,6 +47,7 @@ class DCPCheckpointIO:
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
     """
 
+    @fields_in_signature
     def __init__(
         self, config: CheckpointConfig | None = None, *, weights_only: bool | None = None, **overrides: Any
     ) -> None:
@@ -52,6 +56,9 @@ class DCPCheckpointIO:
         self.weights_only = weights_only
         self._checkpointer: Checkpointer | None = None
         self.afterwards = Afterwards()
+        self.on_saved: Callable[[Report], None] | None = None
+        """Set by the callback on rank 0: called in the training's thread when a save is published."""
+        self._held_back: list[Any] = []
         self.serves_strategy = False
         """Set by a promoted strategy: all ranks save."""
         in_existence.add(self)
@@ -87,7 +94,19 @@ class DCPCheckpointIO:
         except BaseException:
             self.afterwards.forget()
             raise
+        self.afterwards.in_training(self._report)
         return handle
+
+    def hold_back(self, loggers: list[Any]) -> None:
+        """Until the teardown, have loggers told of a checkpoint only when it is there."""
+        self._held_back = list(loggers)
+        tell_later(loggers, self.afterwards)
+
+    def _report(self, event: SaveFinished) -> None:
+        report = Report.of(event)
+        report.say()
+        if self.on_saved is not None:
+            self.on_saved(report)
 
     def wait(self) -> None:
         """Wait for the save in flight, and until what was to follow it is done: links, deletions.
@@ -145,11 +164,15 @@ class DCPCheckpointIO:
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None
             self.afterwards.close()
+            tell_at_once(self._held_back)
+            self._held_back, self.on_saved = [], None
             if checkpointer is not None:
                 checkpointer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpointer": None, "afterwards": Afterwards()}  # on its way to ddp_spawn's ranks
+        """On its way to the processes of ``ddp_spawn``."""
+        fresh: dict[str, Any] = {"_checkpointer": None, "afterwards": Afterwards(), "on_saved": None, "_held_back": []}
+        return {**self.__dict__, **fresh}
 
     def _alone(self) -> Checkpointer:
         """A checkpointer that needs no closing: no process group, no background."""

@@ -135,9 +135,9 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
             state = layout.shared_by_ranks(layout.to_state(checkpoint), self.model)
             added = add_for_stock(self, checkpoint, state) if io.config.stock_aliases else None
-            handle = io.save(state, path, checkpoint.get("global_step"), self.world_size, added)
+            io.save(state, path, checkpoint.get("global_step"), self.world_size, added)
             if trainer.state.stopped:  # nobody will wait for it later
-                handle.wait()
+                io.wait()
 
         def remove_checkpoint(self, filepath: PathLike) -> None:
             if self.is_global_zero:
