@@ -42,7 +42,7 @@ from dcp_plugin.state.app import gather_state, layouts_of, parts_of
 from dcp_plugin.storage.opening import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.table import Location, Places
-from dcp_plugin.storage.views import Views
+from dcp_plugin.storage.views import Aliases, Views
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import Flat, KeyPath, LoadReport, ShardedValue
@@ -144,6 +144,7 @@ class Checkpointer:
         step: int | None = None,
         files: Callable[[Path], None] | None = None,
         views: Views | None = None,
+        aliases: Aliases | None = None,
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -155,6 +156,7 @@ class Checkpointer:
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
             views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
+            aliases: More keys for stock loaders, see there too.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -167,7 +169,7 @@ class Checkpointer:
         """
         ranks = self._meet_again()
         began = time.monotonic()
-        writer = self._writer(local_path(path), step, views)
+        writer = self._writer(local_path(path), step, views, aliases)
         if files is not None:
             self._add_files(writer, ranks, files)
         handle = SaveHandle(writer.path, step)
@@ -259,6 +261,15 @@ class Checkpointer:
         """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
         return self._meet()
 
+    def all_ranks_come_to(self, step: str, within: float) -> bool:
+        """Whether every rank calls this, in a situation in which some may not; True for a rank alone.
+
+        False after ``within`` seconds, and at once if the ranks have not met yet or an earlier failure parted them.
+        """
+        if self._solo:
+            return True
+        return self._ranks is not None and self._ranks.usable and self._ranks.all_come_to(step, within)
+
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
 
@@ -310,7 +321,7 @@ class Checkpointer:
             ranks.agree("go on after a failed save", lambda: _raise(told))
         return ranks
 
-    def _writer(self, path: Path, step: int | None, views: Views | None) -> ShardedWriter:
+    def _writer(self, path: Path, step: int | None, views: Views | None, aliases: Aliases | None) -> ShardedWriter:
         config = self.config
         return ShardedWriter(
             path,
@@ -320,6 +331,7 @@ class Checkpointer:
             checksum=config.checksum,
             views=views,
             reuse=self._reuse,
+            aliases=aliases,
         )
 
     def _gather(self, state: Mapping[str, Any], step: int | None, writer: ShardedWriter, began: float) -> _Job:

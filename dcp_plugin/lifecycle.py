@@ -34,6 +34,15 @@ def latest(root: PathLike) -> Path | None:
     return _newest(root)[0]
 
 
+def reason_to_pass_over(path: PathLike) -> str:
+    """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
+    try:
+        ShardedReader(path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def list_checkpoints(root: PathLike) -> list[CheckpointState]:
     """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
 
@@ -123,7 +132,7 @@ def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:
     """The newest checkpoint below ``root`` that can be opened, and what is newer and cannot, with the reasons."""
     passed_over: list[CheckpointState] = []
     for state in reversed(list_checkpoints(root)):
-        reason = state.reason or _why_unreadable(state.path)
+        reason = state.reason or reason_to_pass_over(state.path)
         if not reason:
             return state.path, passed_over
         if state.committed:
@@ -132,17 +141,14 @@ def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:
     return None, passed_over
 
 
-def _why_unreadable(path: Path) -> str:
-    try:
-        ShardedReader(path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def _was_published(state: CheckpointState) -> bool:
     """Whether this was a checkpoint once, and not only a save that was interrupted."""
     return state.committed or (state.path.suffix != ".saving" and (state.path / commit.SUMMARY).exists())
+
+
+def link(path: PathLike, target: PathLike) -> None:
+    """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
+    commit.link(local_path(path), local_path(target))
 
 
 def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:

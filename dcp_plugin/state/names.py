@@ -24,7 +24,7 @@ class CleanNames:
             self._ddp_prefixes.append(f"{clean}.module." if clean else "module.")
 
     def __call__(self, name: str) -> str:
-        name = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+        name = without_wrappers(name)
         for prefix in self._ddp_prefixes:
             if (name + ".").startswith(prefix):
                 name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")
@@ -41,6 +41,11 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
         if not inner:
             return chain
         chain += inner[:1]
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the segments that only wrappers insert."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

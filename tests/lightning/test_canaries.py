@@ -67,7 +67,7 @@ def _hooks(root: Path) -> None:
     t.DataLoader.__iter__ = lambda self: order.append("iter") or iterate(self)  # type: ignore[func-returns-value]
     trainer.fit(Watched(), loader, ckpt_path=str(root / "single-plain" / "step=3.ckpt"))
     assert order == [
-        "setup", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "process_dataloader", "iter",
+        "load_checkpoint", "load_model_state_dict", "setup", "load_optimizer_state_dict", "process_dataloader", "iter",
         "module.on_train_start", "on_train_start", "iter",
     ]  # fmt: skip
 
