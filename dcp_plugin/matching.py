@@ -183,7 +183,7 @@ class Matching:
             keys = dict.fromkeys((*entries, *(name.removesuffix(".") for name in part.names())))
             if not any(self._selected(part, key) for key in keys):
                 self._keys += [join(part.name, key) for key in keys]
-                self._match.report.left_out.extend(join(part.name, key) for key in keys)
+                self._match.report.left_out.extend(join(part.name, key) for key in entries)
                 return Wanted()
         return part.want(entries, paths)
 
@@ -274,6 +274,9 @@ class Matching:
         if len(self._match.problems) > before:
             policies = "strict=False loads" if self._given is None else 'missing="ignore" and unexpected="ignore" load'
             self._match.problems.append(f"{policies} what fits")
+        elif self._given is not None and self._missing and not self._match.targets:
+            advice = some(about_missing(self._missing, renames, self._index, self._of_submodule), 3, "; ")
+            self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:
         if policy == "warn":

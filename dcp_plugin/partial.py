@@ -36,8 +36,8 @@ class Submodule:
 class PartialLoad:
     """Load a part of a checkpoint; only the bytes of what is selected are read, and the rest keeps its values.
 
-    Globs are matched against the *target's* keys: ``model.encoder.*``, ``optim.state.*``. A glob or a rename that
-    matches nothing is an error, and so is a rename to a prefix that the checkpoint does not have.
+    Globs are matched against the *target's* keys: ``model.encoder.*``, ``optim.state.*``; a ``*`` goes across dots. A
+    glob or a rename that matches nothing is an error, and so is a rename to a prefix that the checkpoint does not have.
 
     Raises:
         ValueError: A pattern is no pattern, a policy no policy, or nothing could be selected.
@@ -61,7 +61,8 @@ class PartialLoad:
     (``optim.state.`` …). Regular expressions are for modules and data."""
 
     missing: Policy = "error"
-    """About selected keys that the checkpoint does not have."""
+    """About selected keys that the checkpoint does not have. ``strict=False`` of a load makes ``"error"`` ``"ignore"``;
+    parameters that only the optimizer's checkpoint lacks are a warning at most, because trainable parts change."""
 
     unexpected: Policy = "error"
     """About keys of the checkpoint that would be selected if the target had them."""

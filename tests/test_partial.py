@@ -246,6 +246,18 @@ def test_a_stock_checkpoint_is_renamed_the_same_way(pretrained: Any, tmp_path: P
     assert optimizer.param_groups[0]["lr"] == 9.0
 
 
+def test_a_stock_checkpoint_of_bare_names_is_the_source_of_a_sub_module(pretrained: Any, tmp_path: Path) -> None:
+    _, model, _ = pretrained
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is only one process
+        stock.save(model.state_dict(), checkpoint_id=tmp_path / "stock", no_dist=True)
+    target = FineTune()
+    dcp.load({"model": target}, tmp_path / "stock", PartialLoad.submodule(target.pretrain, source=""))
+    assert_same(target.pretrain.state_dict(), model.state_dict())
+    said = _message({"model": target}, tmp_path / "stock", PartialLoad.submodule(target.pretrain))
+    assert said.endswith("source='' would find all of them.")
+
+
 def test_a_model_on_the_meta_device_gets_memory(pretrained: Any) -> None:
     path, model, _ = pretrained
     with torch.device("meta"):
@@ -302,6 +314,18 @@ def test_policies_and_strict(tmp_path: Path, policy: Any, strict: bool) -> None:
         report = dcp.load({"model": target}, tmp_path / "ck", partial, strict)
     assert report.missing == ["model.new.weight", "model.new.bias"]
     assert report.unexpected == ["model.old.weight", "model.old.bias"]
+
+
+def test_a_load_of_nothing_is_not_silent(pretrained: Any) -> None:
+    path, _, _ = pretrained
+    target = FineTune()
+    with pytest.warns(UserWarning, match=r"nothing is loaded.*rename=\{'model.pretrain.': 'model.'\} would find all"):
+        report = dcp.load(
+            {"model": target},
+            path,
+            PartialLoad("model.pretrain.*", rename={"model.": "model."}, missing="ignore", unexpected="ignore"),
+        )
+    assert not report.loaded and len(report.missing) == 9
 
 
 def test_another_dtype_is_an_error_unless_cast(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class Renaming:
             special = {key: place for key, place in places.items() if place is not None}
             if part.kind == "module" and part.module is not None:
                 self._followed[part.module] = (part.name, rules)
-        if rules == (("", f"{source}."),) and not special:
+        if rules == (("", f"{source}."),) and not special and not self.is_about(part):
             return None
         paths = part.gather()[1] if part.kind not in ("module", "optimizer") else {}
         return RenamedSource(part.kind, source, names, rules, special, paths)
