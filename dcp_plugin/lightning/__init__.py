@@ -12,6 +12,7 @@ from dcp_plugin.lightning import _packages
 _packages.installed()  # or say how to get it, before anything else fails
 
 from dcp_plugin.lightning import callback as _callback  # noqa: E402, F401  (the entry points look for it)
+from dcp_plugin.lightning.from_checkpoint import load_from_checkpoint  # noqa: E402
 from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
 from dcp_plugin.lightning.strategy import dcp_strategy_class  # noqa: E402
 
@@ -23,6 +24,7 @@ __all__ = [
     "DCPModelParallelStrategy",
     "DCPSingleDeviceStrategy",
     "dcp_strategy_class",
+    "load_from_checkpoint",
 ]
 
 

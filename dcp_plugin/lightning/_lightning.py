@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
 
-from dcp_plugin.lightning._packages import has_base, package_behind
+from dcp_plugin.config import PathLike
+from dcp_plugin.lightning._packages import Package, has_base, package_behind
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -202,3 +204,24 @@ def groups_are_restored(trainer: Trainer) -> None:
         if has_base(type(callback), "BaseFinetuning"):
             finetuning: Any = callback
             finetuning._restarting = False
+
+
+def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:
+    """What ``cls.load_from_checkpoint`` does once it has read the file; there is no public way in at that point."""
+    return package.module("core.saving")._load_state(cls, checkpoint, **options)
+
+
+def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
+    """A checkpoint of an older Lightning as this one would have made it; Lightning does it to every one it reads."""
+    migration = package.module("utilities.migration.utils")
+    found: dict[str, Any] = migration._pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
+    return found
+
+
+def hyper_parameters_in(package: Package, path: PathLike) -> dict[str, Any]:
+    """What ``load_from_checkpoint(hparams_file=...)`` reads; the functions are not documented."""
+    saving, suffix = package.module("core.saving"), os.fspath(path).rpartition(".")[2].lower()
+    readers = {"csv": "load_hparams_from_tags_csv", "yml": "load_hparams_from_yaml", "yaml": "load_hparams_from_yaml"}
+    if suffix not in readers:
+        raise ValueError(f"hparams_file must be a .csv, .yml or .yaml file, got {os.fspath(path)}")
+    return dict(getattr(saving, readers[suffix])(path))

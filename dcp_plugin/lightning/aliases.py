@@ -21,17 +21,13 @@ from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning._packages import has_base
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.native import META, MODEL_NAMES, OPTIMIZER, Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state.optimizer import GROUPS, Nested, group_list
 from dcp_plugin.storage import values
 from dcp_plugin.storage.views import Aliases
 from dcp_plugin.types import KeyPath
-
-META = "meta.pt"
-MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
-"""Under which name each of the sharded strategies stores the model."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) 
     for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
         if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
             state[name] = {**state[name], GROUPS: nested[GROUPS]}
-            aliases.update(_of_optimizer(name, f"optimizer_{number}", nested))
+            aliases.update(_of_optimizer(name, f"{OPTIMIZER}_{number}", nested))
     return ForStock(aliases, _meta(state[EXTRA]) if strategy.is_global_zero else None)
 
 

@@ -14,7 +14,8 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,10 +23,10 @@ from dcp_plugin import lifecycle
 from dcp_plugin.checkpointer import Checkpointer, SaveHandle
 from dcp_plugin.config import CheckpointConfig, PathLike, fields_in_signature
 from dcp_plugin.conventions import keys_by_name
-from dcp_plugin.lightning import _packages, layout
+from dcp_plugin.lightning import _packages, layout, native
 from dcp_plugin.lightning.afterwards import Afterwards
 from dcp_plugin.lightning.aliases import ForStock
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.progress import SaveFinished
@@ -39,13 +40,20 @@ class DCPCheckpointIO:
 
     Args:
         config: How to save and load; the defaults if omitted.
+        weights_only: For checkpoints of Lightning's own (files, and ``meta.pt`` in directories of its sharded
+            strategies), what ``fit(weights_only=...)`` is for: False executes code from the file, None leaves it to
+            torch, which does not. Lightning drops that argument where a strategy is sharded. Our own checkpoints
+            never need it.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
     """
 
     @fields_in_signature
-    def __init__(self, config: CheckpointConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, config: CheckpointConfig | None = None, *, weights_only: bool | None = None, **overrides: Any
+    ) -> None:
         _be_a_plugin_for_all()
         self.config = CheckpointConfig.merge(config, **overrides)
+        self.weights_only = weights_only
         self._checkpointer: Checkpointer | None = None
         self.afterwards = Afterwards()
         self.on_saved: Callable[[Report], None] | None = None
@@ -124,14 +132,17 @@ class DCPCheckpointIO:
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        weights_only = self.weights_only if weights_only is None else weights_only
         if self.afterwards.is_under_way(path):
             self.wait()
         if os.path.isfile(path):
-            stock = _packages.in_use().fabric("plugins").TorchCheckpointIO()
-            return cast(Checkpoint, stock.load_checkpoint(os.fspath(path), map_location, weights_only))
+            return native.read(Path(path), weights_only, map_location or "cpu")
         state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
-        return without_own_state(layout.from_state(state))
+        checkpoint = layout.from_state(state)
+        if native.is_directory_of_lightning(Path(path)):
+            return {**native.read(Path(path) / native.META, weights_only), **checkpoint}
+        return without_own_state(checkpoint)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint; while a save is in flight, later.

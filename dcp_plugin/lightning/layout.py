@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered, plain
+from dcp_plugin.lightning import native
+from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
-
-Checkpoint = dict[str, Any]
+from dcp_plugin.state.optimizer import Nested
 
 HYPER_PARAMETERS = {
     "hyper_parameters": "hparams_type",
@@ -40,8 +41,8 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
     for key, kind in HYPER_PARAMETERS.items():
         if key in extra:
             extra[key] = plain(extra[key])
-        # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
-        extra.pop(kind, None)
+        if isinstance(of_class := extra.get(kind), type):  # which only executing pickled code would restore
+            extra[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     return {**state, EXTRA: extra}
 
 
@@ -53,13 +54,18 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def from_state(state: dict[str, Any]) -> Checkpoint:
-    """The inverse of :func:`to_state`."""
+    """The inverse of :func:`to_state`; also for the names that Lightning uses in directories of its own."""
     checkpoint: Checkpoint = dict(state.get(EXTRA, {}))
-    if MODEL in state:
-        checkpoint["state_dict"] = state[MODEL]
-    if optimizers := among(OPTIM, state):
-        checkpoint["optimizer_states"] = [unflatten_optimizer(state[name]) for name in optimizers]
+    if (name := native.model_among(state)) in state:
+        checkpoint["state_dict"] = state[name]
+    if optimizers := native.optimizers_among(state):
+        checkpoint["optimizer_states"] = [optimizer_of(state[name]) for name in optimizers]
     return checkpoint
+
+
+def optimizer_of(stored: dict[str, Any]) -> Nested:
+    """The state of an optimizer as it was read: flat, or nested if Lightning has written it itself."""
+    return unflatten_optimizer(stored) if any("." in key for key in stored) else {"state": {}, **stored}
 
 
 def is_keyed_by_name(optimizer_state: Any) -> bool:

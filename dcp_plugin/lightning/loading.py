@@ -12,7 +12,7 @@ previous values are kept until it has run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
+from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.lightning import layout
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning import layout, native
+from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.lightning.whole import fill, load_optimizer
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, unflatten_optimizer
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import finish_in_place
+from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import OptimizerLoad
 
 Locals = dict[str, list[torch.Tensor]]
@@ -50,11 +52,22 @@ class Loaded:
     optimizers: list[dict[str, Any]] | None = None
     """What each optimizer has been given, flat; None if they are not loaded yet."""
 
+    @classmethod
+    def of_file(cls, path: Path, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
+        """A file of Lightning's: nothing is given to anybody before the hooks have seen it."""
+        known = gather_module(model)
+        names = {key: key if key in known else without_wrappers(key) for key in checkpoint["state_dict"]}
+        state_dict = {names[key]: value for key, value in checkpoint["state_dict"].items()}
+        return cls(path, {**checkpoint, "state_dict": state_dict}, {}, {}, [])
 
-def load(path: Path, checkpointer: Checkpointer, model: nn.Module, *, strict: bool, hooked: bool) -> Loaded:
+
+def load(
+    path: Path, checkpointer: Checkpointer, model: nn.Module, *, strict: bool, hooked: bool, weights_only: bool | None
+) -> Loaded:
     """Read the checkpoint into ``model``, and all else but the optimizers' state into the result. Collective.
 
     Args:
+        weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
         strict: Whether keys that do not fit are an error; if ``hooked``, they are judged later.
         hooked: Whether the LightningModule's own hook runs before the model's state is applied.
 
@@ -63,17 +76,20 @@ def load(path: Path, checkpointer: Checkpointer, model: nn.Module, *, strict: bo
     """
     keys = keys_by_name(path)
     checkpoint: Checkpoint = {}
-    state: dict[str, Any] = {MODEL: model}
-    if EXTRA in keys:
+    name = native.model_among(keys)
+    state: dict[str, Any] = {name: model}
+    if native.is_directory_of_lightning(path):
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path / native.META, weights_only))
+    elif EXTRA in keys:
         state[EXTRA] = checkpoint
     before = _copies(gather_module(model)) if hooked else None
     # What only the checkpoint has, for the hook: single values, read as a whole.
-    foreign = [key for key in keys.get(MODEL, ()) if before is not None and key not in before]
-    state.update({f"{MODEL}.{key}": None for key in foreign})
+    foreign = [key for key in keys.get(name, ()) if before is not None and key not in before]
+    state.update({f"{name}.{key}": None for key in foreign})
     report = checkpointer.load(state, path, strict=strict and not hooked)
     missing = set(report.missing)
-    given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
-    checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
+    given = {key: value for key, value in gather_module(model).items() if f"{name}.{key}" not in missing}
+    checkpoint["state_dict"] = {**given, **{key: state[f"{name}.{key}"] for key in foreign}}
     return Loaded(path, checkpoint, given, before)
 
 
@@ -91,13 +107,9 @@ def load_optimizers(
         CheckpointMismatch: The checkpoint does not fit the optimizers.
     """
     path, names = loaded.path, optimizers_in(loaded.path)
-    if len(names) != len(optimizers):
-        raise CheckpointMismatch(
-            f"{path} has the state of {len(names)} optimizer(s), this training has {len(optimizers)}. Resume with the "
-            "optimizers that the checkpoint was made with."
-        )
+    _refuse_other_number(path, names, optimizers)
     # The model tells the names of the parameters, also if the checkpoint's have a prefix.
-    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
+    state: dict[str, Any] = {native.model_among(keys_by_name(path)): model, **dict(zip(names, optimizers, strict=True))}
     only = PartialLoad(include=tuple(f"{name}.*" for name in names))
     report = checkpointer.load(state, path, partial=only, strict=False)
     if strict and (report.missing or report.unexpected):
@@ -109,7 +121,7 @@ def load_optimizers(
 
 def optimizers_in(path: Path) -> list[str]:
     """The names of the optimizers in a checkpoint; none if it has only the weights."""
-    return among(OPTIM, keys_by_name(path))
+    return native.optimizers_among(keys_by_name(path))
 
 
 def peek_at_optimizers(path: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
@@ -117,7 +129,7 @@ def peek_at_optimizers(path: Path, checkpointer: Checkpointer) -> list[dict[str,
     optimizers. Collective."""
     state: dict[str, Any] = {name: {} for name in optimizers_in(path)}
     checkpointer.load(state, path)
-    return [unflatten_optimizer(flat) for flat in state.values()]
+    return [layout.optimizer_of(tree) for tree in state.values()]
 
 
 def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -143,7 +155,7 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
             if not is_tensor(source):
                 values[key] = source
             elif source is not loaded.model.get(key):
-                _fill(key, target, source)
+                fill(key, target, source)
         elif key in before and is_tensor(target):
             for chunk, copy in zip(sharded_value(target).chunks, before[key], strict=True):
                 chunk.tensor.copy_(copy)
@@ -151,19 +163,33 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
 
 
 def apply_optimizers(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], loaded: Loaded, states: list[dict[str, Any]]
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    loaded: Loaded,
+    states: list[dict[str, Any]],
+    *,
+    strict: bool,
 ) -> None:
     """Make the optimizers what the hooks left in ``states``."""
+    _refuse_other_number(loaded.path, states, optimizers)
     given = loaded.optimizers or []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        if not layout.is_keyed_by_name(state):  # saved without the promoted strategy
-            optimizer.load_state_dict(state)
+        if not loaded.optimizers or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
+            load_optimizer(model, optimizer, state, strict=strict)
             continue
         flat = flatten_optimizer(state)
         if number < len(given):
             flat = {key: _in_place_of(given[number].get(key), value) for key, value in flat.items()}
         if number >= len(given) or not _same(flat, given[number]):
             OptimizerLoad(model, optimizer, {}).commit(flat)
+
+
+def _refuse_other_number(path: Path, saved: Sized, optimizers: Sized) -> None:
+    if len(saved) != len(optimizers):
+        raise CheckpointMismatch(
+            f"{path} has the state of {len(saved)} optimizer(s), this training has {len(optimizers)}. Resume with the "
+            "optimizers that the checkpoint was made with."
+        )
 
 
 def _in_place_of(live: Any, value: Any) -> Any:
@@ -180,19 +206,6 @@ def _copies(state: Mapping[str, Any]) -> Locals:
         key: [chunk.tensor.clone() for chunk in sharded_value(value).chunks] if is_tensor(value) else []
         for key, value in state.items()
     }
-
-
-def _fill(key: str, target: Any, source: Any) -> None:
-    """Copy ``source``, whole or distributed like ``target``, into this rank's part of ``target``."""
-    mine, given = sharded_value(target), sharded_value(source)
-    if mine.shape != given.shape:
-        raise CheckpointMismatch(f"{key} has shape {mine.shape} in the model and {given.shape} in the state_dict")
-    for number, chunk in enumerate(mine.chunks):
-        if len(given.chunks) == 1 and given.chunks[0].sizes == given.shape:
-            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            chunk.tensor.copy_(given.chunks[0].tensor[box])
-        else:
-            chunk.tensor.copy_(given.chunks[number].tensor)
 
 
 def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning import _lightning, layout, loading, resume
+from dcp_plugin.lightning import _lightning, layout, loading, native, resume
 from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
 from dcp_plugin.lightning.aliases import add_for_stock
 from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
-from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
+from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.state import gather_module, gather_optimizer
 from dcp_plugin.state.sampler import make_resumable
@@ -70,6 +70,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             f"Use one of {', '.join(SUPPORTED)} or a subclass, or take the plugin out."
         )
     pytorch = package.pytorch
+    sharded = _is_one_of(base, tuple(native.MODEL_NAMES))
 
     class DCPStrategy(base):  # type: ignore[misc, valid-type]
         promoted_by_dcp_plugin = True
@@ -147,13 +148,20 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
             self._dcp_loaded = self._dcp_resume = None
             path = Path(self.broadcast(checkpoint_path))
-            if path.is_file():  # Lightning's own format: in Lightning's own way
+            io, module = self.dcp_checkpoint_io, self.lightning_module
+            weights_only = io.weights_only if weights_only is None else weights_only
+            if path.is_file() and not sharded:  # Lightning's own format: in Lightning's own way
                 checkpoint: Checkpoint = super().load_checkpoint(path, weights_only=weights_only)
                 return checkpoint
-            io, module = self.dcp_checkpoint_io, self.lightning_module
             io.wait()
             fitting = module.trainer.state.fn == "fit"
             checkpointer = io.checkpointer(self.world_size)
+            if path.is_file():
+                checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path, weights_only))
+                self._dcp_loaded = Loaded.of_file(path, checkpoint, self.model)
+                if fitting:
+                    _lightning.restore_groups(module.trainer, checkpoint)
+                return self._dcp_loaded.checkpoint
             if not self._dcp_set_up and has_base(type(self.precision_plugin), "DoublePrecision"):
                 self.model = self.precision_plugin.convert_module(self.model)  # or the load would round
             self._dcp_loaded = loaded = loading.load(
@@ -162,6 +170,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 self.model,
                 strict=module.strict_loading,
                 hooked=is_overridden("on_load_checkpoint", module, pytorch.LightningModule),
+                weights_only=weights_only,
             )
             checkpoint = loaded.checkpoint
             if fitting and (names := loading.optimizers_in(path)):
@@ -173,6 +182,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 else:
                     checkpoint["optimizer_states"] = [_UNREAD] * len(names)
             checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if saved by another door
+            if native.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
+                return checkpoint
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
             elif fitting and "optimizer_states" in checkpoint:
@@ -199,7 +210,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 self._dcp_load_optimizers(loaded)
             _lightning.groups_are_restored(self.lightning_module.trainer)
             if not any(state is _UNREAD for state in states):
-                loading.apply_optimizers(self.model, self.optimizers, loaded, states)
+                strict = self.lightning_module.strict_loading
+                loading.apply_optimizers(self.model, self.optimizers, loaded, states, strict=strict)
 
         def _dcp_load_optimizers(self, loaded: Loaded) -> None:
             checkpointer, strict = (

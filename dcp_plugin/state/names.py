@@ -24,11 +24,16 @@ class CleanNames:
             self._ddp_prefixes.append(f"{clean}.module." if clean else "module.")
 
     def __call__(self, name: str) -> str:
-        name = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+        name = without_wrappers(name)
         for prefix in self._ddp_prefixes:
             if (name + ".").startswith(prefix):
                 name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")
         return name
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the segments that only wrappers insert."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

@@ -95,6 +95,15 @@ def split_key(key: str) -> tuple[str, str, str]:
     return kind, fqn, name
 
 
+def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The clean FQNs of the parameters of each group."""
+    if fsdp1.contains_fsdp1(module):
+        names = fsdp1.flat_parameter_names(module)
+        return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
+    single = _names_of(module, optimizer)
+    return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 class OptimizerLoad:
     """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
 
@@ -117,7 +126,7 @@ class OptimizerLoad:
         self._fsdp1 = fsdp1.contains_fsdp1(module)
         # What has the shape of a parameter is sharded like it.
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
-        self._groups = self._group_names()
+        self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
@@ -225,13 +234,6 @@ class OptimizerLoad:
             if known in self._here:
                 return kind, known, ".".join([*parts[count:], name])
         return kind, fqn, name
-
-    def _group_names(self) -> list[list[str]]:
-        if self._fsdp1:
-            names = fsdp1.flat_parameter_names(self._module)
-            return [[name for p in group["params"] for name in names[id(p)]] for group in self._optimizer.param_groups]
-        single = _names_of(self._module, self._optimizer)
-        return [[single[id(parameter)] for parameter in group["params"]] for group in self._optimizer.param_groups]
 
     def _current_state(self) -> dict[str, dict[str, Any]]:
         names = _names_of(self._module, self._optimizer)

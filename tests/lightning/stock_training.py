@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +30,9 @@ STEPS_PER_EPOCH = 3
 
 
 class StockModel(pl.LightningModule):
-    """Nothing random, since stock Lightning saves no random state. Two groups, a schedule, a frozen layer, a buffer."""
+    """Nothing random, since stock Lightning saves no random state. Two groups, a schedule, a frozen layer, a buffer.
+
+    Layouts are those of this package, and ``fsdp2_full``: FSDP2 that saves one file."""
 
     def __init__(self, layout: str = "single", seed: int = 0, width: int = 7) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class StockModel(pl.LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        if self.layout == "fsdp2":
+        if self.layout in ("fsdp2", "fsdp2_full"):
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         elif self.layout == "hsdp":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -74,7 +77,9 @@ def strategy_for(layout: str) -> Strategy:
     if layout == "fsdp1":
         # Frozen and trained parameters in one flat one need the original ones.
         return CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={nn.Linear}, use_orig_params=True)
-    return ModelParallelStrategy(data_parallel_size=WORLD_SIZE[layout], tensor_parallel_size=1)
+    whole = layout.endswith("_full")
+    size = WORLD_SIZE[layout.removesuffix("_full")]
+    return ModelParallelStrategy(size, 1, save_distributed_checkpoint=not whole)
 
 
 def fit(
@@ -89,10 +94,11 @@ def fit(
     if layout != "single":
         os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     warnings.filterwarnings("ignore", module="lightning|torch")
-    samples = torch.randn(STEPS_PER_EPOCH * 2 * WORLD_SIZE[layout], 6, generator=torch.Generator().manual_seed(1))
+    ranks = WORLD_SIZE[layout.removesuffix("_full")]
+    samples = torch.randn(STEPS_PER_EPOCH * 2 * ranks, 6, generator=torch.Generator().manual_seed(1))
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=WORLD_SIZE[layout],
+        devices=ranks,
         strategy=strategy_for(layout),
         max_epochs=epochs,  # with max_steps, stock Lightning resumes this with a batch too many
         callbacks=list(callbacks),
@@ -100,7 +106,7 @@ def fit(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     )
     model = StockModel(layout, seed)
     trainer.fit(model, DataLoader(TensorDataset(samples), batch_size=2), ckpt_path=ckpt_path, **more)
