@@ -130,7 +130,7 @@ def fields_in_signature(init: F) -> F:
     hints = get_type_hints(CheckpointConfig)
     own = [
         one
-        for one in inspect.signature(init).parameters.values()
+        for one in inspect.signature(init, eval_str=True).parameters.values()
         if one.name != "config" and one.kind != one.VAR_KEYWORD
     ]
     added = [

@@ -204,12 +204,22 @@ def restore_groups(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             finetuning.on_fit_start(trainer, trainer.lightning_module)
 
 
-def groups_are_restored(trainer: Trainer) -> None:
-    """So that the callbacks do not do it again in the next fit, with its new optimizers."""
+def groups_are_restored(trainer: Trainer, groups_made: list[int]) -> None:
+    """What ``BaseFinetuning`` leaves undone: its ``setup`` has frozen everything, also what it had unfrozen, and given
+    groups of its own, before the checkpoint was made. And it would add these groups to the next fit's optimizers.
+
+    Args:
+        groups_made: The groups that each optimizer had when it was made.
+    """
     for callback in cast(Any, trainer).callbacks:
         if has_base(type(callback), "BaseFinetuning"):
-            finetuning: Any = callback
-            finetuning._restarting = False
+            callback._restarting = False
+            for optimizer, count in zip(trainer.optimizers, groups_made, strict=True):
+                unfrozen = {id(one) for group in optimizer.param_groups[count:] for one in group["params"]}
+                modules = trainer.lightning_module.modules()
+                callback.make_trainable(
+                    [one for one in modules if unfrozen & {id(parameter) for parameter in one._parameters.values()}]
+                )
 
 
 def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -229,3 +229,7 @@ def _be_a_plugin_for_all() -> None:
     """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``."""
     for package in [one for one in _packages.PACKAGES if one.fabric_imported] or _packages.installed():
         package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)
+
+
+if any(package.fabric_imported for package in _packages.PACKAGES):  # LightningCLI asks before it makes one
+    _be_a_plugin_for_all()

@@ -33,6 +33,8 @@ from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import finish_in_place
 from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import OptimizerLoad
+from dcp_plugin.storage.index import StoredTensor
+from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport
 
 Locals = dict[str, list[torch.Tensor]]
@@ -85,6 +87,7 @@ def load(
         checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path / native.META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
+        _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)
     before = _copies(gather_module(model)) if hooked else None
     # What only the checkpoint has, for the hook: single values, read as a whole.
     foreign = [key for key in keys.get(name, ()) if before is not None and key not in before]
@@ -134,6 +137,24 @@ def peek_at_optimizers(path: Path, checkpointer: Checkpointer) -> list[dict[str,
     state: dict[str, Any] = {name: {} for name in optimizers_in(path)}
     checkpointer.load(state, path)
     return [layout.optimizer_of(tree) for tree in state.values()]
+
+
+def _make_room_like_parameters(path: Path, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
+    """For what callbacks keep of every parameter, averages for one: what has a parameter's name and shape comes back
+    distributed as the parameter is, as it was handed in, and no rank reads the whole of it."""
+    parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
+    if not parameters:
+        return
+    index = ShardedReader(path, check_files=False).index
+    for key in keys:
+        entry, steps = index[f"{EXTRA}.{key}"], index.path_of(f"{EXTRA}.{key}")[1:]
+        like = parameters.get(steps[-1]) if steps and all(isinstance(step, str) for step in steps) else None
+        if like is None or not isinstance(entry, StoredTensor) or entry.shape != tuple(like.shape):
+            continue
+        holder = checkpoint
+        for step in steps[:-1]:
+            holder = holder.setdefault(step, {})
+        holder[steps[-1]] = torch.empty_like(like.detach(), dtype=entry.dtype, requires_grad=False)
 
 
 def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:

@@ -81,6 +81,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         _dcp_resume: Resume | None = None
         _dcp_all_came: bool | None = None
         _dcp_set_up = False
+        _dcp_groups_made: list[int]
 
         @property
         def dcp_checkpoint_io(self) -> DCPCheckpointIO:
@@ -103,6 +104,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             ranks = io.checkpointer(self.world_size).ranks  # later may be too late to meet
             super().setup(trainer)
             self._dcp_set_up = True
+            self._dcp_groups_made = [len(optimizer.param_groups) for optimizer in self.optimizers]
             if rehearsal.is_due(trainer):
                 rehearse = functools.partial(rehearsal.rehearse, trainer, io.config.allow_pickle)
                 ranks.agree("see whether checkpoints could be saved", rehearse)
@@ -218,7 +220,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 return
             if loaded.optimizers is None:
                 self._dcp_load_optimizers(loaded)
-            _lightning.groups_are_restored(self.lightning_module.trainer)
+            _lightning.groups_are_restored(self.lightning_module.trainer, self._dcp_groups_made)
             if not any(state is _UNREAD for state in states):
                 strict = self.lightning_module.strict_loading
                 loading.apply_optimizers(self.model, self.optimizers, loaded, states, strict=strict)

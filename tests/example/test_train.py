@@ -39,7 +39,7 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def losses(run_dir: Path, life: int) -> dict[int, float]:
     with (run_dir / "logs" / f"version_{life}" / "metrics.csv").open() as lines:
-        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]}
 
 
 @pytest.mark.parametrize("resume", ["auto", "must", "never", "outputs/train/checkpoints/step-000100.ckpt"])
