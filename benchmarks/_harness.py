@@ -251,6 +251,10 @@ class Report:
             )  # fmt: skip
         self._tables.append({"title": title, "rows": rows})
 
+    def note(self, row: dict[str, Any]) -> None:
+        """Keep figures that were printed in another form."""
+        self._tables.append(row)
+
     def close(self) -> None:
         after = _machine.load_average()
         print(f"\nload average {self._load:.2f} before, {after:.2f} after; written to {self._out}")

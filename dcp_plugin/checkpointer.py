@@ -133,6 +133,8 @@ class Checkpointer:
         self._buffers = HostBuffers()
         self._exchange = Exchange()
         self._reuse = Reuse() if self.config.reuse else None
+        if self._reuse is not None and self.config.base is not None:
+            self._reuse.loaded(local_path(self.config.base))
         self._omission = Omission(self.config)
         self._in_flight: SaveHandle | None = None
         self._thread: threading.Thread | None = None

@@ -57,8 +57,9 @@ class CheckpointConfig:
     therefore be kept. Buffers, and frozen parameters that have changed, are always saved."""
 
     base: str | None = None
-    """The checkpoint that completes those that leave something out. For a save with ``trainable_only``: needed only
-    if it was not loaded through the same checkpointer. For a load: where it is, if it was moved."""
+    """The checkpoint that others build on. For a save with ``trainable_only``: the one that completes what is saved,
+    needed only if it was not loaded through the same checkpointer. With ``reuse``: what the first save links from. For
+    a load: where the base is, if it was moved."""
 
     exclude: tuple[str, ...] = ()
     """Keys (globs) that are not saved. One that matches nothing is an error at the first save."""

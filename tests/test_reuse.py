@@ -160,6 +160,16 @@ def test_a_resumed_run_reuses_the_checkpoint_that_it_resumed_from(
     _check_alone(tmp_path / "1", model)
 
 
+def test_one_call_links_from_the_checkpoint_that_it_is_told_of(
+    tmp_path: Path, events: list[progress.SaveFinished]
+) -> None:
+    model, optimizer = build()
+    dcp.save(_state(model, optimizer), tmp_path / "0")
+    dcp.save(_state(model, optimizer), tmp_path / "1", base=tmp_path / "0")
+    assert events[1].bytes <= 0.11 * events[0].bytes
+    _check_alone(tmp_path / "1", model)
+
+
 def test_other_weights_than_those_that_were_loaded_are_written(
     tmp_path: Path, events: list[progress.SaveFinished]
 ) -> None:

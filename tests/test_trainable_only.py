@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
 import warnings
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +21,8 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin import progress
+from dcp_plugin.storage import commit
+from dcp_plugin.storage.index import CheckpointIndex
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
@@ -242,6 +247,74 @@ def test_an_exclude_that_matches_nothing_is_an_error_at_the_first_save(tmp_path:
     ours.save(state, tmp_path / "0")
     del state["model"]["teacher"]
     ours.save(state, tmp_path / "1")
+
+
+def _tune_with_lora(root: Path) -> list[int]:
+    from benchmarks.reuse import gpt_with_lora, train  # brings Lightning, so not in the tests' own process
+
+    state = gpt_with_lora()
+    with finished_saves() as events:
+        ours = dcp.Checkpointer()
+        ours.save(state, root / "base")
+        for name, saving in (("linked", ours), ("small", dcp.Checkpointer(trainable_only=True))):
+            if name == "small":
+                saving.load(state, root / "base")
+            train(state)
+            saving.save(state, root / name)
+            other = gpt_with_lora()
+            dcp.load(other, root / name)
+            assert_same(dict(other["model"].state_dict()), dict(state["model"].state_dict()))
+    return [event.bytes for event in events]
+
+
+def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
+    ((first, linked, small),) = launch.run(_tune_with_lora, 1, tmp_path)
+    assert linked <= 0.03 * first
+    assert small <= 0.03 * first
+
+
+@pytest.mark.parametrize("left_out", ["[1]", "{", '{"model.head.bias": "x"}'], ids=["no object", "cut", "stored too"])
+def test_a_list_of_what_is_left_out_that_contradicts_itself_is_refused(tmp_path: Path, left_out: str) -> None:
+    _pretrained(tmp_path / "base")
+    file = tmp_path / "base" / commit.INDEX
+    index = CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
+    index.columns["left_out"] = np.frombuffer(left_out.encode(), np.uint8)
+    file.write_bytes(index.encode())
+    with pytest.raises(dcp.CheckpointCorrupt, match="damaged"):
+        CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path) -> None:
+    """What is left out is looked for in the base alone, not in the base's base."""
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    file = tmp_path / "run" / commit.SUMMARY
+    said = json.loads(file.read_text())
+    said["base"] = {"path": str(tmp_path / "run"), "relative": ".", "fingerprint": said["index_sha256"]}
+    file.write_text(json.dumps(said))
+    with pytest.raises(dcp.CheckpointMismatch, match=r"has no model\.backbone"):
+        _check(tmp_path / "run", model)
+    del said["base"]
+    file.write_text(json.dumps(said))
+    with pytest.raises(dcp.CheckpointCorrupt, match="does not say which base"):
+        _check(tmp_path / "run", model)
+
+
+def test_a_damaged_base_is_noticed(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    largest = max((tmp_path / "base").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.seek(largest.stat().st_size // 3)
+        file.write(b"oops")
+    assert not dcp.verify(tmp_path / "run").ok
+    with pytest.raises(dcp.CheckpointCorrupt, match="checksum"):
+        _check(tmp_path / "run", model)
+    largest.unlink()
+    with pytest.raises(dcp.CheckpointCorrupt, match="missing"):
+        _check(tmp_path / "run", model)
 
 
 # Several ranks

@@ -15,7 +15,7 @@ from dcp_plugin.storage.hostmemory import Rings, is_plain_memory, memory_view
 
 RunningHash = xxh3_128
 _WORTH_THREADS = 1 << 20
-_PLACES, _PLACE = 8, 1024
+_PLACES, _PLACE = 8, 128
 
 
 def hashes_of(tensors: Sequence[torch.Tensor], threads: int) -> list[bytes]:

@@ -39,7 +39,8 @@ from dcp_plugin.types import Shape
 logger = logging.getLogger("dcp_plugin")
 
 WORTH_LINKING = 64 << 10
-"""Bytes of a rank's stable items below which they are written with the rest; and of an item, to sample it at all."""
+"""Bytes of a rank's stable items below which they are written with the rest; and of an item that is not frozen, to look
+at it at all."""
 
 _MOST_DEAD = 1 / 8  # of a linked file: room on the disk that nobody uses
 
@@ -208,7 +209,7 @@ def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
     """An item whose hash is not known: what to remember of it, and whether it is expected to be stable from now on."""
     if one.frozen and before.falls == 0:
         return before, True
-    sample = sample_of(one.data) if one.data.nbytes >= WORTH_LINKING else None
+    sample = sample_of(one.data)
     streak = before.streak + 1 if sample is not None and sample == before.sample else 0
     return replace(before, sample=sample, streak=streak), streak >= 1 << min(before.falls, 16)
 

@@ -42,7 +42,7 @@ from dcp_plugin.storage.index import (
 )
 from dcp_plugin.storage.links import LinkableFile
 from dcp_plugin.storage.metadata import encode as encode_metadata
-from dcp_plugin.storage.reuse import NOTHING, Candidate, Item, Reuse
+from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
 from dcp_plugin.storage.views import Aliases, Views, with_aliases, write_views
@@ -163,10 +163,12 @@ class ShardedWriter(StorageWriter):
         return [locations[slot] for slot in range(len(items))]
 
     def _candidate(self, item: WriteItem, data: Any) -> Candidate | None:
-        if item.tensor_data is None or not data.numel():
+        key = item.index.fqn
+        frozen = key in self.frozen
+        if item.tensor_data is None or data.nbytes < (1 if frozen else WORTH_LINKING):
             return None
-        box, key = item.tensor_data.chunk, item.index.fqn
-        return Candidate(Item(key, tuple(box.offsets), tuple(box.sizes), data.dtype), data, key in self.frozen)
+        box = item.tensor_data.chunk
+        return Candidate(Item(key, tuple(box.offsets), tuple(box.sizes), data.dtype), data, frozen)
 
     @staticmethod
     def _remember(
