@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = [
-    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "load_structure", "pickled_tensor", "record_offset",
-    "sharded_like", "sharded_value",
+    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "load_mapped", "load_structure", "pickled_tensor",
+    "record_offset", "sharded_like", "sharded_value",
 ]  # fmt: skip
 
 StorageInfo = _StorageInfo
@@ -144,6 +144,11 @@ def load_structure(path: Path) -> Any:
     """What a ``torch.save`` file holds, with tensors on the meta device: no payload is read."""
     with open(path, "rb") as file:  # given a path, torch goes by its suffix
         return torch.load(file, map_location="meta", weights_only=True)
+
+
+def load_mapped(path: Path) -> Any:
+    """What a ``torch.save`` file holds, with tensors that are the mapped file."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def record_offset(tensor: torch.Tensor) -> int | None:

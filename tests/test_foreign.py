@@ -186,6 +186,28 @@ def test_several_state_dicts_keep_their_names(tmp_path: Path) -> None:
     assert _keys(tmp_path / "deep") == ["model.w", "rate"]
 
 
+class Scaled(nn.Linear):
+    def __init__(self, scale: float) -> None:
+        super().__init__(2, 2)
+        self.scale = {"scale": torch.tensor(scale), "history": [torch.full((3,), scale)]}
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+def test_the_extra_state_of_a_module_arrives_with_its_tensors(tmp_path: Path) -> None:
+    saved, model = Scaled(0.5), Scaled(1.0)
+    torch.save({"net": {f"inner.{key}": value for key, value in saved.state_dict().items()}}, tmp_path / "file")
+    dcp.load({"model": nn.ModuleDict({"inner": model})}, tmp_path / "file")
+    assert_same(
+        {"w": saved.weight.detach(), "s": saved.scale["scale"]}, {"w": model.weight.detach(), "s": model.scale["scale"]}
+    )
+    assert same_bytes(saved.scale["history"][0], model.scale["history"][0])
+
+
 def _keys(path: Path) -> list[str]:
     return sorted(tensor.key for tensor in dcp.inspect(path).tensors)
 
@@ -281,6 +303,13 @@ def test_models_of_transformers_are_loaded_from_what_they_save(tmp_path: Path) -
         model = GPT2LMHeadModel(config)
         dcp.load({"model": model}, path)
         assert_same(saved.state_dict(), model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_stock_dcp_loads_them_with_our_reader(sources: Path) -> None:
+    state = {"model": Net(2).state_dict()}
+    stock.load(state, storage_reader=dcp.ShardedReader(sources / "safetensors_sharded"))
+    assert_same(_wanted(), state["model"])
 
 
 def test_nothing_foreign_is_taken_for_a_committed_checkpoint(sources: Path) -> None:

@@ -179,3 +179,11 @@ def test_what_was_on_the_meta_device_and_is_not_filled_is_named(tmp_path: Path) 
     first = dcp.PartialLoad(include="model.0.*")
     with pytest.warns(UserWarning, match=r"model\.1\.weight, model\.1\.bias, which had been on the meta device"):
         dcp.resume_or_init({"model": model}, tmp_path / "run", init_from=tmp_path / "pretrained", partial=first)
+
+
+def test_a_file_of_another_tool_is_something_to_start_from(tmp_path: Path) -> None:
+    pretrained, fresh = _run(seed=1)["model"], _run(seed=2)
+    torch.save(pretrained.state_dict(), tmp_path / "weights.pt")
+    start = dcp.resume_or_init(fresh, tmp_path / "run", init_from=tmp_path / "weights.pt")
+    assert start.how == "warm-started"
+    assert_same(fresh["model"].state_dict(), pretrained.state_dict())

@@ -122,7 +122,7 @@ def open_alone(path: Path) -> Opened:
     if dcp_folder.is_of_accelerate(path) and (path.parent / commit.INDEX).exists():
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint((path / commit.METADATA).read_bytes())
-    if (path / "meta.pt").exists():
+    if dcp_folder.is_of_lightning(path):
         index, kinds = dcp_folder.lightning_index(path)
         return Opened(path, path, index, said, "lightning", kinds)
     return Opened(path, path, stock.read_index(path), said, "stock")

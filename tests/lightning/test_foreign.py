@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
 from dcp_plugin.storage.foreign.dcp_folder import lightning_names
@@ -67,6 +68,15 @@ def test_a_sharded_directory_is_loaded_under_our_names(tmp_path: Path) -> None:
                 {"exp_avg": saved[f"optim.state.{name}.exp_avg"]}, {"exp_avg": optimizer.state[parameter]["exp_avg"]}
             )
         assert dcp.inspect(tmp_path / layout).format == "lightning"
+
+
+def test_a_directory_of_fabric_keeps_the_names_of_its_user(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"optimizer_0": {"x": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"step": 1}, tmp_path / "meta.pt")
+    info = dcp.inspect(tmp_path)
+    assert info.format == "stock" and [tensor.key for tensor in info.tensors] == ["optimizer_0.x"]
 
 
 def test_the_names_of_lightning_become_ours_and_ours_stay() -> None:

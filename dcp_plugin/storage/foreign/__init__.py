@@ -7,7 +7,7 @@ safetensors               8 bytes of length and a JSON header; a directory with 
 ``torch.save``            a zip with a ``data.pkl``; also ``pytorch_model.bin``, alone or as an index of shards
 Lightning's ``.ckpt``     a ``torch.save`` file with ``pytorch-lightning_version``
 Accelerate's folder       ``pytorch_model_fsdp_0/``, ``pytorch_model_fsdp.bin``, or ``model.safetensors``
-Lightning's directory     ``.metadata`` and ``meta.pt``
+Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightning_version``
 ========================  ==========================================================================================
 
 The contents decide, never a suffix. The model is found under ``model.`` (several: ``model_0.``, ``model_1.``), as in

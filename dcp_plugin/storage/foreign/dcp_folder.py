@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dcp_plugin.storage import stock
 from dcp_plugin.storage.commit import METADATA
+from dcp_plugin.storage.foreign import torch_file
 from dcp_plugin.storage.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
 
@@ -35,6 +36,11 @@ def _lightning_name(name: str, optimizers: int) -> str:
     if found:
         return "optim" if optimizers == 1 else f"optim_{found[1]}"
     return "model" if name == "state_dict" else name
+
+
+def is_of_lightning(directory: Path) -> bool:
+    """Whether Lightning wrote it; Fabric's have a ``meta.pt`` too, and the user's own names."""
+    return torch_file.mentions(directory / "meta.pt", torch_file.LIGHTNING)
 
 
 def lightning_index(directory: Path) -> tuple[CheckpointIndex, Kinds]:

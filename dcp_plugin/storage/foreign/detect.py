@@ -49,6 +49,8 @@ def read(path: Path, reason: str) -> tuple[Path, Contents]:
 
 def kind_of_file(path: Path) -> str:
     """``"safetensors"``, ``"torch.save"``, or what else it is in words; empty if that is not known."""
+    if not path.is_file():
+        return "it is no regular file"
     try:
         with open(path, "rb") as file:
             head = file.read(64)
@@ -72,7 +74,7 @@ _READ = {"safetensors": safetensors_file.read_file, "torch.save": torch_file.rea
 
 
 def _read_directory(path: Path, reason: str) -> Contents:
-    indexes = sorted(path.glob(f"*{_INDEX}"), key=lambda index: "safetensors" not in index.name)
+    indexes = sorted(filter(Path.is_file, path.glob(f"*{_INDEX}")), key=lambda index: "safetensors" not in index.name)
     named = _named(path)
     if indexes:
         contents = _read_shards(indexes[0])
@@ -134,15 +136,15 @@ def _read_shards(index: Path) -> Contents:
     Raises:
         CheckpointCorrupt: It names a file outside of its directory, one that is not there, or a key that is not in it.
     """
-    with open(index, "rb") as file:
-        data = file.read(safetensors_file.MOST_HEADER + 1)
     try:
+        with open(index, "rb") as file:
+            data = file.read(safetensors_file.MOST_HEADER + 1)
         weights = json.loads(data)["weight_map"]
         if len(data) > safetensors_file.MOST_HEADER or not weights:
             raise ValueError("too large, or empty")
         if not all(isinstance(text, str) for pair in weights.items() for text in pair):
             raise TypeError("weight_map is not text")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{index} is damaged: {error!r}") from error
     contents: Contents | None = None
     for name in dict.fromkeys(weights.values()):

@@ -34,12 +34,12 @@ def read_file(path: Path) -> Contents:
         CheckpointCorrupt: The header contradicts itself or the file.
         CheckpointMismatch: It has a dtype that torch has no tensors of.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-    contents = Contents("safetensors", {path.name: size})
     try:
-        with safe_open(path, framework="numpy") as header:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+        contents = Contents("safetensors", {path.name: size})
+        with safe_open(str(path), framework="numpy") as header:
             for key in header.offset_keys():
                 described = header.get_slice(key)
                 name, shape = described.get_dtype(), tuple(described.get_shape())

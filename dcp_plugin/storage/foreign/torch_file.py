@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcp_plugin._torch import load_structure, record_offset
+from dcp_plugin._torch import load_mapped, load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.storage.foreign.contents import Contents, View
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""
 
+_GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
-_LIGHTNING = "pytorch-lightning_version"
+LIGHTNING = "pytorch-lightning_version"
+"""The key that all of Lightning's checkpoints have."""
+_EXTRA_STATE = "_extra_state"
+_PLAIN = (bool, int, float, str)
 _DEPTH = 3
 
 Tree = Mapping[Any, Any]
@@ -41,24 +46,31 @@ def read_file(path: Path) -> Contents:
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or wants code executed.
     """
     records = _records(path)
-    tree = _structure(path)
+    tree = _checked_load(path, load_structure)
     if isinstance(tree, torch.Tensor) or not isinstance(tree, Mapping):
         raise CheckpointMismatch(f"{path} holds a {type(tree).__name__}, not a state dict or a dictionary with one")
-    contents = Contents("torch.save", {path.name: path.stat().st_size}, shares_bytes=True)
-    if _LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
-        contents.format = "lightning"
-        named = {"model": tree["state_dict"]}
-    else:
-        named = modules_in(tree)
+    named = _modules(path, tree)
+    written_by = "lightning" if LIGHTNING in tree else "torch.save"
+    contents = Contents(written_by, {path.name: path.stat().st_size}, shares_bytes=True)
     for name, state in named.items():
         contents.kinds[name] = "module"
         for key, leaf in state.items():
             _put(contents, path, records, f"{name}.{key}", leaf)
-    taken = {id(state) for state in named.values()}
-    for key, leaf in _other_leaves(tree, taken):
+    for key, leaf in _other_leaves(tree, {id(state) for state in named.values()}):
         if key.partition(".")[0] not in named:
             _put(contents, path, records, key, leaf)
+    if any(map(_holds_tensors, contents.values.values())):
+        _read_values(contents, path)
     return contents
+
+
+def _modules(path: Path, tree: Tree) -> dict[str, Tree]:
+    if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
+        return {"model": tree["state_dict"]}
+    found = modules_in(tree)
+    if not found:
+        raise CheckpointMismatch(f"{path} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}")
+    return found
 
 
 def modules_in(tree: Tree) -> dict[str, Tree]:
@@ -66,7 +78,9 @@ def modules_in(tree: Tree) -> dict[str, Tree]:
 
     A state dict has nothing but tensors (and extra state). The only one, or the one with a usual name, is ``model``.
     """
-    found = dict(_state_dicts((), tree, _DEPTH)) or {(): tree}
+    found = dict(_state_dicts((), tree, _DEPTH))
+    if not found and any(isinstance(value, torch.Tensor) for value in tree.values()):
+        found = {(): tree}
     usual = [path for name in _MODEL_NAMES for path in found if path and path[-1] == name]
     model = next(iter(found)) if len(found) == 1 else usual[0] if usual else None
     return {"model" if path == model else ".".join(path): state for path, state in found.items()}
@@ -75,7 +89,7 @@ def modules_in(tree: Tree) -> dict[str, Tree]:
 def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tuple[tuple[str, ...], Tree]]:
     if not all(isinstance(key, str) for key in node) or _is_optimizer(node):
         return
-    leaves = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
+    leaves = {key: value for key, value in node.items() if not key.endswith(_EXTRA_STATE)}
     if leaves and all(isinstance(value, torch.Tensor) for value in leaves.values()):
         yield path, node
         return
@@ -97,15 +111,29 @@ def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _D
             continue
         if isinstance(value, Mapping):
             yield from _other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
-        elif isinstance(value, (torch.Tensor, bool, int, float, str)):
+        elif isinstance(value, (torch.Tensor, *_PLAIN)):
             yield prefix + key, value
 
 
 def _put(contents: Contents, path: Path, records: dict[int, int], key: str, leaf: Any) -> None:
-    if not isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, torch.Tensor):
+        contents.views[key] = _view(path, records, key, leaf)
+    elif key.endswith(_EXTRA_STATE) or isinstance(leaf, _PLAIN):
         contents.values[key] = leaf
-        return
-    contents.views[key] = _view(path, records, key, leaf)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return any(map(_holds_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, torch.Tensor)
+
+
+def _read_values(contents: Contents, path: Path) -> None:
+    """Extra states with tensors in them: these are read at once, from the mapped file."""
+    for name, state in _modules(path, _checked_load(path, load_mapped)).items():
+        for key, leaf in state.items():
+            if f"{name}.{key}" in contents.values:
+                contents.values[f"{name}.{key}"] = leaf
 
 
 def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -> View:
@@ -129,15 +157,16 @@ def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -
     return view
 
 
-def _structure(path: Path) -> Any:
+def _checked_load(path: Path, load: Callable[[Path], Any]) -> Any:
     try:
-        return load_structure(path)
+        return load(path)
     except pickle.UnpicklingError as error:
-        reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), error)
+        found = _GLOBAL.search(str(error))
         raise UnsafeCheckpoint(
-            f"{path} can only be loaded by executing code that it names; it was not executed ({str(reason).strip()}). "
-            f"If you trust its origin, write its weights to a file of their own: "
-            f"torch.save(torch.load({path.name!r}, weights_only=False)['state_dict'], 'weights.pt')."
+            f"{path} can only be loaded by executing code that it names ({found[1] if found else error}); nothing was "
+            f"executed. If you trust its origin, write the weights to a file of their own, once: "
+            f"held = torch.load({path.name!r}, weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), "
+            f"or held.state_dict() if it is a module."
         ) from None
     except Exception as error:
         raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -182,3 +211,13 @@ def _checked_records(path: Path, fd: int, data: list[zipfile.ZipInfo]) -> dict[i
         end = begin + info.file_size
         records[begin] = info.file_size
     return records
+
+
+def mentions(path: Path, text: str) -> bool:
+    """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            return any(info.file_size <= _MOST_PICKLE and text.encode() in archive.read(info) for info in pickled)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, RuntimeError):
+        return False
