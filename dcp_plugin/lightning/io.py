@@ -126,7 +126,7 @@ class DCPCheckpointIO:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
         self._say_if_not_promoted()
-        self._alone().save(layout.to_state(checkpoint), path)
+        self._alone().save(layout.to_state(checkpoint, self.config.allow_pickle), path)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None

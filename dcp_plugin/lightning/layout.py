@@ -15,22 +15,21 @@ from typing import Any
 
 from torch import nn
 
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered, plain
+from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered
 from dcp_plugin.lightning import native
+from dcp_plugin.lightning.hyper_parameters import made_storable
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 from dcp_plugin.state.optimizer import Nested
 
-HYPER_PARAMETERS = {
-    "hyper_parameters": "hparams_type",
-    "datamodule_hyper_parameters": "datamodule_hparams_type",
-}
-"""Lightning's keys for the hyper-parameters of the LightningModule and of the datamodule, and those for their class."""
 
+def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The named state of a dictionary of Lightning's, or of any other (all of which is then extra).
 
-def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The named state of a dictionary of Lightning's, or of any other (all of which is then extra)."""
-    extra = dict(checkpoint)
+    Args:
+        allow_pickle: Keys (globs) of hyper-parameters that are stored although only executing code restores them.
+    """
+    extra = made_storable(checkpoint, allow_pickle)
     state: dict[str, Any] = {}
     if "state_dict" in extra:
         state[MODEL] = extra.pop("state_dict")
@@ -38,11 +37,6 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
     if optimizers and all(map(is_keyed_by_name, optimizers)):
         del extra["optimizer_states"]
         state.update(zip(numbered(OPTIM, len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
-    for key, kind in HYPER_PARAMETERS.items():
-        if key in extra:
-            extra[key] = plain(extra[key])
-        if isinstance(of_class := extra.get(kind), type):  # which only executing pickled code would restore
-            extra[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     return {**state, EXTRA: extra}
 
 

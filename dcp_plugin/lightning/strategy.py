@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning import _lightning, layout, loading, native, resume
+from dcp_plugin.lightning import _lightning, layout, loading, native, rehearsal, resume
 from dcp_plugin.lightning._lightning import inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
 from dcp_plugin.lightning.aliases import add_for_stock
@@ -99,10 +99,14 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         def setup(self, trainer: Any) -> None:
             promote_callbacks(trainer)
             self._dcp_all_came = None
-            self.dcp_checkpoint_io.checkpointer(self.world_size).ranks  # noqa: B018 - later may be too late to meet
+            io = self.dcp_checkpoint_io
+            ranks = io.checkpointer(self.world_size).ranks  # later may be too late to meet
             super().setup(trainer)
             self._dcp_set_up = True
             self._dcp_groups_made = [len(optimizer.param_groups) for optimizer in self.optimizers]
+            if rehearsal.is_due(trainer):
+                rehearse = functools.partial(rehearsal.rehearse, trainer, io.config.allow_pickle)
+                ranks.agree("see whether checkpoints could be saved", rehearse)
 
         def all_ranks_come_to_save(self) -> bool:
             """After an exception: whether all ranks had one, so that they can save together. Asked once."""
@@ -135,7 +139,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             path = Path(self.broadcast(filepath))
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
-            state = layout.shared_by_ranks(layout.to_state(checkpoint), self.model)
+            state = layout.shared_by_ranks(layout.to_state(checkpoint, io.config.allow_pickle), self.model)
             added = add_for_stock(self, checkpoint, state) if io.config.stock_aliases else None
             io.save(state, path, checkpoint.get("global_step"), self.world_size, added)
             if trainer.state.stopped:  # nobody will wait for it later

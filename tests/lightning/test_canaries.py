@@ -15,7 +15,8 @@ from tests import launch
 
 
 @pytest.mark.parametrize(
-    "name", ["names", "hooks", "loop_state", "restart", "dataloaders", "distributed_sampler", "rng_while_saving"]
+    "name",
+    ["names", "formats", "hooks", "loop_state", "restart", "dataloaders", "distributed_sampler", "rng_while_saving"],
 )
 def test_lightning_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
     launch.run(globals()[f"_{name}"], 1, tmp_path)
@@ -37,6 +38,32 @@ def _names(root: Path) -> None:
     ):  # fmt: skip
         assert hasattr(Strategy, hook), hook
     assert "strategy.restore_checkpoint_after_setup" in inspect.getsource(Trainer._run)
+
+
+def _formats(root: Path) -> None:
+    """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
+    from dcp_plugin.lightning import hyper_parameters, native
+    from dcp_plugin.lightning._packages import PACKAGES
+
+    for package in PACKAGES:
+        owners = (package.pytorch.LightningModule, package.pytorch.LightningDataModule)
+        keys = {owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in owners}
+        assert keys == hyper_parameters.KEYS
+        assert package.fabric("strategies.fsdp")._METADATA_FILENAME == native.META
+        for strategy, name in native.MODEL_NAMES.items():
+            source = inspect.getsource(getattr(package.strategies, strategy).save_checkpoint)
+            assert f'{{"{name}": checkpoint.pop("state_dict")}}' in source
+            assert f'f"{native.OPTIMIZER}_{{idx}}": optim_state' in source
+        saving = package.module("core.saving")
+        assert list(inspect.signature(saving._load_state).parameters) == [
+            "cls",
+            "checkpoint",
+            "strict",
+            "cls_kwargs_new",
+        ]
+        assert callable(saving.load_hparams_from_yaml) and callable(saving.load_hparams_from_tags_csv)
+        migration = package.module("utilities.migration.utils")._pl_migrate_checkpoint
+        assert list(inspect.signature(migration).parameters) == ["checkpoint", "checkpoint_path"]
 
 
 def _hooks(root: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,37 @@ def test_the_plugin_alone_reads_them_as_lightnings_dictionary(root: Path) -> Non
         assert checkpoint["global_step"] == 3
 
 
+def test_traps_6_and_7_stock_lightning_does_none_of_that(root: Path) -> None:
+    launch.run(_stock_fails, 2, root)
+
+
+def _stock_fails(root: Path) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from tests.lightning import stock_training as stock
+    from tests.lightning import training as t
+
+    look = t.AtTrainStart()
+    try:  # trap 6: a file, and a frozen layer
+        stock.fit("fsdp2", 2, seed=5, ckpt_path=root / "ddp" / "first.ckpt", callbacks=[look])
+    except Exception:
+        misaligned = True
+    else:
+        saved = torch.load(root / "ddp.pt", weights_only=True)
+        misaligned = not all(key in look.state and torch.equal(look.state[key], saved[key]) for key in saved)
+    assert misaligned
+    # trap 7: directories are for those who saved them
+    with pytest.raises((CheckpointException, RuntimeError), match="Missing key"):
+        stock.fit("fsdp2", 2, ckpt_path=root / "fsdp1" / "first.ckpt")
+    with pytest.raises((CheckpointException, RuntimeError), match="Missing key"):
+        stock.fit("fsdp1", 2, ckpt_path=root / "fsdp2" / "first.ckpt")
+    with pytest.raises(IsADirectoryError):
+        stock.fit("ddp", 2, ckpt_path=root / "fsdp1" / "first.ckpt")
+    sys.argv = ["consolidate", str(root / "fsdp2" / "first.ckpt"), "--output_file", str(root / "never")]
+    with pytest.raises(KeyError, match="model"):
+        runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+
+
 def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes() -> None:
     from torch import nn
 
@@ -132,6 +166,9 @@ def _unsafe(root: Path) -> None:
         stock.fit(layout, 1, callbacks=[keep, Settings()])
         path = root / layout / "first.ckpt"
         resume: dict[str, Any] = {"ckpt_path": path, "callbacks": [Settings()]}
+        if layout == "fsdp2":  # trap 5: the argument is dropped
+            with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+                stock.fit(layout, 2, weights_only=False, **resume)
         for io in (DCPCheckpointIO(), DCPCheckpointIO(weights_only=True)):
             with pytest.raises(UnsafeCheckpoint, match=r"argparse.Namespace.*DCPCheckpointIO\(weights_only=False\)"):
                 stock.fit(layout, 2, plugins=[io], **resume)

@@ -72,6 +72,8 @@ def test_what_one_package_saved_both_resume(tmp_path: Path) -> None:
 def _save_and_resume(root: Path) -> None:
     import warnings
 
+    from dcp_plugin.lightning import load_from_checkpoint
+
     warnings.simplefilter("ignore")
     packages = [importlib.import_module(name) for name in PACKAGES]
     for layout in ("ddp", "fsdp2"):
@@ -82,6 +84,9 @@ def _save_and_resume(root: Path) -> None:
                 first = root / f"{saved_by.__name__}-{layout}-first"
                 _fit(saved_by, layout, 2, save=first)
                 assert _fit(resumed_by, layout, 4, 5, first / "step=2.ckpt") == straight[0][2:]
+                if layout == "fsdp2":
+                    whole = load_from_checkpoint(type(_model(resumed_by, "", 5)), first / "step=2.ckpt")
+                    assert isinstance(whole, resumed_by.LightningModule)
 
 
 def test_a_mixture_of_the_packages_is_refused(tmp_path: Path) -> None:
