@@ -80,7 +80,7 @@ def _promoted(base: type[Any]) -> type[Any]:
 
 
 def _bare(cls: type[Any]) -> Any:
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def _is_promoted(strategy: Any) -> bool:
