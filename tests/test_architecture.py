@@ -16,8 +16,8 @@ FLOORS = [
     ("_torch", "_python", "config", "errors", "types", "progress", "ranks", "_entry_points"),
     ("storage",),
     ("planning", "staging"),
-    ("state", "partial"),
-    ("lifecycle", "inspection", "loading", "attached", "checkpointer", "api", "conventions"),
+    ("state", "partial", "hints"),
+    ("lifecycle", "inspection", "matching", "loading", "attached", "checkpointer", "api", "conventions"),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}

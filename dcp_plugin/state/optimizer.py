@@ -104,6 +104,11 @@ def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
     return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The clean FQNs of an optimizer's parameters, in its order."""
+    return [fqn for names in group_names(module, optimizer) for fqn in names]
+
+
 class OptimizerLoad:
     """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
 
