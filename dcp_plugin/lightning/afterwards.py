@@ -49,6 +49,10 @@ class Afterwards:
         self._due: list[Action] = []
         self._unsubscribe: Action = _nothing
 
+    def __reduce__(self) -> tuple[type[Afterwards], tuple[()]]:
+        """To the processes of ``ddp_spawn`` it goes empty."""
+        return Afterwards, ()
+
     def expect(self, path: PathLike) -> Expected:
         """A save to ``path`` is about to begin."""
         with self._lock:

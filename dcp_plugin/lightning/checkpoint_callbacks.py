@@ -10,7 +10,6 @@ checkpoint, and what it decides to save and to delete are Lightning's.
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import os
 from pathlib import Path
@@ -59,7 +58,7 @@ def _promoted(base: type[Any]) -> type[Any]:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """To other processes it goes as what it was."""
-            return copyreg.__newobj__, (base,), self.__dict__  # type: ignore[attr-defined]
+            return _bare, (base,), self.__dict__
 
     class DCPModelCheckpoint(DCPCheckpoint):
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
@@ -78,6 +77,10 @@ def _promoted(base: type[Any]) -> type[Any]:
     # A callback's name is the key of its state in the checkpoint.
     promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
     return promoted
+
+
+def _bare(cls: type[Any]) -> Any:
+    return object.__new__(cls)
 
 
 def _is_promoted(strategy: Any) -> bool:

@@ -200,8 +200,7 @@ class DCPCheckpointIO:
 
     def __getstate__(self) -> dict[str, Any]:
         """On its way to the processes of ``ddp_spawn``."""
-        fresh: dict[str, Any] = {"_checkpointer": None, "afterwards": Afterwards(), "on_saved": None, "_held_back": []}
-        return {**self.__dict__, **fresh}
+        return {**self.__dict__, "_checkpointer": None, "on_saved": None, "_held_back": []}
 
     def _alone(self) -> Checkpointer:
         """A checkpointer that needs no closing: no process group, no background."""

@@ -31,6 +31,11 @@ class CleanNames:
         return name
 
 
+def without_wrappers(name: str) -> str:
+    """A name without the segments that only wrappers insert."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+
+
 def unwrapped(module: nn.Module) -> list[nn.Module]:
     """The module, and what is in it as long as it is a wrapper; the user's own is the last."""
     chain = [module]
@@ -41,11 +46,6 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
         if not inner:
             return chain
         chain += inner[:1]
-
-
-def without_wrappers(name: str) -> str:
-    """A name without the segments that only wrappers insert."""
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

@@ -95,11 +95,6 @@ def split_key(key: str) -> tuple[str, str, str]:
     return kind, fqn, name
 
 
-def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The clean FQNs of an optimizer's parameters, in its order."""
-    return [fqn for names in group_names(module, optimizer) for fqn in names]
-
-
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The clean FQNs of the parameters of each group."""
     if fsdp1.contains_fsdp1(module):
@@ -107,6 +102,11 @@ def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
         return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
     single = _names_of(module, optimizer)
     return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The clean FQNs of an optimizer's parameters, in its order."""
+    return [fqn for names in group_names(module, optimizer) for fqn in names]
 
 
 class OptimizerLoad:
