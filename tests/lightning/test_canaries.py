@@ -38,6 +38,10 @@ def _names(root: Path) -> None:
     ):  # fmt: skip
         assert hasattr(Strategy, hook), hook
     assert "strategy.restore_checkpoint_after_setup" in inspect.getsource(Trainer._run)
+    # What begins_stage recognises: all is restored by then, and nothing has run.
+    run, stage = inspect.getsource(Trainer._run), inspect.getsource(Trainer._run_stage)
+    assert run.index("resume_end()") < run.index("self._run_stage()")
+    assert stage.index('strategy.barrier("run-stage")') < stage.index("_run_sanity_check()")
 
 
 def _formats(root: Path) -> None:
