@@ -16,7 +16,17 @@ from tests import launch
 
 @pytest.mark.parametrize(
     "name",
-    ["names", "formats", "hooks", "loop_state", "restart", "dataloaders", "distributed_sampler", "rng_while_saving"],
+    [
+        "names",
+        "formats",
+        "hooks",
+        "loop_state",
+        "restart",
+        "dataloaders",
+        "distributed_sampler",
+        "rng_while_saving",
+        "callbacks",
+    ],
 )
 def test_lightning_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
     launch.run(globals()[f"_{name}"], 1, tmp_path)
@@ -216,3 +226,22 @@ def _rng_while_saving(root: Path) -> None:
             assert torch.equal(before, torch.get_rng_state())
 
     t.trainer_for("single", [Save()], plugin=True).fit(t.Model(), t.stateful_loader("single"))
+
+
+def _callbacks(root: Path) -> None:
+    """What callbacks have no public names for, see replace_link_and_search and groups_are_restored."""
+    from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+
+    assert isinstance(inspect.getattr_static(ModelCheckpoint, "_link_checkpoint"), staticmethod)
+    assert list(inspect.signature(ModelCheckpoint._link_checkpoint).parameters) == ["trainer", "filepath", "linkpath"]
+    assert "self._link_checkpoint(trainer, " in inspect.getsource(ModelCheckpoint._save_last_checkpoint)
+    assert list(inspect.signature(ModelCheckpoint._find_last_checkpoints).parameters) == ["self", "trainer"]
+    assert "callback._find_last_checkpoints(" in inspect.getsource(_checkpoint_connector())
+    assert BackboneFinetuning()._restarting is False
+    assert "self.file_exists(filepath, trainer)" in inspect.getsource(ModelCheckpoint)
+
+
+def _checkpoint_connector() -> Any:
+    from lightning.pytorch.trainer.connectors import checkpoint_connector
+
+    return checkpoint_connector
