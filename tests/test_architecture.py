@@ -29,6 +29,7 @@ FLOORS = [
         "checkpointer",
         "api",
         "conventions",
+        "restart",
     ),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]
