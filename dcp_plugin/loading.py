@@ -114,8 +114,7 @@ class Loading:
         return match
 
     def _match(self, parts: list[Part]) -> Match:
-        kinds = self._reader.summary.kinds if self._reader.summary else {}
-        return Matching(self._path, self._reader.index, kinds, self._partial, self._strict).run(parts)
+        return Matching(self._path, self._reader.index, self._reader.kinds, self._partial, self._strict).run(parts)
 
     def _plan(self, match: Match) -> LoadPlan:
         """The reads. What the planner finds is added to the problems, in front."""

@@ -142,7 +142,8 @@ class CheckpointInfo:
 
     path: Path
     format: str
-    """``"dcp_plugin"`` or ``"stock"`` (any other writer of DCP checkpoints)."""
+    """``"dcp_plugin"``, ``"stock"`` (any other writer of DCP checkpoints), ``"safetensors"``, ``"torch.save"``,
+    ``"lightning"`` or ``"accelerate"``."""
     step: int | None
     time: float | None
     """Seconds since the epoch at which the checkpoint was published."""
@@ -181,7 +182,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
-        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}"
+        unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
+        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}{unverified}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of the mapping are the first segments of the keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
-from dcp_plugin.state.module import finish_in_place, gather_module, split_tensors
+from dcp_plugin.state.module import finish_in_place, gather_module, same_parameter, split_tensors
 from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
 from dcp_plugin.state.replicas import mark_parameters, mark_slots
@@ -203,11 +203,23 @@ class _ModulePart:
         self._template = self._template or gather_module(self.module)
         tensors, others = split_tensors(self._template)
         wanted = Wanted({**tensors, **dict.fromkeys(others)})
-        wanted.missing = [key for key in wanted.targets if key not in stored]
+        absent = [key for key in wanted.targets if key not in stored]
         wanted.unexpected = [key for key in stored if key not in wanted.targets]
-        for key in wanted.missing:
+        for key in absent:
             del wanted.targets[key]
+        tied = self._filled_under_another_name(absent, wanted.targets)
+        for key, other in tied.items():  # else it would be applied with the old values
+            self._template[key] = self._template[other]
+        wanted.missing = [key for key in absent if key not in tied]
         return wanted
+
+    def _filled_under_another_name(self, absent: Sequence[str], targets: Iterable[str]) -> dict[str, str]:
+        """Tied weights that the checkpoint has under one of their names only, as Hugging Face's have; and that name."""
+        if not absent:
+            return {}
+        same = same_parameter(self.module)
+        filled = {same[key]: key for key in targets if key in same}
+        return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""
