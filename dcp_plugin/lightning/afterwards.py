@@ -76,12 +76,16 @@ class Afterwards:
         with self._lock:
             return any(one.path == local_path(path) and not one.failed for one in self._under_way)
 
-    def with_files(self, action: Action) -> None:
-        """Do something to checkpoints when the save that began last is published. Now, if it is or there is none."""
+    def with_files(self, action: Action, first: bool = False) -> None:
+        """Do something to checkpoints when the save that began last is published. Now, if it is or there is none.
+
+        Args:
+            first: Before what was said earlier: a link, before what it leads to so far is deleted.
+        """
         with self._lock:
             newest = self._newest
             if newest is not None and newest.published is None:
-                newest.with_files.append(action)
+                newest.with_files.insert(0 if first else len(newest.with_files), action)
                 return
         action()
 

@@ -94,7 +94,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         original(trainer, target, link)
         return
     if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
-        trainer.strategy.dcp_checkpoint_io.afterwards.with_files(lambda: lifecycle.link(link, target))
+        trainer.strategy.dcp_checkpoint_io.afterwards.with_files(lambda: lifecycle.link(link, target), first=True)
     trainer.strategy.barrier("link to a checkpoint")
 
 

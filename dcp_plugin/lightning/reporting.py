@@ -42,8 +42,9 @@ class Report:
         return self.gigabytes / self.event.seconds if self.event.seconds else 0.0
 
     def say(self) -> None:
+        size = f"{self.gigabytes:.2f} GB" if self.gigabytes >= 1 else f"{self.gigabytes * 1000:.1f} MB"
         rank_zero_info(
-            f"Saved {self.event.path}: {self.gigabytes:.3g} GB in {self.event.seconds:.2f} s "
+            f"Saved {self.event.path}: {size} in {self.event.seconds:.2f} s "
             f"({self.gb_per_second:.2f} GB/s). The training waited {self.event.blocked_seconds:.2f} s."
         )
 

@@ -216,6 +216,37 @@ def _save_and_load(root: Path) -> None:
         t.trainer_for(layout, [SaveAndLoad()], plugin=io, max_steps=2).fit(t.Model(layout), t.plain_loader(layout))
 
 
+def test_the_tuner_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    launch.run(_tune, 1, tmp_path)
+
+
+def _tune(root: Path) -> None:
+    """It saves a checkpoint, trains, and restores it in the middle of a run."""
+    from lightning.pytorch.tuner import Tuner
+
+    from tests.lightning import training as t
+
+    class Tuned(t.Model):
+        lr, batch_size = 0.01, 2
+
+        def train_dataloader(self) -> Any:
+            return t.DataLoader(t.data(64), batch_size=self.batch_size, shuffle=True)
+
+    trained: list[Any] = []
+    for way in ({"stock": True}, {"plugin": True}):
+        model = Tuned()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        options: dict[str, Any] = {"max_steps": 4, "default_root_dir": root, **way}
+        Tuner(t.trainer_for("single", **options)).lr_find(model, num_training=5, update_attr=False)
+        assert_same(before, model.state_dict())
+        trainer = t.trainer_for("single", **options)
+        Tuner(trainer).scale_batch_size(model, max_trials=2)
+        trainer.fit(model)
+        assert list(root.iterdir()) == []
+        trained.append((model.batch_size, trainer.global_step, model.losses[-4:]))
+    assert trained[0] == trained[1]
+
+
 SPAWN = """
 import sys, warnings
 import lightning.pytorch as pl
