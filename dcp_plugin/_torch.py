@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -20,7 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
-__all__ = ["DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "pickled_tensor", "sharded_like", "sharded_value"]
+__all__ = [
+    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "load_mapped", "load_structure", "pickled_tensor",
+    "record_offset", "sharded_like", "sharded_value",
+]  # fmt: skip
 
 StorageInfo = _StorageInfo
 
@@ -142,3 +146,23 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+
+
+def load_structure(path: Path) -> Any:
+    """What a ``torch.save`` file holds, with tensors on the meta device: no payload is read."""
+    with open(path, "rb") as file:  # given a path, torch goes by its suffix
+        return torch.load(file, map_location="meta", weights_only=True)
+
+
+def load_mapped(path: Path) -> Any:
+    """What a ``torch.save`` file holds, with tensors that are the mapped file."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def record_offset(tensor: torch.Tensor) -> int | None:
+    """Where in its file the record of a tensor's storage begins, after :func:`load_structure`.
+
+    ``_checkpoint_offset`` is what torch itself notes for fake and meta tensors. The public ``torch.load(mmap=True)``
+    does not tell where a tensor lies, and ``PyTorchFileReader`` not which record a tensor has.
+    """
+    return tensor.untyped_storage()._checkpoint_offset

@@ -172,19 +172,21 @@ class Checkpointer:
         module has in its state dict goes through ``load_state_dict``.
 
         Args:
-            partial: Which keys of ``state`` to load; the others keep their values.
+            partial: Which keys of ``state`` to load, and from where; the others keep their values. The same on all
+                ranks. Without one, everything is loaded, and converted to the dtypes of ``state``.
             strict: Whether missing and unexpected keys of modules and optimizers, and missing ones of anything else,
-                are errors.
+                are errors. ``False`` goes before ``partial``'s ``"error"``; its ``"warn"`` still warns.
 
         Raises:
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank.
-            CheckpointMismatch: Naming all keys that do not fit; or ranks that load different checkpoints.
+            CheckpointMismatch: Naming all keys that do not fit, and what would make them; or ranks that load
+                different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
         ranks = self._meet_again()
         wait_until_copied()  # another checkpointer may be copying what this load overwrites
         with _collector_paused():
-            return Loading(ranks, self.config, local_path(path), partial or PartialLoad(), strict).run(state)
+            return Loading(ranks, self.config, local_path(path), partial, strict).run(state)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""

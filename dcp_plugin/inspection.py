@@ -29,7 +29,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
             values.append(key)
     return CheckpointInfo(
         path=reader.path,
-        format="stock" if summary is None else "dcp_plugin",
+        format=reader.opened.format,
         step=summary.step if summary else None,
         time=summary.time if summary else None,
         world_size=summary.world_size if summary else None,
@@ -43,7 +43,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
 def verify(path: PathLike, io_threads: int = 2) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum.
 
-    Damage is reported, not raised. Items without checksums (a stock checkpoint's) are only read, and listed.
+    Damage is reported, not raised. Items without checksums (another tool's) are only read, and listed.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.

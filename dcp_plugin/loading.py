@@ -1,4 +1,4 @@
-"""One load, step by step: open, want, plan, read, take.
+"""One load, step by step: open, match, plan, read, take.
 
 Everything that can be checked is checked before the first byte of a target is overwritten, and what does not fit is
 raised in one error that names all of it.
@@ -7,32 +7,45 @@ raised in one error that names all of it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from dcp_plugin._torch import is_tensor, sharded_value
-from dcp_plugin.config import CheckpointConfig
+from dcp_plugin._torch import is_tensor
+from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.matching import Match, Matching, locate
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
+from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.sharing import SharedReading
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.state.app import Part, Wanted, parts_of
-from dcp_plugin.state.source import Prefix, Source, find_prefix, join
-from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.state.app import Part, parts_of
+from dcp_plugin.state.module import materialise
+from dcp_plugin.state.source import join
+from dcp_plugin.storage.index import CheckpointIndex, StoredTensor
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.types import LoadReport
+from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a rank is about to load; the same on all ranks, but for the path."""
+
+    path: str
+    fingerprint: str
+    partial: str
 
 
 class Loading:
     """One load. Its steps are the lines of :meth:`run`."""
 
-    def __init__(self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad, strict: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
+    ) -> None:
         self._ranks = ranks
         self._config = config
         self._partial = partial
@@ -41,121 +54,86 @@ class Loading:
         self._reader = ShardedReader(
             path, io_threads=config.io_threads, verify=config.verify_on_load, check_files=ranks.rank == 0
         )
-        self._report = LoadReport(path)
-        self._said: list[str] = []
+        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=config.allow_pickle)
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
         parts: list[Part] = []
         self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
-        index = self._reader.index
-        sources = {part.name: source for part, source in self._sources(parts)}
-        wanted = self._ranks.agree(f"compare {self._path} with the state", lambda: self._want(parts, sources, index))
-        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, wanted, sources))
+        match = self._ranks.agree(f"compare {self._path} with the state", lambda: self._fit(parts))
+        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, match))
         self._read_tensors()
-        filled = self._filled(wanted, sources)
-        self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, filled))
+        self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, match))
         if self._ranks.rank == 0:
-            for message in self._said:  # last: a warning that is an error stops nobody half-way
+            for message in match.said:  # last: a warning that is an error stops nobody half-way
                 warnings.warn(message, stacklevel=3)
-        reader = self._reader
-        return replace(self._report, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes)
+        reader, loaded = self._reader, list(self._targets)
+        return replace(
+            match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
+        )
 
-    def _open(self, state: Mapping[str, Any], parts: list[Part]) -> tuple[str, str]:
+    def foresee(self, state: Mapping[str, Any]) -> PlannedLoad:
+        """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
+        parts: list[Part] = []
+        self._open(state, parts)
+        match = self._match(parts)
+        self._plan(match)
+        items = [_planned(key, match, self._reader.index) for key in match.targets]
+        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
+
+    def _open(self, state: Mapping[str, Any], parts: list[Part]) -> _Opened:
         parts.extend(parts_of(state))
-        return str(self._reader.path), self._reader.fingerprint
+        if self._partial is not None:
+            self._partial = locate(self._partial, parts)
+        return _Opened(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
 
     @staticmethod
-    def _all_the_same(opened: list[tuple[str, str]]) -> None:
+    def _all_the_same(opened: list[_Opened]) -> None:
         first = opened[0]
         for rank, other in enumerate(opened):
-            if other[1] != first[1]:
+            if other.fingerprint != first.fingerprint:
                 raise CheckpointMismatch(
-                    f"rank 0 loads {first[0]} and rank {rank} {other[0]}, which is another checkpoint. Decide "
+                    f"rank 0 loads {first.path} and rank {rank} {other.path}, which is another checkpoint. Decide "
                     f"on rank 0 what to load, and broadcast it."
                 )
+            if other.partial != first.partial:
+                raise CheckpointMismatch(
+                    f"rank 0 loads {first.partial[:500]} of {first.path}, and rank {rank} {other.partial[:500]}. Give "
+                    f"all ranks the same."
+                )
 
-    def _sources(self, parts: list[Part]) -> Iterator[tuple[Part, Source]]:
-        """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
-        kinds = self._reader.summary.kinds if self._reader.summary else {}
-        names = {part.name for part in parts}
+    def _fit(self, parts: list[Part]) -> Match:
+        """Match and plan; raise everything that does not fit, in one error."""
         for part in parts:
-            name = part.name
-            if part.kind in ("module", "optimizer") and name not in kinds:
-                alike = [other for other, kind in kinds.items() if kind == part.kind and other not in names]
-                if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
-                    name = alike[0]
-                    self._said.append(f"{self._path} has no {part.name!r}; its only {part.kind}, {name!r}, is loaded.")
-            yield part, Source(name, part.kind)
-
-    def _want(self, parts: list[Part], sources: dict[str, Source], index: CheckpointIndex) -> dict[str, Wanted]:
-        wanted = {}
-        prefixes: dict[nn.Module | None, Prefix] = {}
-        problems: list[str] = []
-        keys: list[str] = []
-        for part in parts:
-            source = replace(sources[part.name], prefix=prefixes.get(part.module, Prefix()))
-            want = part.want(*source.entries(index))
-            if part.kind == "module" and want.missing and not want.targets:
-                prefix = find_prefix(want.missing, want.unexpected)
-                if prefix is not None:
-                    self._say_prefix(part, source, prefix)
-                    source = replace(source, prefix=prefix)
-                    prefixes[part.module] = prefix
-                    want = part.want(*source.entries(index))
-            sources[part.name], wanted[part.name] = source, want
-            keys += [join(part.name, key) for key in (*want.targets, *want.missing)]
-            want.targets = {key: target for key, target in want.targets.items() if self._selected(part, key)}
-            missing = [source.stored(key) for key in want.missing if self._selected(part, key)]
-            unexpected = [source.stored(key) for key in want.unexpected if self._selected(part, key)]
-            self._report.missing.extend(missing)
-            self._report.unexpected.extend(unexpected)
-            if want.tolerated and (missing or unexpected):
-                differ = some(missing + unexpected)
-                self._said.append(f"{self._path} and {part.name!r} differ in {differ}: {want.tolerated}.")
-            elif self._strict:
-                problems += [f"{key} is not in the checkpoint{nearest(key, index)}" for key in missing]
-                problems += [f"{key} is only in the checkpoint" for key in unexpected]
-        if self._partial != PartialLoad():
-            self._partial.check(keys)
-        self._plan(wanted, sources, index, problems)
-        return wanted
-
-    def _say_prefix(self, part: Part, source: Source, prefix: Prefix) -> None:
-        here, there = join(part.name, prefix.dropped), join(source.name, prefix.added)
-        self._said.append(f"{self._path} has {there}* for {here}*: it is loaded from there.")
-
-    def _selected(self, part: Part, key: str) -> bool:
-        return self._partial.selects(join(part.name, key))
-
-    def _plan(
-        self, wanted: dict[str, Wanted], sources: dict[str, Source], index: CheckpointIndex, problems: list[str]
-    ) -> None:
-        """Plan the reads and raise everything that does not fit, in one error."""
-        self._targets = {
-            sources[name].stored(key): sharded_value(target) if is_tensor(target) else None
-            for name, want in wanted.items()
-            for key, target in want.targets.items()
-        }
-        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
-        self._planner.use_index(self._targets, index)
-        try:
-            self._items = self._planner.create_local_plan()
-        except CheckpointMismatch as error:
-            problems = [str(error), *problems]
-        if problems:
-            raise CheckpointMismatch(
-                f"{self._path} does not fit the state: {some(problems, 50, '; ')}. strict=False loads what fits."
-            )
+            if part.kind == "module" and part.module is not None:
+                materialise(part.module)
+        match = self._match(parts)
+        self._items = self._plan(match)
+        if match.problems:
+            raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.check_files(self._items)
-        self._report.cast.extend(self._planner.cast)
+        return match
 
-    def _read_values(self, parts: list[Part], wanted: dict[str, Wanted], sources: dict[str, Source]) -> None:
+    def _match(self, parts: list[Part]) -> Match:
+        return Matching(self._path, self._reader.index, self._reader.kinds, self._partial, self._strict).run(parts)
+
+    def _plan(self, match: Match) -> LoadPlan:
+        """The reads. What the planner finds is added to the problems, in front."""
+        self._targets: dict[str, Any] = dict(match.targets)
+        self._planner.use_index(self._targets, self._reader.index, match.stored)
+        try:
+            return self._planner.create_local_plan()
+        except CheckpointMismatch as error:
+            match.problems.insert(0, str(error))
+            return LoadPlan([])
+
+    def _read_values(self, parts: list[Part], match: Match) -> None:
         """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         for part in parts:
-            targets = wanted[part.name].targets
+            targets = match.wanted[part.name].targets
             keys = [key for key, target in targets.items() if not is_tensor(target)]
-            part.check({key: self._targets[sources[part.name].stored(key)] for key in keys})
+            if targets:
+                part.check({key: self._targets[join(part.name, key)] for key in keys})
 
     def _only(self, kind: LoadItemType) -> LoadPlan:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
@@ -167,19 +145,46 @@ class Loading:
         plan = shared.meet(f"share the reading of {self._path}", plan)
         self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())
         shared.pass_on(f"pass on what was read of {self._path}")
-        self._report.loaded.extend(self._targets)
 
-    def _filled(self, wanted: dict[str, Wanted], sources: dict[str, Source]) -> dict[str, dict[str, Any]]:
-        return {
-            name: {
-                key: target if is_tensor(target) else self._targets[sources[name].stored(key)]
-                for key, target in want.targets.items()
-            }
-            for name, want in wanted.items()
-        }
-
-    @staticmethod
-    def _take(parts: list[Part], filled: dict[str, dict[str, Any]]) -> None:
+    def _take(self, parts: list[Part], match: Match) -> None:
         for part in parts:
-            if filled[part.name]:
-                part.take(filled[part.name])
+            targets = match.wanted[part.name].targets
+            if targets:
+                part.take(
+                    {
+                        key: target if is_tensor(target) else self._targets[join(part.name, key)]
+                        for key, target in targets.items()
+                    }
+                )
+
+
+def plan_load(
+    state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+) -> PlannedLoad:
+    """What :func:`dcp_plugin.load` would take and what would not fit, without loading. Modules may be on the meta
+    device.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.
+    """
+    return Loading(Ranks(), CheckpointConfig(), local_path(path), partial, strict).foresee(state)
+
+
+def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
+    stored, target = match.stored[key], match.targets[key]
+    entry = index[stored]
+    wanted = str(target.dtype).removeprefix("torch.") if target is not None else ""
+    if isinstance(entry, StoredTensor):
+        dtype = str(entry.dtype).removeprefix("torch.")
+        return PlannedItem(key, stored, entry.shape, dtype, wanted, prod(entry.shape) * entry.dtype.itemsize)
+    return PlannedItem(key, stored, None, "", wanted, entry.location.length)
+
+
+def misfit(path: Path, problems: list[str]) -> str:
+    """The one error for all that does not fit; empty if all does."""
+    if not problems:
+        return ""
+    if len(problems) == 1:
+        return f"{path} does not fit the state: {problems[0]}."
+    return f"{path} does not fit the state:\n  " + "\n  ".join(problems)

@@ -58,16 +58,20 @@ tuple index, ``("k", key)`` for a mapping key that is no string."""
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did, by checkpoint key."""
+    """What a load did. Keys are the target's, unless something else is said."""
 
     path: Path
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Keys that the target has and the checkpoint has not; the target kept its values."""
     unexpected: list[str] = field(default_factory=list)
-    """Keys that the checkpoint has under the loaded names and the target has not."""
+    """Keys of the checkpoint under the loaded names that the target has not."""
     cast: list[str] = field(default_factory=list)
     """Keys whose dtype differed; the values were converted to the target's."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Loaded keys that are called otherwise in the checkpoint -> their key there."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys that a partial load did not select; the target kept its values."""
     bytes_read: int = 0
     """Bytes that this rank read from data files, with what was read to check and to skip."""
     unchecked_bytes: int = 0
@@ -78,8 +82,49 @@ class LoadReport:
         for name in ("missing", "unexpected", "cast"):
             keys: list[str] = getattr(self, name)
             if keys:
-                parts.append(f"{len(keys)} {name} ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''})")
+                parts.append(f"{len(keys)} {name} ({_first(keys)})")
+        if self.renamed:
+            parts.append(f"{len(self.renamed)} renamed ({_first([f'{h} from {t}' for h, t in self.renamed.items()])})")
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} left out")
         return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """A target that a load would fill."""
+
+    key: str
+    stored: str
+    """Its key in the checkpoint."""
+    shape: Shape | None
+    """None for a value that is no tensor."""
+    dtype: str
+    """In the checkpoint; empty for a value."""
+    target_dtype: str
+    nbytes: int
+    """In the checkpoint."""
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    """What a load would do, from :func:`dcp_plugin.loading.plan_load`."""
+
+    path: Path
+    items: list[PlannedItem]
+    report: LoadReport
+    """What would be missing, unexpected, renamed, left out and cast; nothing is loaded."""
+    error: str
+    """With which message it would fail; empty if it would not."""
+    warnings: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
+def _first(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -99,7 +144,8 @@ class CheckpointInfo:
 
     path: Path
     format: str
-    """``"dcp_plugin"`` or ``"stock"`` (any other writer of DCP checkpoints)."""
+    """``"dcp_plugin"``, ``"stock"`` (any other writer of DCP checkpoints), ``"safetensors"``, ``"torch.save"``,
+    ``"lightning"`` or ``"accelerate"``."""
     step: int | None
     time: float | None
     """Seconds since the epoch at which the checkpoint was published."""
@@ -138,7 +184,8 @@ class VerifyReport:
 
     def __str__(self) -> str:
         state = "intact" if self.ok else f"DAMAGED, {len(self.errors)} item(s): " + "; ".join(self.errors[:5])
-        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}"
+        unverified = f"; {len(self.unverified)} key(s) have no checksum and were only read" if self.unverified else ""
+        return f"{self.path}: {self.items} items, {self.nbytes / 2**20:.1f} MiB, {state}{unverified}"
 
 
 @dataclass(frozen=True)

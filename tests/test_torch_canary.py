@@ -6,6 +6,7 @@ import inspect
 import io
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,32 @@ def test_save_takes_its_writer_as_an_argument_and_never_needs_the_payload() -> N
     torch.save(torch.empty(2, 3, dtype=torch.bfloat16), buffer)
     for data in records.values():
         assert data in buffer.getvalue()
+
+
+def test_torch_notes_where_the_record_of_a_meta_storage_begins(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(100.0), "b": torch.arange(7, dtype=torch.int16)[2:]}, tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    for tensor in _torch.load_structure(tmp_path / "file").values():
+        begin = _torch.record_offset(tensor)
+        assert tensor.is_meta and begin is not None
+        expected = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
+        assert data[begin : begin + expected.nbytes] == expected.numpy().tobytes()
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.other.weight = self.one.weight
+
+
+def _tied_flat_parameter() -> dict[str, str]:
+    model = FullyShardedDataParallel(_Tied(), device_id=torch.device("cpu"), use_orig_params=False)
+    return fsdp1.same_flat_parameter(model)
+
+
+def test_a_flat_parameter_knows_its_tied_weights() -> None:
+    assert launch.run(_tied_flat_parameter, 2) == [{"other.weight": "one.weight"}] * 2
 
 
 def _dtensor_chunks() -> list[Any]:

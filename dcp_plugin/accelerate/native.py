@@ -111,7 +111,7 @@ def load(
 def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
         checkpointer.load({_STOCK_MODEL: model}, path / _model_folder(number), strict=strict)
-    only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",))
+    only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
         owners = {f"of_{name}": model for name, model in training.models.items()}
         checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_folder(number), only_optimizer)

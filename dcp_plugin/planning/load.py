@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -44,6 +44,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._strict = strict
         self._tree: dict[str, Any] = {}
         self._targets: dict[str, Any] = {}
+        self._names: Mapping[str, str] = {}
         self._allow_pickle = allow_pickle
         self.missing: list[str] = []
         """Targets that the checkpoint does not have."""
@@ -61,13 +62,18 @@ class ShardedLoadPlanner(LoadPlanner):
         known = metadata.state_dict_metadata
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
 
-    def use_index(self, targets: dict[str, Any], index: CheckpointIndex) -> None:
+    def use_index(self, targets: dict[str, Any], index: CheckpointIndex, names: Mapping[str, str]) -> None:
         """:meth:`set_up_planner` for targets by key, tensors as :class:`ShardedValue`; without an object for every
-        stored chunk."""
+        stored chunk.
+
+        Args:
+            names: The key in the checkpoint of each target. Several may have the same.
+        """
         self._tree = self._targets = targets
         self._paths = {key: (key,) for key in targets}
+        self._names = names
         self._keys = slots = index.slots
-        self._stored = {key: _Stored.of_table(index.table, slots[key]) for key in targets if key in slots}
+        self._stored = {key: _Stored.of_table(index.table, slots[names[key]]) for key in targets if names[key] in slots}
 
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank.
@@ -89,9 +95,9 @@ class ShardedLoadPlanner(LoadPlanner):
             if isinstance(target, ShardedValue):
                 if target.dtype != stored.dtype:
                     self.cast.append(key)
-                items.extend(_reads(key, target, stored))
+                items.extend(_reads(key, self._names.get(key, key), target, stored))
             else:
-                items.append(_read_of_value(key))
+                items.append(_read_of_value(key, self._names.get(key, key)))
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -101,9 +107,9 @@ class ShardedLoadPlanner(LoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        allowed = any(fnmatchcase(key, glob) for glob in self._allow_pickle)
-        _set(self._tree, self._paths[key], values.decode(key, value.getvalue(), allowed))
+        stored = read_item.storage_index.fqn
+        allowed = any(fnmatchcase(stored, glob) for glob in self._allow_pickle)
+        _set(self._tree, self._paths[read_item.dest_index.fqn], values.decode(stored, value.getvalue(), allowed))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target = self._targets[read_item.dest_index.fqn]
@@ -201,12 +207,12 @@ def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
     return separator.join(items[:limit]) + more
 
 
-def _read_of_value(key: str) -> ReadItem:
+def _read_of_value(key: str, name: str) -> ReadItem:
     none = torch.Size()
-    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(key), none, none)
+    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(name), none, none)
 
 
-def _reads(key: str, target: ShardedValue, stored: _Stored) -> Iterator[ReadItem]:
+def _reads(key: str, name: str, target: ShardedValue, stored: _Stored) -> Iterator[ReadItem]:
     for number, chunk in enumerate(target.chunks):
         if 0 in chunk.sizes:
             continue
@@ -214,13 +220,13 @@ def _reads(key: str, target: ShardedValue, stored: _Stored) -> Iterator[ReadItem
         try:
             overlaps = stored.overlaps(chunk)
         except CheckpointCorrupt as error:
-            raise CheckpointCorrupt(f"{key}: {error}") from error
+            raise CheckpointCorrupt(f"{name}: {error}") from error
         for source, source_offsets, offsets, lengths in overlaps:
             yield ReadItem(
                 LoadItemType.TENSOR,
                 here,
                 torch.Size(map(sub, offsets, chunk.offsets)),
-                MetadataIndex(key, torch.Size(source_offsets), source),
+                MetadataIndex(name, torch.Size(source_offsets), source),
                 torch.Size(map(sub, offsets, source_offsets)),
                 torch.Size(lengths),
             )

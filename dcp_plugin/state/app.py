@@ -7,7 +7,7 @@ of the mapping are the first segments of the keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,9 +19,9 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
-from dcp_plugin.state.module import finish_in_place, gather_module, materialise, split_tensors
+from dcp_plugin.state.module import finish_in_place, gather_module, same_parameter, split_tensors
 from dcp_plugin.state.names import parameter_names
-from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list
+from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
 from dcp_plugin.state.replicas import mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import Entry, StoredTensor
@@ -60,8 +60,12 @@ class Part(Protocol):
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         """Leaves by key relative to the name, and their paths below it."""
 
+    def names(self) -> list[str]:
+        """The keys it has, relative to the name; an optimizer gives a prefix, up to the dot, for each parameter.
+        Collective if a module contains FSDP1."""
+
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        """Decide what to read, given what is stored under the name. Changes no value; meta tensors get memory."""
+        """Decide what to read, given what is stored under the name. Changes nothing."""
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Look at the values that are no tensors before any tensor is overwritten; raise if they do not fit."""
@@ -187,16 +191,31 @@ class _ModulePart:
         state = mark_parameters(self.module, gather_module(self.module))
         return state, {key: (key,) for key in state}
 
+    def names(self) -> list[str]:
+        self._template = self._template or gather_module(self.module)
+        return list(self._template)
+
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        materialise(self.module)
-        self._template = gather_module(self.module)
+        self._template = self._template or gather_module(self.module)
         tensors, others = split_tensors(self._template)
         wanted = Wanted({**tensors, **dict.fromkeys(others)})
-        wanted.missing = [key for key in wanted.targets if key not in stored]
+        absent = [key for key in wanted.targets if key not in stored]
         wanted.unexpected = [key for key in stored if key not in wanted.targets]
-        for key in wanted.missing:
+        for key in absent:
             del wanted.targets[key]
+        tied = self._filled_under_another_name(absent, wanted.targets)
+        for key, other in tied.items():  # else it would be applied with the old values
+            self._template[key] = self._template[other]
+        wanted.missing = [key for key in absent if key not in tied]
         return wanted
+
+    def _filled_under_another_name(self, absent: Sequence[str], targets: Iterable[str]) -> dict[str, str]:
+        """Tied weights that the checkpoint has under one of their names only, as Hugging Face's have; and that name."""
+        if not absent:
+            return {}
+        same = same_parameter(self.module)
+        filled = {same[key]: key for key in targets if key in same}
+        return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""
@@ -226,6 +245,10 @@ class _OptimizerPart:
                 state.update(listed)
                 paths.update(listed_paths)
         return state, paths
+
+    def names(self) -> list[str]:
+        trained = trained_names(self.module, self._optimizer)
+        return [f"{kind}.{fqn}." for fqn in trained for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
@@ -260,6 +283,9 @@ class _TreePart:
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         raise NotImplementedError
+
+    def names(self) -> list[str]:
+        return list(self.gather()[0])
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         current, _ = self.gather()

@@ -121,6 +121,18 @@ def flat_parameter_names(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
+def same_flat_parameter(module: nn.Module) -> dict[str, str]:
+    """The further names of tied weights in flat parameters, and the name under which each is flattened."""
+    clean = CleanNames(module)
+    same = {}
+    for name, parameter in module.named_parameters():
+        owner = name.removesuffix("_flat_param")
+        for tied in getattr(parameter, "_shared_param_infos", ()):  # relative to the flat parameter's module, too
+            again, first = (tied.module_name, tied.param_name), (tied.prim_module_name, tied.prim_param_name)
+            same[clean(owner + ".".join(filter(None, again)))] = clean(owner + ".".join(filter(None, first)))
+    return same
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The public functions use FSDP's deprecated context managers and warn about that on every call."""

@@ -100,6 +100,15 @@ def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[st
         apply_module(module, loaded, strict=False)
 
 
+def same_parameter(module: nn.Module) -> dict[str, str]:
+    """For each name of a parameter that has several (tied weights), the first of them. All by clean FQN."""
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in _own_tensors(module).items()]
+    same = {name: other for name, other in named if other != name}
+    same.update(fsdp1.same_flat_parameter(module))
+    return same | {name: name for name in same.values()}
+
+
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by clean FQN, tied ones under each of their names."""
     clean = CleanNames(module)

@@ -32,6 +32,18 @@ class CleanNames:
         return name
 
 
+def unwrapped(module: nn.Module) -> list[nn.Module]:
+    """The module, and what is in it as long as it is a wrapper; the user's own is the last."""
+    chain = [module]
+    while True:
+        inner = [child for name, child in chain[-1].named_children() if name in _WRAPPER_SEGMENTS]
+        if isinstance(chain[-1], DistributedDataParallel):
+            inner = [chain[-1].module]
+        if not inner:
+            return chain
+        chain += inner[:1]
+
+
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """The clean FQN of every parameter by ``id``. A tied parameter has its first name."""
     return {id(parameter): name for name, parameter in parameters_by_name(module).items()}

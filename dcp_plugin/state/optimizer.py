@@ -91,6 +91,11 @@ def split_key(key: str) -> tuple[str, str, str]:
     return kind, fqn, name
 
 
+def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The clean FQNs of an optimizer's parameters, in its order."""
+    return [fqn for names in _names_by_group(module, optimizer) for fqn in names]
+
+
 class OptimizerLoad:
     """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
 
@@ -113,7 +118,7 @@ class OptimizerLoad:
         self._fsdp1 = fsdp1.contains_fsdp1(module)
         # What has the shape of a parameter is sharded like it.
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
-        self._groups = self._group_names()
+        self._groups = _names_by_group(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
@@ -222,13 +227,6 @@ class OptimizerLoad:
                 return kind, known, ".".join([*parts[count:], name])
         return kind, fqn, name
 
-    def _group_names(self) -> list[list[str]]:
-        if self._fsdp1:
-            names = fsdp1.flat_parameter_names(self._module)
-            return [[name for p in group["params"] for name in names[id(p)]] for group in self._optimizer.param_groups]
-        single = _names_of(self._module, self._optimizer)
-        return [[single[id(parameter)] for parameter in group["params"]] for group in self._optimizer.param_groups]
-
     def _current_state(self) -> dict[str, dict[str, Any]]:
         names = _names_of(self._module, self._optimizer)
         return {names[id(parameter)]: slots for parameter, slots in _parameter_state(self._optimizer).items()}
@@ -265,6 +263,14 @@ class OptimizerLoad:
                 merged.setdefault(field, value)
                 source.setdefault(field, fqn)
         return merged
+
+
+def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    if fsdp1.contains_fsdp1(module):
+        names = fsdp1.flat_parameter_names(module)
+        return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
+    single = _names_of(module, optimizer)
+    return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

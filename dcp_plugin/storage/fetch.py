@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
@@ -168,6 +169,18 @@ def of_box(
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
 
 
+def of_view(
+    key: str, location: Location, dtype: torch.dtype, strides: Shape, offsets: Shape, target: torch.Tensor
+) -> Iterator[Fetch]:
+    """The fetches of a box of a tensor that is not row-major: what covers it is read, and seen with its strides."""
+    if target.numel() == 0:
+        return
+    for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
+        start = sum(map(mul, corner, strides)) * dtype.itemsize
+        stop = start + _span(part, strides) * dtype.itemsize
+        yield IntoTensor(key, location, [(start, stop)], None, start, part, dtype, strides)
+
+
 def _block(location: Location, smallest: int, verify: bool) -> int | None:
     return block_size(location.payload_length, smallest) if verify and location.checksums is not None else None
 
@@ -186,12 +199,18 @@ def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
 
 def _parts(target: torch.Tensor, corner: Shape, strides: Shape, limit: int) -> Iterator[tuple[torch.Tensor, Shape]]:
     """Parts of a box that span at most ``limit`` elements of the stored chunk, and where each of them starts."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
-    wide = next((dim for dim, size in enumerate(target.shape) if size > 1), None)
-    if span <= limit or wide is None:
+    wide = max((dim for dim, size in enumerate(target.shape) if size > 1), key=lambda dim: strides[dim], default=None)
+    if wide is None or _span(target, strides) <= limit:
         yield target, corner
         return
     rows = max(1, limit // strides[wide])
+    if rows >= target.shape[wide]:  # it is the other dimensions that reach further
+        rows = target.shape[wide] // 2
     for at in range(0, target.shape[wide], rows):
         moved = (*corner[:wide], corner[wide] + at, *corner[wide + 1 :])
         yield from _parts(target.narrow(wide, at, min(rows, target.shape[wide] - at)), moved, strides, limit)
+
+
+def _span(target: torch.Tensor, strides: Shape) -> int:
+    """Elements from the first to the last of a box, in the stored tensor."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))

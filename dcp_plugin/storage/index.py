@@ -132,6 +132,10 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Data files and their sizes in bytes."""
         self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
         """By file and offset, what torch must undo to read an item. Only stock checkpoints have such items."""
+        self.strides: dict[str, Shape] = {}
+        """By key, how the tensors lie that are not row-major. Only ``torch.save`` files have such tensors."""
+        self.values_here: dict[str, Any] = {}
+        """By key, values that were read with the index. Only ``torch.save`` files have such values."""
         self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
@@ -327,13 +331,16 @@ class CheckpointIndex(Mapping[str, Entry]):
             raise ValueError("shapes and boxes do not fit the dimensions")
         return index
 
-    def validate(self, directory: Path) -> None:
+    def validate(self, directory: Path, shares_bytes: bool = False) -> None:
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
+
+        Args:
+            shares_bytes: Items may overlap: they are views of the same storages.
 
         Raises:
             CheckpointCorrupt: Naming file and key.
         """
-        validate(self.table, self.columns, self.files, self.smallest_block, directory)
+        validate(self.table, self.columns, self.files, self.smallest_block, directory, shares_bytes)
 
 
 def _split_keys(text: Column, ends: Column) -> list[str]:

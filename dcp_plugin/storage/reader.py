@@ -5,7 +5,8 @@ with any planner, on our checkpoints and on stock ones.
 
 What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), and these are carried out by
 :mod:`~dcp_plugin.storage.read_files`. Stock items whose layout is the one we would have written are read like our own;
-others go through ``torch.load(weights_only=True)``. The planner is only called from the caller's thread.
+others go through ``torch.load(weights_only=True)``. What there is to read, :mod:`~dcp_plugin.storage.opening` finds
+out; whoever wrote it, the rest is the same. The planner is only called from the caller's thread.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from torch.futures import Future
 
 from dcp_plugin._torch import load_bytes, undo_transforms
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
-from dcp_plugin.storage import commit, fetch, read_files, stock
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
+from dcp_plugin.storage import fetch, read_files, stock
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.hostmemory import finish_device_work
 from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
 from dcp_plugin.storage.metadata import metadata_of
-from dcp_plugin.storage.summary import Summary, fingerprint
+from dcp_plugin.storage.opening import Opened, open_checkpoint
+from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.validation import check_files
+from dcp_plugin.storage.values import encode
 from dcp_plugin.types import Shape
 
 _MOST_FRAME = 1 << 20
@@ -55,10 +58,10 @@ class _Read:
 
 
 class ShardedReader(StorageReader):
-    """Reader of one checkpoint directory.
+    """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.storage.foreign`).
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint: a directory, or a file of another tool's.
         io_threads: Threads that read.
         verify: Check what is read against the checksums.
         check_files: Look at all data files when the checkpoint is opened. In a group of ranks, one of them does.
@@ -74,9 +77,7 @@ class ShardedReader(StorageReader):
         self._io_threads = io_threads
         self._verify = verify
         self._check_files = check_files
-        self._index: CheckpointIndex | None = None
-        self.summary: Summary | None = None
-        """What ``dcp_plugin.json`` says; None for a stock checkpoint. Known once the index is."""
+        self._opened: Opened | None = None
         self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
         """Bytes of data files that were read, to the last one: checksum blocks and gaps included."""
@@ -84,31 +85,33 @@ class ShardedReader(StorageReader):
         """Of these, bytes whose block was read in part only, so that its checksum could not be compared."""
 
     @property
-    def fingerprint(self) -> str:
-        """Equal for the same checkpoint, wherever it is: a hash of its table of contents."""
-        self.index  # noqa: B018 - reads the summary
-        return self.summary.index_sha256 if self.summary else fingerprint((self.path / commit.METADATA).read_bytes())
+    def opened(self) -> Opened:
+        """The checkpoint; opened when it is first needed."""
+        if self._opened is None:
+            opened = open_checkpoint(self.path)
+            if self._check_files:
+                check_files(opened.directory, opened.index.files, opened.index.files, opened.links)
+            self._opened, self.path = opened, opened.path
+        return self._opened
 
     @property
     def index(self) -> CheckpointIndex:
-        if self._index is None:
-            self._index = self._open()
-        return self._index
+        return self.opened.index
 
-    def _open(self) -> CheckpointIndex:
-        self.path = commit.locate(self.path)
-        reason = commit.uncommitted_reason(self.path)
-        if reason:
-            kind = CheckpointIncomplete if commit.looks_like_checkpoint(self.path) else CheckpointNotFound
-            raise kind(f"{self.path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one.")
-        if (self.path / commit.INDEX).exists():
-            self.summary = Summary.read(self.path / commit.SUMMARY)
-            index = CheckpointIndex.read(self.path / commit.INDEX, self.summary.index_sha256)
-        else:
-            index = stock.read_index(self.path)
-        if self._check_files:
-            check_files(self.path, index.files, index.files)
-        return index
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same checkpoint, wherever it is: a hash of its table of contents."""
+        return self.opened.fingerprint
+
+    @property
+    def summary(self) -> Summary | None:
+        """What ``dcp_plugin.json`` says; None for a checkpoint of another tool."""
+        return self.opened.summary
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
+        return self.opened.kinds
 
     def check_files(self, plan: LoadPlan) -> None:
         """Check the files that a plan reads from, if not all were checked when the checkpoint was opened.
@@ -117,14 +120,15 @@ class ShardedReader(StorageReader):
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
         """
         if not self._check_files:
-            check_files(self.path, self.index.files, {self._find(item).location.file for item in plan.items})
+            names = {self._find(item).location.file for item in plan.items}
+            check_files(self.opened.directory, self.index.files, names, self.opened.links)
 
     # torch.distributed.checkpoint.StorageReader
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = local_path(checkpoint_id)
-        self._index = None
+        self._opened = None
         self._layouts = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -146,6 +150,8 @@ class ShardedReader(StorageReader):
         targets = []
         fetches: list[Fetch] = []
         for read in reads:
+            if read.item.storage_index.fqn in self.index.values_here:
+                continue
             if read.chunk is None:
                 fetches += self._fetch_of_value(read, values)
             else:
@@ -153,13 +159,12 @@ class ShardedReader(StorageReader):
                 targets.append((read.item, target))
                 fetches += self._fetches_of_tensor(read, read.chunk, target)
         finish_device_work(target for _, target in targets)
-        count = read_files.read(self.path, fetches, self._io_threads)
+        count = read_files.read(self.opened.directory, fetches, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
         for read in reads:
             if read.chunk is None:
-                stored = values[read.location.file, read.location.offset]
-                planner.load_bytes(read.item, io.BytesIO(self._plain(stored, read.location)))
+                planner.load_bytes(read.item, io.BytesIO(self._value(read, values)))
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -179,7 +184,7 @@ class ShardedReader(StorageReader):
     def check(self, key: str, location: Location) -> str:
         """Read one item completely. An empty string, or what is wrong with it."""
         try:
-            read_files.check_item(self.path, key, location, self.index.smallest_block)
+            read_files.check_item(self.opened.directory, key, location, self.index.smallest_block)
         except Exception as error:
             return str(error)
         return ""
@@ -202,9 +207,16 @@ class ShardedReader(StorageReader):
             for read in reads
             if read.chunk is not None
             and read.location.payload_offset is None
+            and read.item.storage_index.fqn not in self.index.strides
             and (read.location.file, read.location.offset) not in self.index.transforms
         ]
-        self.bytes_read += stock.recognise(self.path, unknown, self._layouts)
+        self.bytes_read += stock.recognise(self.opened.directory, unknown, self._layouts)
+
+    def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
+        key = read.item.storage_index.fqn
+        if key in self.index.values_here:
+            return encode(self.index.values_here[key])
+        return self._plain(values[read.location.file, read.location.offset], read.location)
 
     def _fetch_of_value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> Iterator[Fetch]:
         """Values that are equal share an item, which is read once."""
@@ -222,6 +234,9 @@ class ShardedReader(StorageReader):
         if tuple(target.shape) != read.box[1]:
             shape = tuple(target.shape)
             raise CheckpointMismatch(f"{self.path}: {key} is read as {read.box[1]} into a target of {shape}")
+        if key in self.index.strides:
+            yield from fetch.of_view(key, chunk.location, read.dtype, self.index.strides[key], read.box[0], target)
+            return
         if chunk.location.payload_offset is None:
             chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         if chunk.location.payload_offset is None:

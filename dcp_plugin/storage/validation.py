@@ -17,9 +17,14 @@ from dcp_plugin.storage.table import NO_TENSOR, Column, Table, dtype_named, part
 
 
 def validate(
-    table: Table, columns: dict[str, Column], files: dict[str, int], smallest_block: int, directory: Path
+    table: Table,
+    columns: dict[str, Column],
+    files: dict[str, int],
+    smallest_block: int,
+    directory: Path,
+    shares_bytes: bool = False,
 ) -> None:
-    """Check every item against its file's size, every other item, and the box it is said to hold.
+    """Check every item against its file's size, every other item (unless they may share bytes), and its box.
 
     Raises:
         CheckpointCorrupt: Naming file and key.
@@ -39,7 +44,7 @@ def validate(
     blocks = np.diff(columns["block_ends"], prepend=0)
     for bad, what in (
         (outside, "lies outside its file or item"),
-        (_overlapping(columns), "overlaps another item"),
+        (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
         ((blocks > 0) & (blocks != block_counts(payload_length, smallest_block)), "has a wrong number of checksums"),
     ):
         if bad.any():
@@ -97,8 +102,11 @@ def _check_boxes(table: Table, place: Column, directory: Path) -> None:
             )
 
 
-def check_files(directory: Path, files: dict[str, int], names: Iterable[str]) -> None:
+def check_files(directory: Path, files: dict[str, int], names: Iterable[str], links: bool = False) -> None:
     """Check that these data files are there, inside of the directory, and not shorter than the index says.
+
+    Args:
+        links: They may be links that lead elsewhere.
 
     Raises:
         CheckpointCorrupt: Naming the file.
@@ -111,7 +119,7 @@ def check_files(directory: Path, files: dict[str, int], names: Iterable[str]) ->
         except OSError as error:
             raise CheckpointCorrupt(f"{directory}: data file {name} is missing ({error.strerror})") from error
         nested = len(PurePosixPath(name).parts) > 1
-        if (nested or path.is_symlink()) and path.resolve().parent != root / PurePosixPath(name).parent:
+        if not links and (nested or path.is_symlink()) and path.resolve().parent != root / PurePosixPath(name).parent:
             raise CheckpointCorrupt(f"{directory}: {name} is a link that leaves the checkpoint")
         if found < files[name]:
             raise CheckpointCorrupt(f"{directory}: {name} is truncated: {found} of {files[name]} bytes")

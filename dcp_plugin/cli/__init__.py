@@ -1,0 +1,14 @@
+"""Floor 5: the command line. It asks the library and prints; typer and rich are imported when it runs."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """The entry point of ``dcp-plugin``."""
+    try:
+        from dcp_plugin.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        raise SystemExit(f"dcp-plugin needs {error.name}: pip install 'dcp-plugin[cli]'") from None
+    app()

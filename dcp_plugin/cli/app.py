@@ -1,0 +1,161 @@
+"""The commands of ``dcp-plugin``. Each asks the library, prints, and says by its exit status whether all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dcp_plugin.cli.target import NoTarget, module_of
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.inspection import inspect, verify
+from dcp_plugin.lifecycle import list_checkpoints
+from dcp_plugin.loading import plan_load
+from dcp_plugin.partial import PartialLoad
+from dcp_plugin.types import PlannedLoad
+
+app = typer.Typer(
+    help="Look into checkpoints, check them, and plan loads of parts of them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PATH = Annotated[Path, typer.Argument(help="The directory of a checkpoint.")]
+
+
+@app.command("inspect")
+def inspect_command(path: _PATH) -> None:
+    """What is in a checkpoint."""
+    with _told():
+        info = inspect(path)
+    out = _console()
+    table = Table("key", "shape", "dtype", "bytes")
+    for tensor in info.tensors:
+        table.add_row(tensor.key, _shape(tensor.shape), tensor.dtype, f"{tensor.nbytes:,}")
+    for key in info.values:
+        table.add_row(key, "", "", "")
+    out.print(table)
+    _say(out, str(info))
+
+
+@app.command("verify")
+def verify_command(path: _PATH) -> None:
+    """Read every byte and compare it with its checksum. Exits with 1 if one differs."""
+    with _told():
+        report = verify(path)
+    _say(_console(), str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_command(root: Annotated[Path, typer.Argument(help="Where to look, at any depth.")]) -> None:
+    """The checkpoints at or below a directory, oldest first."""
+    with _told():
+        found = list_checkpoints(root)
+    table = Table("checkpoint", "step", "state")
+    for state in found:
+        step = "" if state.step is None else str(state.step)
+        table.add_row(str(state.path), step, "committed" if state.committed else state.reason)
+    _console().print(table)
+
+
+@app.command("load-plan")
+def load_plan(
+    path: _PATH,
+    into: Annotated[
+        str,
+        typer.Option(
+            help="The target: package.module:factory, which is IMPORTED AND CALLED, on the meta device, and returns a "
+            "torch.nn.Module; or another checkpoint; or a safetensors file."
+        ),
+    ],
+    include: Annotated[list[str] | None, typer.Option(help="Globs of the target's keys to load. Repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Globs to leave out. Repeatable.")] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(help="TARGET_PREFIX=CHECKPOINT_PREFIX, or re:PATTERN=TEMPLATE. Repeatable."),
+    ] = None,
+    missing: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
+    unexpected: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
+    cast: Annotated[bool, typer.Option("--cast", help="Allow another dtype.")] = False,
+    name: Annotated[str, typer.Option(help="What the target is called in the state.")] = "model",
+) -> None:
+    """What a partial load would take. No tensor is read; exits with 1, and the load's own error, if it would fail."""
+    try:
+        partial = PartialLoad(
+            include=tuple(include or ("*",)),
+            exclude=tuple(exclude or ()),
+            rename=dict(_rename(text) for text in rename or ()),
+            missing=missing,  # type: ignore[arg-type]  # checked there
+            unexpected=unexpected,  # type: ignore[arg-type]
+            cast=cast,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with _told():
+        plan = plan_load({name: module_of(into, name)}, path, partial)
+    _print_plan(plan)
+    if plan.error:
+        _fail(plan.error)
+
+
+def _rename(text: str) -> tuple[str, str]:
+    here, equals, there = text.rpartition("=")  # a pattern may have one
+    if not equals:
+        raise typer.BadParameter(f"--rename {text}: it is TARGET_PREFIX=CHECKPOINT_PREFIX")
+    return here, there
+
+
+def _print_plan(plan: PlannedLoad) -> None:
+    out = _console()
+    table = Table("target", "checkpoint", "shape", "dtype", "bytes")
+    for item in plan.items:
+        there = item.stored if item.stored != item.key else "="
+        converted = item.target_dtype and item.target_dtype != item.dtype
+        dtype = f"{item.dtype} -> {item.target_dtype}" if converted else item.dtype
+        table.add_row(item.key, there, _shape(item.shape), dtype, f"{item.nbytes:,}")
+    out.print(table)
+    for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
+        for key in keys:
+            _say(out, f"{label}: {key}")
+    for warning in plan.warnings:
+        _say(out, f"warning: {warning}")
+    left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""
+    _say(
+        out, f"{len(plan.items)} items, {plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB) of {plan.path}{left_out}"
+    )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "" if shape is None else " x ".join(map(str, shape)) or "scalar"
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a pipe, wide enough for any key."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=400)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True)
+
+
+def _fail(message: str) -> None:
+    typer.echo(message, err=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What the library raises on purpose is a message and an exit status, not a traceback."""
+    try:
+        yield
+    except (CheckpointError, NoTarget) as error:
+        _fail(str(error))

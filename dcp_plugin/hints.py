@@ -1,0 +1,184 @@
+"""What a person may have meant: errors about keys that do not fit, with the change that makes them fit.
+
+Only text is compared here. Everything is bounded: a checkpoint may have a million keys, an error has to come at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import islice, zip_longest
+
+from dcp_plugin.planning.load import nearest, some
+
+_MOST_KEYS = 20_000
+_SAMPLE = 200
+_SPELLED_OUT = 4
+_AS_RENAME = "rename={{{here!r}: {there!r}}}"
+_AS_SOURCE = "source={there!r}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A rename that would help: prefix here, prefix in the checkpoint, and how many of how many targets it finds."""
+
+    here: str
+    there: str
+    found: int
+    of: int
+
+    def below(self, prefix: str) -> Fit:
+        """The same for a longer prefix here."""
+        return replace(self, here=prefix, there=self.there + prefix.removeprefix(self.here))
+
+
+def about_missing(
+    missing: Mapping[str, str], renames: list[Fit], stored: Collection[str], of_submodule: bool
+) -> list[str]:
+    """A line for each of a few missing keys, or one for many; and the rename that would find them.
+
+    Args:
+        missing: Keys of the target -> keys in the checkpoint, where they are not.
+        renames: What :func:`fitting_renames` found for them.
+        stored: The keys of the checkpoint.
+        of_submodule: Whether a sub-module is loaded, for which a rename is a source.
+    """
+    if len(missing) > _SPELLED_OUT and renames:
+        lines = [f"{len(missing)} keys of the target are not in the checkpoint ({some(list(missing), 3)})"]
+    else:
+        near = [nearest(name, stored) if not renames else "" for name in islice(missing.values(), _SPELLED_OUT)]
+        lines = [
+            f"{key} is not in the checkpoint{'' if key == name else f' as {name}'}{hint}"
+            for key, name, hint in zip_longest(missing, missing.values(), near, fillvalue="")
+        ]
+    return [*lines, _advice(renames, _AS_SOURCE if of_submodule else _AS_RENAME)] if renames else lines
+
+
+def about_unexpected(keys: list[str]) -> list[str]:
+    """A line for each of a few keys, or one for many."""
+    if len(keys) > _SPELLED_OUT:
+        return [f"{len(keys)} keys are only in the checkpoint ({some(keys, 6)})"]
+    return [f"{key} is only in the checkpoint" for key in keys]
+
+
+def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str], of_submodule: bool) -> str:
+    """About a rename to a prefix that no stored key has.
+
+    Args:
+        renames: What :func:`fitting_renames` found for the keys that are lost by it.
+        of_submodule: Whether it was given as the source of a sub-module.
+    """
+    form = _AS_SOURCE if of_submodule else _AS_RENAME
+    given = form.format(here=here, there=there)
+    said = f"no key of the checkpoint starts with {there!r}, as {given} says; it has {_fronts(there, free)}"
+    return f"{said}. {_advice(renames, form)}" if renames else said
+
+
+def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
+    """The keys of the checkpoint that the renames would give to the target's keys."""
+    keys = list(keys)
+    return {fit.there + key.removeprefix(fit.here) for fit in renames for key in keys if key.startswith(fit.here)}
+
+
+def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str]) -> list[str]:
+    """About globs that match no key of the target."""
+    lines = []
+    for glob in idle:
+        if meant := _meant(glob, keys):
+            hint = f": did you mean {meant!r}?"
+        elif any(fnmatchcase(key, glob) for key in islice(stored, _MOST_KEYS)):
+            hint = ": it matches keys of the checkpoint, but globs are about the names in the target" + _such_as(keys)
+        else:
+            hint = _such_as(keys)
+        lines.append(f"{glob!r} matches no key of the target{hint}")
+    return lines
+
+
+def about_front(here: str, keys: Collection[str]) -> str:
+    """What of the target's keys a prefix may have meant."""
+    known = list(_all_fronts(keys))
+    name = next((front for front in known if front.endswith(f".{here}")), None)
+    near = [name] if name else difflib.get_close_matches(here, known, n=1, cutoff=0.6)
+    return f": did you mean {near[0]!r}?" if near else _such_as(keys)
+
+
+def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[Fit]:
+    """The renames that find the most targets; several if they are equally good.
+
+    Candidates are the differences in front of the longest common tails; each is judged by all targets.
+    """
+    fronts: dict[str, list[str]] = defaultdict(list)
+    stored = dict.fromkeys(islice(free, _MOST_KEYS))
+    for key in stored:
+        for at in _starts(key):
+            fronts[key[at:]].append(key[:at])
+    sample = list(islice(targets, _SAMPLE))
+    candidates = Counter(
+        (target[:at], front)
+        for target in sample
+        for at in list(_starts(target))[:-1] or [0]
+        for front in fronts.get(target[at:], ())[:8]
+        if at or front  # a key that is there under its own name is lost by another rename
+    )
+    judged = []
+    for here, there in dict(candidates.most_common(50)):
+        mine = [target for target in sample if target.startswith(here)]
+        found = sum(there + target.removeprefix(here) in stored for target in mine)
+        if found * 2 >= len(mine):
+            judged.append(Fit(here, there, found, len(targets)))
+    best = max((fit.found for fit in judged), default=0)
+    equal = [fit for fit in judged if fit.found == best]
+    shortest = min((len(fit.here) for fit in equal), default=0)
+    return [fit for fit in equal if len(fit.here) == shortest][:2]
+
+
+def _advice(renames: list[Fit], form: str) -> str:
+    first = renames[0]
+    of = "all" if first.found == first.of else first.found if first.of <= _SAMPLE else "most"
+    which = " or ".join(form.format(here=fit.here, there=fit.there) for fit in renames)
+    return f"{which} would find {of} of them"
+
+
+def _starts(key: str) -> Iterator[int]:
+    """Where the segments of a key start."""
+    yield 0
+    yield from (at + 1 for at, letter in enumerate(key) if letter == ".")
+
+
+def _all_fronts(keys: Iterable[str]) -> dict[str, None]:
+    return {key[:at]: None for key in islice(keys, _MOST_KEYS) for at in _starts(key) if at}
+
+
+def _fronts(prefix: str, keys: Iterable[str]) -> str:
+    """What the keys start with, one step behind what they have in common with a prefix that none has."""
+    known = list(islice(keys, _MOST_KEYS))
+    starts = [at for at in _starts(prefix) if any(key.startswith(prefix[:at]) for key in known)]
+    common = prefix[: starts[-1]] if starts else ""
+    inside = [key.removeprefix(common) for key in known if key.startswith(common)]
+    names = dict.fromkeys(common + name.partition(".")[0] + ("." if "." in name else "") for name in inside)
+    return some([repr(name) for name in names], 6) or "no key that is not taken"
+
+
+def _meant(glob: str, keys: Collection[str]) -> str:
+    """The glob with its first part put right."""
+    known = list(islice(keys, _MOST_KEYS))
+    for name in dict.fromkeys(key.partition(".")[0] for key in known):
+        if any(fnmatchcase(key, f"{name}.{glob}") for key in known):
+            return f"{name}.{glob}"
+    if any(fnmatchcase(key, f"{glob}.*") for key in known):
+        return f"{glob}.*"
+    front = glob[: min((at for letter in "*?[" if (at := glob.find(letter)) >= 0), default=len(glob))]
+    rest = glob.removeprefix(front)
+    fronts = _all_fronts(known)
+    name, _, tail = front.partition(".")
+    near = [other for other in fronts if tail and other.startswith(f"{name}.") and other.endswith(f".{tail}")]
+    alike = [other for other in (*fronts, *known) if other.count(".") == front.count(".")]
+    near += difflib.get_close_matches(front, alike, n=1, cutoff=0.6)
+    return next((other + rest for other in near if any(fnmatchcase(key, other + rest) for key in known)), "")
+
+
+def _such_as(keys: Collection[str]) -> str:
+    return f"; they look like {next(iter(keys))!r}" if keys else "; it has none"

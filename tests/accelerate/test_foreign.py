@@ -1,0 +1,119 @@
+"""What Accelerate wrote without this package warm-starts anything; FSDP's folders have the optimizer, too."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import dcp_plugin as dcp
+from dcp_plugin.state import gather_module
+from tests import launch
+from tests.compare import assert_same, full_state
+
+LAYOUTS = ("ddp", "fsdp2", "fsdp1")
+
+
+def _save(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    for layout in LAYOUTS:
+        run = t.start(layout, native=True, stateful=False, unused=False)
+        run.train(2)
+        run.accelerator.save_state(str(root / layout))
+        state = run.whole_state()
+        if layout == "fsdp2":
+            run.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            run.accelerator.save_state(str(root / "fsdp2_full"))
+        if run.accelerator.is_main_process:
+            torch.save(state, root / f"{layout}.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("accelerate")
+    launch.run(_save, 2, root)
+    return root
+
+
+def _sources(root: Path) -> list[tuple[Path, str, str]]:
+    """Each with the layout that wrote it, and its format."""
+    return [
+        (root / "ddp", "ddp", "accelerate"),
+        (root / "ddp" / "model.safetensors", "ddp", "safetensors"),
+        (root / "fsdp2", "fsdp2", "accelerate"),
+        (root / "fsdp1", "fsdp1", "accelerate"),
+        (root / "fsdp1" / "pytorch_model_fsdp_0", "fsdp1", "stock"),
+        (root / "fsdp2_full", "fsdp2", "accelerate"),
+    ]
+
+
+def _model_state(root: Path, layout: str) -> dict[str, torch.Tensor]:
+    state = torch.load(root / f"{layout}.pt", weights_only=True)
+    return {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+
+
+def _load_sharded(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    for path, layout, _ in _sources(root):
+        two: Any = t.Net(5, unused=False)
+        fully_shard(two, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        one: Any = FullyShardedDataParallel(t.Net(5, unused=False), device_id=torch.device("cpu"))
+        for model in (one, two):
+            dcp.load({"model": model}, path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert_same(_model_state(root, layout), full_state(gather_module(model)))
+
+
+def test_a_model_is_warm_started_from_every_folder_of_accelerate(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    assert (root / "fsdp2_full" / "pytorch_model_fsdp.bin").exists()
+    for path, layout, kind in _sources(root):
+        model = t.Net(5, unused=False)
+        dcp.load({"model": model}, path)
+        assert_same(_model_state(root, layout), model.state_dict())
+        assert dcp.inspect(path).format == kind
+    launch.run(_load_sharded, 2, root)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_the_optimizer_in_a_folder_of_fsdp_is_loaded_too(root: Path, layout: str) -> None:
+    from tests.accelerate import training as t
+
+    model = t.Net(5, unused=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    dcp.load({"model": model, "optim": optimizer}, root / layout)
+    saved = torch.load(root / f"{layout}.pt", weights_only=True)
+    for name, parameter in model.named_parameters():
+        slots = {slot: saved[f"optim.state.{name}.{slot}"] for slot in ("exp_avg", "exp_avg_sq")}
+        assert_same(slots, {slot: optimizer.state[parameter][slot] for slot in slots})
+    assert optimizer.param_groups[0]["lr"] != 0.5
+
+
+def test_a_view_of_ours_in_a_folder_of_accelerate_leads_to_the_checkpoint(tmp_path: Path) -> None:
+    launch.run(_save_ours, 2, tmp_path)
+    from tests.accelerate import training as t
+
+    model = t.Net(5, unused=False)
+    dcp.load({"model": model}, tmp_path / "ck" / "pytorch_model_fsdp_0")
+    assert_same(_model_state(tmp_path, "ours"), model.state_dict())
+
+
+def _save_ours(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("fsdp2", unused=False)
+    run.train(1)
+    run.accelerator.save_state(str(root / "ck"))
+    state = run.whole_state()
+    if run.accelerator.is_main_process:
+        torch.save(state, root / "ours.pt")

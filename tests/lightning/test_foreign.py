@@ -1,0 +1,87 @@
+"""What Lightning wrote without this package warm-starts anything: its ``.ckpt``, and its sharded directories."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp_plugin as dcp
+from dcp_plugin.storage.foreign.dcp_folder import lightning_names
+from tests import launch
+from tests.compare import assert_same
+
+LAYOUTS = ("fsdp1", "fsdp2")
+
+
+def _save(root: Path) -> None:
+    from tests.lightning import training as t
+
+    for layout in LAYOUTS:
+        trainer = t.trainer_for(layout)
+        trainer.fit(t.Model(layout), t.plain_loader(layout))
+        trainer.save_checkpoint(root / layout)
+        state = t.whole_state(trainer)
+        if trainer.is_global_zero:
+            torch.save(state, root / f"{layout}.pt")
+
+
+def test_the_weights_of_a_ckpt_are_loaded_and_its_optimizer_is_left(tmp_path: Path) -> None:
+    from tests.lightning import training as t
+
+    saved = t.Model()
+    trainer = t.trainer_for("single")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(saved, t.plain_loader("single"))
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    model = t.Model(seed=5)
+    report = dcp.load({"model": model, "epoch": 0}, tmp_path / "last.ckpt")
+    assert_same(saved.state_dict(), model.state_dict())
+    assert len(report.loaded) == len(saved.state_dict()) + 1
+    info = dcp.inspect(tmp_path / "last.ckpt")
+    assert info.format == "lightning"
+    assert not [tensor.key for tensor in info.tensors if not tensor.key.startswith("model.")]
+    net = t.Model(seed=6).net  # the network alone, found behind its prefix
+    with pytest.warns(UserWarning, match="has model.net.* for model"):
+        dcp.load({"model": net}, tmp_path / "last.ckpt")
+    assert_same(saved.net.state_dict(), net.state_dict())
+
+
+def test_a_sharded_directory_is_loaded_under_our_names(tmp_path: Path) -> None:
+    from tests.lightning import training as t
+
+    launch.run(_save, 2, tmp_path)
+    for layout in LAYOUTS:
+        assert (tmp_path / layout / "meta.pt").exists()
+        model = t.Model(seed=5)
+        optimizer = model.configure_optimizers()["optimizer"]
+        dcp.load({"model": model, "optim": optimizer}, tmp_path / layout)
+        saved = torch.load(tmp_path / f"{layout}.pt", weights_only=True)
+        weights = {key: value for key, value in saved.items() if key.startswith("model.")}
+        assert_same(weights, {f"model.{key}": value for key, value in model.state_dict().items()})
+        for name, parameter in model.named_parameters():
+            assert_same(
+                {"exp_avg": saved[f"optim.state.{name}.exp_avg"]}, {"exp_avg": optimizer.state[parameter]["exp_avg"]}
+            )
+        assert dcp.inspect(tmp_path / layout).format == "lightning"
+
+
+def test_a_directory_of_fabric_keeps_the_names_of_its_user(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"optimizer_0": {"x": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"step": 1}, tmp_path / "meta.pt")
+    info = dcp.inspect(tmp_path)
+    assert info.format == "stock" and [tensor.key for tensor in info.tensors] == ["optimizer_0.x"]
+
+
+def test_the_names_of_lightning_become_ours_and_ours_stay() -> None:
+    names = lightning_names(["state_dict", "optimizer_0", "other"])
+    assert names == {"state_dict": "model", "optimizer_0": "optim", "other": "other"}
+    several = lightning_names(["model", "optimizer_0", "optimizer_1"])
+    assert several == {"model": "model", "optimizer_0": "optim_0", "optimizer_1": "optim_1"}
+    assert lightning_names(several.values()) == {name: name for name in several.values()}

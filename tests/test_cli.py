@@ -1,0 +1,133 @@
+"""``dcp-plugin``: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import dcp_plugin as dcp
+from dcp_plugin.cli.app import app
+from dcp_plugin.loading import plan_load
+from tests.test_partial import FineTune
+
+INTO = ("--into", "tests.test_cli:FineTune")
+BACKBONE = ("--include", "model.pretrain.*", "--rename", "model.pretrain.=model.")
+
+
+def huge() -> nn.Module:
+    """More than this machine has memory for, unless it stays on the meta device."""
+    return nn.Linear(1 << 22, 1 << 20, bias=False)
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    dcp.save({"model": FineTune().pretrain, "n": 1}, root / "ck", step=7)
+    return root / "ck"
+
+
+def test_a_plan_shows_what_a_load_takes_and_reads_no_tensor(path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(path, tmp_path / "ck"))
+    for data in path.glob("*.distcp"):  # the size that it has to have, and nothing in it
+        size = data.stat().st_size
+        os.truncate(data, 0)
+        os.truncate(data, size)
+    with pytest.raises(dcp.CheckpointCorrupt):
+        dcp.load({"model": FineTune().pretrain}, path)
+    result = _run("load-plan", path, *INTO, *BACKBONE)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    row = next(line for line in lines if "model.pretrain.inp.weight" in line)
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        "model.pretrain.inp.weight", "model.inp.weight", "10 x 6", "float32", "240",
+    ]  # fmt: skip
+    assert lines[-1].startswith("9 items, 572 bytes") and lines[-1].endswith("2 left out")
+
+
+def test_a_plan_fails_as_the_load_would(path: Path) -> None:
+    partial = dcp.PartialLoad("model.pretrain.*", rename={"model.pretrain.": "modl."})
+    with pytest.raises(dcp.CheckpointMismatch) as caught:
+        dcp.load({"model": FineTune()}, path, partial)
+    result = _run("load-plan", path, *INTO, "--include", "model.pretrain.*", "--rename", "model.pretrain.=modl.")
+    assert result.exit_code == 1
+    assert result.stderr.strip() == str(caught.value)
+    assert "missing: model.pretrain.inp.weight" in result.stdout
+
+
+def test_a_plan_needs_no_memory(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "ck")
+    result = _run("load-plan", tmp_path / "ck", "--into", "tests.test_cli:huge", "--unexpected", "ignore")
+    assert result.exit_code == 1 and "has shape (1048576, 4194304) here and (2, 2) in the checkpoint" in result.stderr
+    with torch.device("meta"):
+        model = huge()
+    assert plan_load({"model": model}, tmp_path / "ck").error
+    assert model.weight.is_meta
+
+
+def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path: Path) -> None:
+    dcp.save({"net": FineTune()}, tmp_path / "ck")
+    result = _run("load-plan", path, "--into", tmp_path / "ck", "--name", "net", "--include", "net.pretrain.*",
+                  "--rename", "net.pretrain.=model.")  # fmt: skip
+    assert result.exit_code == 0 and "9 items" in result.stdout, result.output
+    save_file({"inp.bias": torch.zeros(10, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
+    arguments = ("load-plan", path, "--into", tmp_path / "x.safetensors", "--unexpected", "ignore")
+    result = _run(*arguments)
+    assert result.exit_code == 1 and "cast=True converts" in result.stderr
+    result = _run(*arguments, "--cast")
+    assert result.exit_code == 0 and "float32 -> bfloat16" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--into", "nowhere"), "no such file, and no package.module:factory"),
+        (("--into", "tests.nowhere:Net"), "No module named 'tests.nowhere'"),
+        (("--into", "tests.test_cli:Nothing"), "no attribute 'Nothing'"),
+        (("--into", "builtins:dict"), "gives a dict, not a torch.nn.Module"),
+        ((*INTO, "--rename", "model."), "TARGET_PREFIX=CHECKPOINT_PREFIX"),
+        ((*INTO, "--rename", "re:(=x"), "unterminated subpattern"),
+        ((*INTO, "--missing", "maybe"), "none of error, warn, ignore"),
+    ],
+)
+def test_wrong_arguments_are_told(path: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = _run("load-plan", path, *arguments)
+    assert result.exit_code in (1, 2)
+    assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
+    assert "step 7" in _run("inspect", path).stdout and "model.inp.weight" in _run("inspect", path).stdout
+    listed = _run("list", path.parent)
+    assert str(path) in listed.stdout and "committed" in listed.stdout
+    result = _run("verify", path)
+    assert result.exit_code == 0 and "intact" in result.stdout
+    dcp.save({"model": nn.Linear(4, 4)}, tmp_path / "ck")
+    damaged = next((tmp_path / "ck").glob("*.distcp"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    result = _run("verify", tmp_path / "ck")
+    assert result.exit_code == 1 and "DAMAGED" in result.stdout
+    result = _run("inspect", tmp_path)
+    assert result.exit_code == 1 and str(tmp_path) in result.stderr and "Traceback" not in result.output
+
+
+def test_it_runs_as_a_module_and_says_what_it_needs(path: Path) -> None:
+    command = [sys.executable, "-m", "dcp_plugin", "verify", str(path)]
+    assert "intact" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    without = "import sys; sys.modules['typer'] = None; from dcp_plugin.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", without], check=False, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.strip() == "dcp-plugin needs typer: pip install 'dcp-plugin[cli]'"

@@ -1,0 +1,336 @@
+"""Files of other tools are loaded like our own checkpoints: whatever they are called, into any layout, and each rank
+reads only its part."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import dcp_plugin as dcp
+from dcp_plugin.state import gather_module
+from tests import launch
+from tests.compare import assert_same, full_state, same_bytes
+
+State = dict[str, torch.Tensor]
+Keys = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """Rows that make up nearly all of the bytes, uneven over two ranks; a buffer and a scalar."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.block = nn.Sequential(nn.Linear(512, 1023), nn.LayerNorm(1023))
+        self.out = nn.Linear(1023, 513)
+        self.register_buffer("steps", torch.tensor(seed))
+
+
+def _sharded_safetensors(state: State, path: Path) -> None:
+    path.mkdir()
+    save_torch_state_dict(state, path, max_shard_size="1500KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+
+
+def _sharded_bin(state: State, path: Path) -> None:
+    path.mkdir()
+    save_torch_state_dict(state, path, max_shard_size="1500KB", safe_serialization=False)
+    assert len(list(path.glob("*.bin"))) > 1
+
+
+def _hub_snapshot(state: State, path: Path) -> None:
+    """In the cache of the hub, a snapshot consists of links."""
+    blobs = path.parent / f"{path.name}-blobs"
+    _sharded_safetensors(state, blobs)
+    path.mkdir()
+    for number, blob in enumerate(sorted(blobs.iterdir())):
+        target = blob.rename(blobs / f"{number:040x}")
+        (path / blob.name).symlink_to(Path("..") / blobs.name / target.name)
+
+
+def _in_directory(name: str, save: Callable[[State, Path], Any]) -> Callable[[State, Path], None]:
+    def write(state: State, path: Path) -> None:
+        path.mkdir()
+        save(state, path / name)
+
+    return write
+
+
+def _training(state: State, path: Path) -> None:
+    module = Net()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.out(module.block(torch.ones(1, 512))).sum().backward()
+    optimizer.step()
+    torch.save({"model": state, "optimizer": optimizer.state_dict(), "epoch": 3, "args": {"lr": 0.1}}, path)
+
+
+def _stock(state: State, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save({"model": state}, checkpoint_id=path, no_dist=True)
+
+
+SOURCES: dict[str, tuple[str, Callable[[State, Path], Any]]] = {
+    "safetensors": ("safetensors", save_file),
+    "safetensors_directory": ("safetensors", _in_directory("model.safetensors", save_file)),
+    "safetensors_of_an_adapter": ("safetensors", _in_directory("adapter_model.safetensors", save_file)),
+    "safetensors_sharded": ("safetensors", _sharded_safetensors),
+    "safetensors_in_the_hub_cache": ("safetensors", _hub_snapshot),
+    "safetensors_called.bin": ("safetensors", save_file),
+    "torch": ("torch.save", torch.save),
+    "torch_called.safetensors": ("torch.save", torch.save),
+    "torch_training.pt": ("torch.save", _training),
+    "torch_directory": ("torch.save", _in_directory("pytorch_model.bin", torch.save)),
+    "torch_sharded": ("torch.save", _sharded_bin),
+    "torch_of_ddp": ("torch.save", lambda state, path: torch.save({f"module.{k}": v for k, v in state.items()}, path)),
+    "stock": ("stock", _stock),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("foreign")
+    for name, (_, write) in SOURCES.items():
+        write(Net(1).state_dict(), root / name)
+    return root
+
+
+def _wanted() -> Keys:
+    return dict(Net(1).state_dict())
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.filterwarnings("ignore:.*module..* for model:UserWarning")
+def test_every_source_restores_every_byte(sources: Path, name: str) -> None:
+    model = Net(2)
+    report = dcp.load({"model": model}, sources / name)
+    assert_same(_wanted(), model.state_dict())
+    assert not report.missing and not report.unexpected
+    assert report.bytes_read <= 1.02 * _nbytes()
+    assert dcp.inspect(sources / name).format == SOURCES[name][0]
+
+
+def _nbytes() -> int:
+    return sum(tensor.nbytes for tensor in _wanted().values())
+
+
+def _load_sharded(root: Path) -> list[tuple[str, int]]:
+    read = []
+    warnings.filterwarnings("ignore", message=".*for model", category=UserWarning)
+    for name in SOURCES:
+        for layout in ("fsdp2", "fsdp1"):
+            model: Any = Net(2)
+            if layout == "fsdp2":
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                fully_shard(model.block, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            else:
+                model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+            read.append((f"{name} into {layout}", dcp.load({"model": model}, root / name).bytes_read))
+            assert_same(_wanted(), full_state(gather_module(model)))
+    return read
+
+
+def test_ranks_read_only_their_rows_of_every_source(sources: Path) -> None:
+    of_ranks = launch.run(_load_sharded, 2, sources)
+    for (case, first), (_, second) in zip(*of_ranks, strict=True):
+        assert first + second <= 1.02 * _nbytes(), case
+
+
+@pytest.mark.parametrize("name", ["safetensors", "torch_training.pt"])
+def test_a_partial_load_reads_what_it_selects(sources: Path, name: str) -> None:
+    model = Net(2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    report = dcp.load({"model": model}, sources / name, dcp.PartialLoad(include="model.out.*"))
+    now = model.state_dict()
+    selected = {key: value for key, value in _wanted().items() if key.startswith("out.")}
+    assert_same({**before, **selected}, now)
+    assert report.bytes_read <= 1.02 * sum(value.nbytes for value in selected.values())
+
+
+def test_values_beside_the_model_are_there_and_the_optimizer_is_not(sources: Path) -> None:
+    state: dict[str, Any] = {"model": Net(2), "epoch": 0, "args": {}}
+    dcp.load(state, sources / "torch_training.pt")
+    assert state["epoch"] == 3 and state["args"] == {"lr": 0.1}
+    info = dcp.inspect(sources / "torch_training.pt")
+    assert {tensor.key.partition(".")[0] for tensor in info.tensors} == {"model"}
+
+
+def test_the_only_module_is_found_under_another_name(sources: Path) -> None:
+    backbone = Net(2)
+    with pytest.warns(UserWarning, match="its only module, 'model', is loaded"):
+        dcp.load({"backbone": backbone}, sources / "safetensors")
+    assert_same(_wanted(), backbone.state_dict())
+
+
+def test_several_state_dicts_keep_their_names(tmp_path: Path) -> None:
+    one, other = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    torch.save({"state_dict": one, "ema": other}, tmp_path / "usual")
+    assert _keys(tmp_path / "usual") == ["ema.w", "model.w"]
+    torch.save({"generator": one, "discriminator": other}, tmp_path / "unusual")
+    assert _keys(tmp_path / "unusual") == ["discriminator.w", "generator.w"]
+    torch.save({"deep": {"down": {"net": one}}, "rate": torch.tensor(1.0)}, tmp_path / "deep")
+    assert _keys(tmp_path / "deep") == ["model.w", "rate"]
+
+
+class Scaled(nn.Linear):
+    def __init__(self, scale: float) -> None:
+        super().__init__(2, 2)
+        self.scale = {"scale": torch.tensor(scale), "history": [torch.full((3,), scale)]}
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+def test_the_extra_state_of_a_module_arrives_with_its_tensors(tmp_path: Path) -> None:
+    saved, model = Scaled(0.5), Scaled(1.0)
+    torch.save({"net": {f"inner.{key}": value for key, value in saved.state_dict().items()}}, tmp_path / "file")
+    dcp.load({"model": nn.ModuleDict({"inner": model})}, tmp_path / "file")
+    assert_same(
+        {"w": saved.weight.detach(), "s": saved.scale["scale"]}, {"w": model.weight.detach(), "s": model.scale["scale"]}
+    )
+    assert same_bytes(saved.scale["history"][0], model.scale["history"][0])
+
+
+def _keys(path: Path) -> list[str]:
+    return sorted(tensor.key for tensor in dcp.inspect(path).tensors)
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("save", [save_file, torch.save], ids=["safetensors", "torch.save"])
+def test_every_dtype_and_shape_arrives_bit_by_bit(tmp_path: Path, save: Callable[..., Any]) -> None:
+    bits = torch.randint(0, 2, (48,), dtype=torch.uint8)  # bits that make a boolean, too
+    stored = {str(dtype): bits.view(dtype).clone() for dtype in DTYPES}
+    stored |= {"scalar": torch.tensor(-0.0), "none": torch.empty(0, 3), "nan": torch.tensor([float("nan")])}
+    if save is torch.save:
+        stored["complex128"] = bits.clone().view(torch.complex128)
+    save(stored, tmp_path / "file")
+    target = {key: torch.zeros_like(value) for key, value in stored.items()}
+    dcp.load({"model": target}, tmp_path / "file")
+    assert_same(stored, target)
+
+
+def test_views_parameters_and_shared_storages_of_torch_save(tmp_path: Path) -> None:
+    base = torch.arange(120.0)
+    stored = {
+        "transposed": base.view(10, 12).t(), "permuted": base.view(4, 5, 6).permute(2, 0, 1), "third": base[5:50:3],
+        "expanded": base[7:10].expand(4, 3), "overlapping": base[3:9], "tied": base[3:9], "reshaped": base.view(2, 60),
+        "windows": base.unfold(0, 10, 5), "parameter": nn.Parameter(base[1:3]), "column": base.view(10, 12)[:, 4],
+    }  # fmt: skip
+    torch.save(stored, tmp_path / "file")
+    target = {key: torch.zeros(value.shape) for key, value in stored.items()}
+    dcp.load({"model": target}, tmp_path / "file")
+    assert_same({key: value.detach().contiguous() for key, value in stored.items()}, target)
+
+
+def test_a_large_transposed_tensor_is_read_in_pieces(tmp_path: Path) -> None:
+    stored = torch.arange(9_000_000, dtype=torch.int32).view(3000, 3000).t()
+    torch.save({"t": stored, "windows": stored.t().reshape(-1).unfold(0, 5_000_000, 7)[:2]}, tmp_path / "file")
+    target = torch.zeros(3000, 3000, dtype=torch.int32)
+    windows = torch.zeros(2, 5_000_000, dtype=torch.int32)
+    dcp.load({"model": {"t": target, "windows": windows}}, tmp_path / "file")
+    assert same_bytes(stored.contiguous(), target)
+    assert windows[1, 0] == 7 and windows[1, -1] == 5_000_006
+
+
+class Tied(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(9, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def _load_tied(root: Path) -> None:
+    for path in sorted(root.iterdir()):
+        for layout in ("plain", "fsdp2", "fsdp1", "flat"):
+            model: Any = Tied(2)
+            if layout == "fsdp2":
+                fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            elif layout != "plain":
+                options = {"device_id": torch.device("cpu"), "use_orig_params": layout == "fsdp1"}
+                model = FullyShardedDataParallel(model, **options)
+            report = dcp.load({"model": model}, path)
+            assert len(report.loaded) == 3 and not report.missing
+            assert_same(Tied(1).state_dict(), full_state(gather_module(model)))
+
+
+def test_a_tied_weight_that_is_stored_under_one_of_its_names_is_not_missing(tmp_path: Path) -> None:
+    for left_out in ("head.weight", "embedding.weight"):
+        save_file({k: v for k, v in Tied(1).state_dict().items() if k != left_out}, tmp_path / left_out)
+    launch.run(_load_tied, 2, tmp_path)
+    untied = Tied(2)
+    untied.head.weight = nn.Parameter(torch.zeros(9, 4))
+    with pytest.raises(dcp.CheckpointMismatch, match=r"model\.head\.weight is not in the checkpoint"):
+        dcp.load({"model": untied}, tmp_path / "head.weight")
+
+
+def test_models_of_transformers_are_loaded_from_what_they_save(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=101, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    torch.manual_seed(1)
+    saved = GPT2LMHeadModel(config)
+    saved.save_pretrained(tmp_path / "one")
+    saved.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    for path in tmp_path.iterdir():
+        torch.manual_seed(2)
+        model = GPT2LMHeadModel(config)
+        dcp.load({"model": model}, path)
+        assert_same(saved.state_dict(), model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_stock_dcp_loads_them_with_our_reader(sources: Path) -> None:
+    state = {"model": Net(2).state_dict()}
+    stock.load(state, storage_reader=dcp.ShardedReader(sources / "safetensors_sharded"))
+    assert_same(_wanted(), state["model"])
+
+
+def test_nothing_foreign_is_taken_for_a_committed_checkpoint(sources: Path) -> None:
+    root = sources / "torch_directory"
+    assert dcp.latest(root) is None and dcp.latest(sources) == sources / "stock"
+    assert dcp.resolve_resume("auto", root) is None
+
+
+def test_verify_says_that_there_are_no_checksums(sources: Path) -> None:
+    report = dcp.verify(sources / "safetensors")
+    assert report.ok and set(report.unverified) == {f"model.{key}" for key in _wanted()}
+    assert "no checksum" in str(report)
+
+
+def test_steps_of_one_training_have_different_fingerprints(tmp_path: Path) -> None:
+    from dcp_plugin import ShardedReader
+
+    for save in (save_file, torch.save):
+        for seed in (1, 2):
+            save(Net(seed).state_dict(), tmp_path / f"{seed}")
+        shutil.copy(tmp_path / "1", tmp_path / "again")
+        first, second, again = (ShardedReader(tmp_path / name).fingerprint for name in ("1", "2", "again"))
+        assert first != second
+        assert first == again

@@ -1,0 +1,234 @@
+"""Files of other tools are untrusted as our own are: no code is executed, nothing outside is read, lies are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dcp_plugin as dcp
+
+STATE = {"a": torch.arange(300.0), "b": torch.ones(7, dtype=torch.int16)}
+
+
+def _refused(path: Path, error: type[dcp.CheckpointError], match: str) -> None:
+    """Nothing of the target has changed."""
+    target = {key: torch.full_like(value, 9) for key, value in STATE.items()}
+    with pytest.raises(error, match=match):
+        dcp.load({"model": target}, path)
+    assert all((value == 9).all() for value in target.values())
+
+
+class Attack:
+    """Unpickling this creates a directory."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.proof),)
+
+
+def test_code_in_a_torch_file_is_not_executed_and_the_way_out_is_said(tmp_path: Path) -> None:
+    torch.save({"state_dict": STATE, "note": Attack(tmp_path / "owned")}, tmp_path / "file")
+    _refused(tmp_path / "file", dcp.UnsafeCheckpoint, "mkdir.*weights_only=False")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("save", [save_file, torch.save], ids=["safetensors", "torch.save"])
+@pytest.mark.parametrize("left", [0.99, 0.5, 0.02])
+def test_a_truncated_file_is_named(tmp_path: Path, save: Callable[..., Any], left: float) -> None:
+    path = tmp_path / "cut"
+    save(STATE, path)
+    os.truncate(path, int(path.stat().st_size * left))
+    _refused(path, dcp.CheckpointError, "cut")  # of very little it cannot be said what it was
+
+
+def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def forge(path: Path) -> None:
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return forge
+
+
+LIES: dict[str, Callable[[Path], None]] = {
+    "outside": _header(lambda header: header["a"].update(data_offsets=[0, 1 << 40])),
+    "overlap": _header(lambda header: header["b"].update(data_offsets=[0, 14])),
+    "hole": _header(lambda header: header.pop("a")),
+    "shape": _header(lambda header: header["a"].update(shape=[301])),
+    "huge shape": _header(lambda header: header["a"].update(shape=[1 << 62, 4])),
+    "negative": _header(lambda header: header["a"].update(shape=[-300])),
+    "more bytes": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "no json": lambda path: path.write_bytes(path.read_bytes()[:9] + b"\xff" + path.read_bytes()[10:]),
+    "length": lambda path: path.write_bytes(struct.pack("<Q", 90_000_000) + path.read_bytes()[8:]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_of_safetensors_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
+    save_file(STATE, tmp_path / "file")
+    LIES[lie](tmp_path / "file")
+    _refused(tmp_path / "file", dcp.CheckpointCorrupt, "file")
+
+
+def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
+    save_file({"f4": torch.zeros(8, dtype=torch.uint8)}, tmp_path / "file")
+    _header(lambda header: header["f4"].update(dtype="F4", shape=[16]))(tmp_path / "file")
+    with pytest.raises(dcp.CheckpointMismatch, match="f4 has the dtype F4"):
+        dcp.inspect(tmp_path / "file")
+
+
+def _rewritten(
+    path: Path,
+    change: Callable[[str, bytes], bytes],
+    compression: int = zipfile.ZIP_STORED,
+    without: tuple[str, ...] = (".format_version", ".storage_alignment"),  # then torch asks where the records are
+) -> None:
+    """The zip again with other records, made by another tool."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in records.items():
+            if not name.endswith(without):
+                archive.writestr(name, change(name, data))
+
+
+def test_a_zip_that_another_tool_has_stored_again_is_read(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "file")
+    _rewritten(tmp_path / "file", lambda name, data: data)
+    target = {key: torch.zeros_like(value) for key, value in STATE.items()}
+    dcp.load({"model": target}, tmp_path / "file")
+    assert all(torch.equal(target[key], STATE[key]) for key in STATE)
+
+
+def test_records_that_are_not_where_torch_expects_them_are_refused(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "file")
+    _rewritten(tmp_path / "file", lambda name, data: data, without=())
+    _refused(tmp_path / "file", dcp.CheckpointCorrupt, "save it again with torch.save")
+
+
+def test_records_that_lie_are_refused(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "file")
+    shutil.copy(tmp_path / "file", tmp_path / "packed")
+    shutil.copy(tmp_path / "file", tmp_path / "short")
+    shutil.copy(tmp_path / "file", tmp_path / "big")
+    _rewritten(tmp_path / "packed", lambda name, data: data, zipfile.ZIP_DEFLATED)
+    _refused(tmp_path / "packed", dcp.CheckpointCorrupt, "not a stored one")
+    _rewritten(tmp_path / "short", lambda name, data: data[:-1] if name.endswith("data/0") else data)
+    _refused(tmp_path / "short", dcp.CheckpointCorrupt, "outside of its record")
+    _rewritten(tmp_path / "big", lambda name, data: b"big" if name.endswith("byteorder") else data)
+    _refused(tmp_path / "big", dcp.CheckpointMismatch, "byte order")
+
+
+def test_a_directory_of_the_zip_that_lies_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(64), "b": torch.ones(64)}, tmp_path / "file")
+    data = bytearray((tmp_path / "file").read_bytes())
+    entries = [at for at in range(len(data)) if data[at : at + 4] == b"PK\1\2"]
+    of = {bytes(data[at + 46 : at + 46 + data[at + 28]]).rpartition(b"/")[2]: at for at in entries}
+    for record, other in ((b"1", b"0"), (b"0", b"1")):  # both point to one, and then the size reaches over the other
+        forged = bytearray(data)
+        forged[of[record] + 42 : of[record] + 46] = data[of[other] + 42 : of[other] + 46]
+        (tmp_path / "file").write_bytes(forged)
+        with pytest.raises(dcp.CheckpointCorrupt):
+            dcp.inspect(tmp_path / "file")
+    for record, fields, packing, value, match in (
+        (b"0", (20, 24), "<I", 400, "lies over another one"),
+        (b"1", (20, 24), "<I", 1 << 20, "outside of the file"),
+        (b"1", (10,), "<H", zipfile.ZIP_DEFLATED, "not a stored one"),
+        (b"1", (8,), "<H", 1, "not a stored one"),  # encrypted
+    ):
+        forged = bytearray(data)
+        for at in fields:
+            struct.pack_into(packing, forged, of[record] + at, value)
+        (tmp_path / "file").write_bytes(forged)
+        with pytest.raises(dcp.CheckpointCorrupt, match=match):
+            dcp.inspect(tmp_path / "file")
+
+
+def test_a_tensor_that_leaves_its_record_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(8.0)[2:5]}, tmp_path / "file")
+    seen = []
+
+    def change(name: str, data: bytes) -> bytes:
+        if name.endswith("data.pkl"):
+            seen.append(data.replace(b"K\x02K\x03\x85", b"K\x06K\x03\x85"))  # storage offset 2, size (3,)
+            assert seen[0] != data
+            return seen[0]
+        return data
+
+    _rewritten(tmp_path / "file", change)
+    with pytest.raises(dcp.CheckpointCorrupt):
+        dcp.inspect(tmp_path / "file")
+
+
+@pytest.mark.parametrize("named", ["../outside.safetensors", "/etc/passwd", "sub/inside.safetensors", "..", ""])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, named: str) -> None:
+    (tmp_path / "ck" / "sub").mkdir(parents=True)
+    save_file(STATE, tmp_path / "outside.safetensors")
+    save_file(STATE, tmp_path / "ck" / "sub" / "inside.safetensors")
+    index = {"weight_map": dict.fromkeys(STATE, named)}
+    (tmp_path / "ck" / "model.safetensors.index.json").write_text(json.dumps(index))
+    _refused(tmp_path / "ck", dcp.CheckpointCorrupt, "no file beside it")
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ("{", "damaged"), ('{"weight_map": {}}', "damaged"), ('{"weight_map": {"a": 1}}', "damaged"), ("[]", "damaged"),
+        ('{"weight_map": {"a": "lost"}}', "lost is missing"), ('{"weight_map": {"c": "shard"}}', "shard has no c"),
+        ('{"weight_map": {"a": "text"}}', "no safetensors or torch.save file"),
+    ],
+)  # fmt: skip
+def test_an_index_that_lies_is_refused(tmp_path: Path, index: str, match: str) -> None:
+    save_file(STATE, tmp_path / "shard")
+    (tmp_path / "text").write_text("nothing")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    _refused(tmp_path, dcp.CheckpointCorrupt, match)
+
+
+def test_what_is_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "text.safetensors").write_text("no tensors at all")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    torch.save(STATE, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name, match in (
+        ("text.safetensors", "Looked for"), ("empty.pt", "Looked for"), ("lfs.bin", "git lfs pull"),
+        ("old.pt", "before torch 1.6"), (".", "Looked for"), ("nowhere", "Looked for"),
+    ):  # fmt: skip
+        _refused(tmp_path / name, dcp.CheckpointNotFound, match)
+
+
+def test_zips_and_pickles_of_other_things_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        archive.writestr("hello", "world")
+    _refused(tmp_path / "zip", dcp.CheckpointMismatch, "no torch.save file")
+    torch.save([1, 2], tmp_path / "list")
+    _refused(tmp_path / "list", dcp.CheckpointMismatch, "holds a list")
+    torch.save(torch.optim.SGD([torch.ones(1)]).state_dict(), tmp_path / "optimizer")
+    _refused(tmp_path / "optimizer", dcp.CheckpointMismatch, "has no state dict")
+    os.mkfifo(tmp_path / "fifo")
+    _refused(tmp_path / "fifo", dcp.CheckpointNotFound, "no regular file")
+    torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "sparse")
+    _refused(tmp_path / "sparse", dcp.CheckpointMismatch, "model.s is no plain tensor")
+    torch.save({"s": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "conj")
+    _refused(tmp_path / "conj", dcp.CheckpointMismatch, "resolve_conj")
+
+
+def test_a_directory_with_two_candidates_asks_for_one(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_file(STATE, tmp_path / name)
+    _refused(tmp_path, dcp.CheckpointNotFound, "2 such files, name one: one, two")
