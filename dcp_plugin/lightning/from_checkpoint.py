@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike
-from dcp_plugin.conventions import keys_by_name
+from dcp_plugin.conventions import MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.lightning import _lightning, layout, native
 from dcp_plugin.lightning._packages import Package, package_of
@@ -85,9 +85,9 @@ def load_from_checkpoint(
 def _read(path: Path, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
     """Lightning's dictionary. Without a module only what is small; the state of optimizers only for a hook."""
     names = keys_by_name(path)
-    left_out = set(native.optimizers_among(names))
+    left_out = set(among(OPTIM, names))
     if module_class is None:
-        left_out.add(native.model_among(names))
+        left_out.add(MODEL)
     elif is_overridden("on_load_checkpoint", module_class, package.pytorch.LightningModule):
         left_out.clear()
     state: dict[str, Any] = {name: {} for name in names if name not in left_out}

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered
-from dcp_plugin.lightning import native
 from dcp_plugin.lightning.hyper_parameters import made_storable
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
@@ -48,11 +47,11 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def from_state(state: dict[str, Any]) -> Checkpoint:
-    """The inverse of :func:`to_state`; also for the names that Lightning uses in directories of its own."""
+    """The inverse of :func:`to_state`."""
     checkpoint: Checkpoint = dict(state.get(EXTRA, {}))
-    if (name := native.model_among(state)) in state:
-        checkpoint["state_dict"] = state[name]
-    if optimizers := native.optimizers_among(state):
+    if MODEL in state:
+        checkpoint["state_dict"] = state[MODEL]
+    if optimizers := among(OPTIM, state):
         checkpoint["optimizer_states"] = [optimizer_of(state[name]) for name in optimizers]
     return checkpoint
 

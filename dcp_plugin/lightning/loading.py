@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.conventions import EXTRA, keys_by_name
+from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.lightning import layout, native
 from dcp_plugin.lightning.native import Checkpoint
@@ -81,8 +81,7 @@ def load(
     """
     keys = keys_by_name(path)
     checkpoint: Checkpoint = {}
-    name = native.model_among(keys)
-    state: dict[str, Any] = {name: model}
+    state: dict[str, Any] = {MODEL: model}
     if native.is_directory_of_lightning(path):
         checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path / native.META, weights_only))
     elif EXTRA in keys:
@@ -90,12 +89,12 @@ def load(
         _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)
     before = _copies(gather_module(model)) if hooked else None
     # What only the checkpoint has, for the hook: single values, read as a whole.
-    foreign = [key for key in keys.get(name, ()) if before is not None and key not in before]
-    state.update({f"{name}.{key}": None for key in foreign})
+    foreign = [key for key in keys.get(MODEL, ()) if before is not None and key not in before]
+    state.update({f"{MODEL}.{key}": None for key in foreign})
     report = checkpointer.load(state, path, strict=strict and not hooked)
     missing = set(report.missing)
-    given = {key: value for key, value in gather_module(model).items() if f"{name}.{key}" not in missing}
-    checkpoint["state_dict"] = {**given, **{key: state[f"{name}.{key}"] for key in foreign}}
+    given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
+    checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
     return Loaded(path, checkpoint, given, before, report=report)
 
 
@@ -115,7 +114,7 @@ def load_optimizers(
     path, names = loaded.path, optimizers_in(loaded.path)
     _refuse_other_number(path, names, optimizers)
     # The model tells the names of the parameters, also if the checkpoint's have a prefix.
-    state: dict[str, Any] = {native.model_among(keys_by_name(path)): model, **dict(zip(names, optimizers, strict=True))}
+    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
     only = PartialLoad(include=tuple(f"{name}.*" for name in names), cast=True)
     report = checkpointer.load(state, path, partial=only, strict=False)
     # Another part of the model may be frozen now: that is said, and no error.
@@ -128,7 +127,7 @@ def load_optimizers(
 
 def optimizers_in(path: Path) -> list[str]:
     """The names of the optimizers in a checkpoint; none if it has only the weights."""
-    return native.optimizers_among(keys_by_name(path))
+    return among(OPTIM, keys_by_name(path))
 
 
 def peek_at_optimizers(path: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:

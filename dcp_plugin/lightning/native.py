@@ -1,7 +1,7 @@
 """Lightning's own checkpoints, read by us.
 
-A directory of its sharded strategies is a DCP checkpoint of model and optimizers, under names of its own, and
-``meta.pt`` with everything else. The names are all that the core does not know. Loops, callbacks and schedules are
+A directory of its sharded strategies is a DCP checkpoint of model and optimizers, which the core knows by our names
+(:mod:`dcp_plugin.storage.foreign`), and ``meta.pt`` with everything else. Loops, callbacks and schedules are
 Lightning's business, which continues them as it would by itself.
 
 A file (``.ckpt``) is a ``torch.save`` of one dictionary, with whole tensors; see :mod:`dcp_plugin.lightning.whole`.
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcp_plugin.conventions import MODEL, OPTIM, among
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.storage import commit
 
@@ -33,16 +31,6 @@ OPTIMIZER = "optimizer"
 def is_directory_of_lightning(path: Path) -> bool:
     """Whether a sharded strategy saved this without us."""
     return (path / META).is_file() and not (path / commit.SUMMARY).exists()
-
-
-def model_among(names: Iterable[str]) -> str:
-    """What the model is called in a checkpoint with these names."""
-    return next((name for name in MODEL_NAMES.values() if name in names), MODEL)
-
-
-def optimizers_among(names: Iterable[str]) -> list[str]:
-    """What the optimizers are called in a checkpoint with these names; in order."""
-    return among(OPTIM, names) or among(OPTIMIZER, names)
 
 
 def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:

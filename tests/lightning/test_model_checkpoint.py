@@ -124,6 +124,7 @@ def _every_option(root: Path, layout: str, ways: list[str]) -> None:
         ours = _train(root / name, layout, io, _watch(root / name))
         torch.distributed.barrier()  # rank 0 deletes
         assert [_remembered(callback) for callback in ours] == [_remembered(callback) for callback in stock]
+        torch.distributed.barrier()  # rank 0 deletes
         assert _on_disk(root / name) == _on_disk(root / "stock")
         for path in sorted((root / "stock").glob("*/*.ckpt")):
             mine = root / name / path.relative_to(root / "stock")
