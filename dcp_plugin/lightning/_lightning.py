@@ -160,6 +160,26 @@ def skip_due_validation(trainer: Trainer) -> None:
         epoch_loop.val_loop.increment_progress_to_evaluation_end()
 
 
+def loaders_made_in(trainer: Trainer) -> float:
+    """The epoch in which the train dataloaders were made, which ``reload_dataloaders_every_n_epochs`` counts from."""
+    epoch: float = trainer.fit_loop._last_train_dl_reload_epoch
+    return epoch
+
+
+def count_loaders_from(trainer: Trainer, epoch: float) -> None:
+    """Have the loaders made anew in the epochs in which they would have been. Lightning counts from the resume; and
+    where it would make them now, it takes those that it has just made, with other draws from the random generators."""
+    trainer.fit_loop._last_train_dl_reload_epoch = epoch
+
+
+def resume_accumulation(trainer: Trainer) -> None:
+    """In the middle of an epoch, ``GradientAccumulationScheduler`` is not told of the epoch that it has started in. It
+    would accumulate nothing until the next one."""
+    for callback in cast(Any, trainer).callbacks:
+        if has_base(type(callback), "GradientAccumulationScheduler"):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
 def end_restart(trainer: Trainer) -> None:
     """Have the loops go on as in a run that was never interrupted: they call every hook of the new epoch and create
     the iterators over the dataloaders at its start."""

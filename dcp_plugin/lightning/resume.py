@@ -17,7 +17,7 @@ which share their data (tensor parallelism) share the state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Checkpoint = dict[str, Any]
 DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
+MADE_IN = "dataloaders_made_in"
 
 
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
@@ -47,6 +48,8 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
         checkpoint[MADE_BY] = [made_by(loader) for loader in loaders if hasattr(loader, "load_state_dict")]
     if metrics := _lightning.plateau_metrics(trainer):
         checkpoint[PLATEAU] = metrics
+    if cast(Any, trainer).reload_dataloaders_every_n_epochs:
+        checkpoint[MADE_IN] = _lightning.loaders_made_in(trainer)
     if with_rng:
         loaders = _lightning.train_dataloaders(trainer)
         checkpoint[RNG] = {
@@ -62,6 +65,7 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint.pop(RNG, None)
     checkpoint.pop(MADE_BY, None)
     checkpoint.pop(PLATEAU, None)
+    checkpoint.pop(MADE_IN, None)
     if states := checkpoint.pop(DATALOADERS, None):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
     return checkpoint
@@ -82,6 +86,8 @@ class Resume:
     """Ranks with data of their own when the checkpoint was made; 0 if no loader had a state."""
     moment: Moment
     plateau_metrics: dict[str, Any]
+    made_in: float | None
+    """The epoch in which the loaders were made, if they are made anew from time to time."""
     placed: list[tuple[Any, Any]] = field(default_factory=list)
     """Stateful loaders with the states they got."""
     without_position: list[str] = field(default_factory=list)
@@ -108,6 +114,7 @@ class Resume:
             saved_on=len(loader_states),
             moment=moment,
             plateau_metrics=checkpoint.pop(PLATEAU, {}),
+            made_in=checkpoint.pop(MADE_IN, None),
         )
 
     def prepare(self, trainer: Trainer, dataloader: Any) -> None:
@@ -129,8 +136,11 @@ class Resume:
     def start(self, trainer: Trainer) -> None:
         """The loops are about to take their first batch: continue the random streams."""
         moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
-        if not moment.between_epochs and moment.batches_done and not _keeps_its_own_position(trainer):
-            self._say_what_is_lost(trainer)
+        if not moment.between_epochs and moment.batches_done:
+            _lightning.resume_accumulation(trainer)
+            self._say_if_gradients_are_lost(trainer)
+            if not _keeps_its_own_position(trainer):
+                self._say_what_is_lost(trainer)
         if moment.between_epochs and reads_ahead:
             # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
             for loader, state in self.placed:
@@ -142,6 +152,8 @@ class Resume:
             _lightning.skip_due_validation(trainer)
         if moment.before_plateau_schedules:
             _lightning.step_plateau_schedules(trainer, self.plateau_metrics)
+        if self.made_in is not None:
+            _lightning.count_loaders_from(trainer, self.made_in)
         if moment.between_epochs:
             _lightning.end_restart(trainer)
 
@@ -153,6 +165,15 @@ class Resume:
         for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
             for generator, generator_state in zip(_generators(loader), saved, strict=False):
                 generator.set_state(generator_state)
+
+    def _say_if_gradients_are_lost(self, trainer: Trainer) -> None:
+        window = trainer.accumulate_grad_batches
+        if within := self.moment.batches_done % window:
+            rank_zero_warn(
+                f"The checkpoint was made in the middle of gradient accumulation, after {within} of {window} batches. "
+                f"Gradients are in no checkpoint: the next step is made with those of the other {window - within} "
+                "alone. To continue exactly, save when a window is complete."
+            )
 
     def _say_what_is_lost(self, trainer: Trainer) -> None:
         _, data_ranks = data_rank(trainer)

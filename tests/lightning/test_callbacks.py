@@ -199,6 +199,28 @@ def _accumulating(t: Any, root: Path, layout: str) -> None:
     _resumes(t, root, layout, steps=4, accumulate_grad_batches=2, plugin=t.DCPCheckpointIO(async_save=True))
 
 
+def test_dataloaders_that_are_made_anew_resume(tmp_path: Path) -> None:
+    """In the epochs in which they would have been without the interruption."""
+    _run(_made_anew, tmp_path)
+
+
+def _made_anew(t: Any, root: Path, layout: str) -> None:
+    class Reloading(t.Model):
+        def train_dataloader(self) -> Any:
+            return t.plain_loader(layout)
+
+    for epochs in (1, 2):
+        _resumes(
+            t,
+            root / str(epochs),
+            layout,
+            model=lambda seed: Reloading(layout, seed),
+            data=dict,
+            at=1,
+            reload_dataloaders_every_n_epochs=epochs,
+        )
+
+
 def test_the_state_of_a_datamodule_and_of_a_gradient_scaler_resume(tmp_path: Path) -> None:
     _run(_datamodule, tmp_path, ("ddp", "fsdp2"))
 

@@ -77,6 +77,34 @@ def _plain_in_the_middle(root: Path) -> None:
     assert "StatefulDataLoader" in said
 
 
+def test_gradients_that_are_not_in_the_checkpoint_are_warned_about(tmp_path: Path) -> None:
+    launch.run(_within_a_window, 1, tmp_path)
+
+
+def _within_a_window(root: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from tests.lightning import training as t
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint(root / str(batch_idx))
+
+    def train(*callbacks: Any, **fit: Any) -> None:
+        trainer = t.trainer_for("single", callbacks, plugin=True, max_steps=2, accumulate_grad_batches=3)
+        trainer.fit(t.Model(), t.stateful_loader("single", 6), **fit)
+
+    train(Save())
+    said = {}
+    for batch in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(ckpt_path=root / str(batch))
+        said[batch] = [str(one.message) for one in caught if "gradient accumulation" in str(one.message)]
+    assert len(said[1]) == 1 and "after 2 of 3 batches" in said[1][0]
+    assert said[2] == []
+
+
 def test_a_position_that_another_kind_of_sampler_made_starts_again_and_it_is_said(tmp_path: Path) -> None:
     launch.run(_other_sampler, 1, tmp_path)
 

@@ -115,3 +115,26 @@ def _train(
     loops = trainer.fit_loop.state_dict()
     del loops["state_dict"]  # the dataloader's
     return {"losses": model.losses, "loops": loops}
+
+
+def test_a_changing_accumulation_of_gradients_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    launch.run(_accumulation, 1, tmp_path)
+
+
+def _accumulation(root: Path) -> None:
+    """Three epochs of six batches, with 6, 3 and 2 steps."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+
+    from tests.lightning import training as t
+
+    def train(seed: int, path: Path | None) -> list[float]:
+        model = t.Model(seed=seed)
+        saving = ModelCheckpoint(root, "{step}", save_top_k=-1, every_n_train_steps=1)
+        changing = GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})
+        trainer = t.trainer_for("single", [changing, saving], max_epochs=3, max_steps=-1)
+        trainer.fit(model, t.stateful_loader("single", 6), ckpt_path=path)
+        return model.losses
+
+    straight = train(0, None)
+    for step, batches in ((5, 5), (7, 8), (8, 10), (10, 15)):
+        assert train(9, root / f"step={step}.ckpt") == straight[batches:], step
