@@ -202,6 +202,13 @@ def replace_link_and_search(
     cls._find_last_checkpoints = find
 
 
+def step_of_loggers(trainer: Trainer) -> int:
+    """Where on their axis loggers are now. It counts batches that were stepped on, ``global_step`` every step of every
+    optimizer; Lightning's own monitors read it from here, too."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
 def hooks_into_load(trainer: Trainer, pytorch: Any) -> bool:
     """Whether somebody looks at a checkpoint that is loaded."""
     module: Any = trainer.lightning_module

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning._lightning import take_callback_out, trainer_under_construction, unwrapped
+from dcp_plugin.lightning._lightning import (
+    step_of_loggers,
+    take_callback_out,
+    trainer_under_construction,
+    unwrapped,
+)
 from dcp_plugin.lightning._packages import Package, has_base, package_behind
 from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
@@ -82,7 +87,7 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
     io: DCPCheckpointIO = strategy.dcp_checkpoint_io
     if not trainer.is_global_zero:
         return
-    io.on_saved = (lambda report: report.log(trainer.loggers)) if log_metrics else None
+    io.on_saved = (lambda report: report.log(trainer.loggers, step_of_loggers(trainer))) if log_metrics else None
     if io.config.async_save:
         io.hold_back(trainer.loggers)
 

@@ -2,8 +2,10 @@
 
 A line of text for each save. Loggers get ``checkpoint/blocked_seconds`` (what the training waited for),
 ``checkpoint/seconds`` (until it was on disk), ``checkpoint/gigabytes`` (of the whole checkpoint) and
-``checkpoint/gb_per_second`` at the step that was saved, in one call of ``log_metrics`` per save. They do not pass
-through the trainer's own metrics, so nothing is monitored, shown in the progress bar or stored because of them.
+``checkpoint/gb_per_second`` in one call of ``log_metrics`` per save. They do not pass through the trainer's own
+metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is the one at which
+loggers are told, which with saves in the background is a few after the one that was saved: many loggers want steps in
+order.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Report:
             f"({self.gb_per_second:.2f} GB/s). The training waited {self.event.blocked_seconds:.2f} s."
         )
 
-    def log(self, loggers: list[Any]) -> None:
+    def log(self, loggers: list[Any], step: int) -> None:
         figures = {
             "checkpoint/blocked_seconds": self.event.blocked_seconds,
             "checkpoint/seconds": self.event.seconds,
@@ -56,7 +58,7 @@ class Report:
             "checkpoint/gb_per_second": self.gb_per_second,
         }
         for logger in loggers:
-            logger.log_metrics(figures, step=self.event.step)
+            logger.log_metrics(figures, step=step)
 
 
 def tell_later(loggers: list[Any], afterwards: Afterwards) -> None:

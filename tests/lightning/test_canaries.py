@@ -195,6 +195,7 @@ def _dataloaders(root: Path) -> None:
         assert not (inner.restarting or inner.is_resuming)
         assert not inner._loaded_from_state_dict
     assert _lightning.loaders_made_in(trainer) == 0
+    assert _lightning.step_of_loggers(trainer) == 1
     assert callable(loop.epoch_loop._should_check_val_fx)
     assert callable(loop.epoch_loop.val_loop.increment_progress_to_evaluation_end)
 
