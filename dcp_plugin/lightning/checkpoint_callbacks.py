@@ -21,7 +21,7 @@ from dcp_plugin import lifecycle
 from dcp_plugin.config import PathLike
 from dcp_plugin.errors import CheckpointNotFound
 from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
-from dcp_plugin.lightning._packages import has_base
+from dcp_plugin.lightning._packages import has_base, home_of
 from dcp_plugin.lightning.io import DCPCheckpointIO
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _promoted(base: type[Any]) -> type[Any]:
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             """Save if all ranks come to do so; and never hide what has ended the training."""
             strategy: Any = trainer.strategy
-            if not _is_promoted(strategy):
+            if not _is_promoted(strategy) or not _may_save_on_exception(self, base):
                 super().on_exception(trainer, pl_module, exception)
                 return
             try:
@@ -77,6 +77,15 @@ def _promoted(base: type[Any]) -> type[Any]:
     # A callback's name is the key of its state in the checkpoint.
     promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
     return promoted
+
+
+def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
+    """Whether ranks have to meet first, which an exception of one rank alone waits long for. A hook that is not
+    Lightning's may do anything."""
+    owner = next(cls for cls in base.__mro__ if "on_exception" in vars(cls))
+    if home_of(owner) is None:
+        return True
+    return owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True)
 
 
 def _bare(cls: type[Any]) -> Any:

@@ -110,15 +110,18 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 ranks.agree("see whether checkpoints could be saved", rehearse)
 
         def all_ranks_come_to_save(self) -> bool:
-            """After an exception: whether all ranks had one, so that they can save together. Asked once."""
+            """After an exception: whether all ranks had one, at the same step, so that they can save together. Asked
+            once."""
             if self._dcp_all_came is None:
                 io, limit = self.dcp_checkpoint_io, _PATIENCE_WITH_AN_EXCEPTION
                 io.wait()
-                came = io.checkpointer(self.world_size).all_ranks_come_to("save what an exception left", limit)
+                # Of one step: else parts of different steps would make one checkpoint.
+                purpose = f"save what an exception left at step {self.lightning_module.trainer.global_step}"
+                came = io.checkpointer(self.world_size).all_ranks_come_to(purpose, limit)
                 if not came:
                     warnings.warn(
-                        f"Rank {self.global_rank} saves no checkpoint of its exception, because not all ranks had one: "
-                        "the others could not take part.",
+                        f"Rank {self.global_rank} saves no checkpoint of its exception, because not all ranks had one "
+                        "at the same step: the others could not take part.",
                         stacklevel=2,
                     )
                 self._dcp_all_came = came

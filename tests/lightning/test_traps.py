@@ -370,6 +370,56 @@ def _all_ranks_fail(root: Path) -> None:
             assert dcp.inspect(root / layout / name).step == 2
 
 
+def test_exceptions_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
+    """It would have the parts of one step from one rank, and those of another step from another."""
+    launch.run(_ranks_fail_apart, 2, tmp_path)
+    assert not list(tmp_path.glob("**/*.ckpt"))
+
+
+def _ranks_fail_apart(root: Path) -> None:
+    from tests.lightning import training as t
+
+    class Failing(t.Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.global_step == 2 and dist.get_rank() == 0:
+                raise ArithmeticError("before the step")
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.global_step == 3:
+                raise ArithmeticError("after the step")
+
+    for layout in ("ddp", "fsdp2"):
+        trainer = t.trainer_for(layout, [t.ModelCheckpoint(root / layout, save_on_exception=True)])
+        with pytest.raises(ArithmeticError), pytest.warns(UserWarning, match="at the same step"):
+            trainer.fit(Failing(layout), t.plain_loader(layout, 6))
+
+
+def test_an_exception_waits_for_nobody_if_nothing_is_saved_because_of_it(tmp_path: Path) -> None:
+    outcomes = launch.outcomes_of(_fails_alone, 2, tmp_path)
+    assert outcomes[1].result == "of rank 1"
+
+
+def _fails_alone(root: Path) -> str:
+    from lightning.pytorch.callbacks import Checkpoint
+
+    from dcp_plugin.lightning import dcp_strategy_class
+    from tests.lightning import training as t
+
+    class Failing(t.Model):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if dist.get_rank() == 1:
+                raise ArithmeticError("of rank 1")
+
+    trainer = t.trainer_for("ddp", [t.ModelCheckpoint(root), Checkpoint()])
+    promoted: Any = dcp_strategy_class(type(trainer.strategy))
+    promoted.all_ranks_come_to_save = lambda self: pytest.fail("the ranks meet")
+    try:
+        trainer.fit(Failing("ddp"), t.plain_loader("ddp"))
+    except ArithmeticError as error:
+        return str(error)
+    return ""
+
+
 def test_trap_14_loggers_are_told_of_a_checkpoint_when_it_is_there(tmp_path: Path) -> None:
     launch.run(_told, 2, tmp_path)
 
