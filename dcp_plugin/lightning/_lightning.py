@@ -172,12 +172,22 @@ def count_loaders_from(trainer: Trainer, epoch: float) -> None:
     trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
-def resume_accumulation(trainer: Trainer) -> None:
-    """In the middle of an epoch, ``GradientAccumulationScheduler`` is not told of the epoch that it has started in. It
-    would accumulate nothing until the next one."""
+_PER_EPOCH = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
+
+
+def resume_within_epoch(trainer: Trainer) -> None:
+    """Tell the callbacks that set up the training anew for an epoch of the one that goes on. Lightning calls no hooks
+    of an epoch's start in its middle, so that until the next one ``GradientAccumulationScheduler`` would accumulate
+    nothing, and ``StochasticWeightAveraging`` leave the schedule to the one that it had replaced."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    restored = [dict(group) for group in groups]
     for callback in cast(Any, trainer).callbacks:
-        if has_base(type(callback), "GradientAccumulationScheduler"):
+        if any(
+            has_base(type(callback), name) for name in ("GradientAccumulationScheduler", "StochasticWeightAveraging")
+        ):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    for group, values in zip(groups, restored, strict=True):
+        group.update(values)  # to make a schedule is to step it
 
 
 def end_restart(trainer: Trainer) -> None:

@@ -137,7 +137,7 @@ class Resume:
         """The loops are about to take their first batch: continue the random streams."""
         moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
         if not moment.between_epochs and moment.batches_done:
-            _lightning.resume_accumulation(trainer)
+            _lightning.resume_within_epoch(trainer)
             self._say_if_gradients_are_lost(trainer)
             if not _keeps_its_own_position(trainer):
                 self._say_what_is_lost(trainer)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from tests import launch
+from tests.compare import assert_same
 
 MOMENTS = {
     "the end of an epoch": (3, {"every_n_epochs": 1}),
@@ -117,24 +118,40 @@ def _train(
     return {"losses": model.losses, "loops": loops}
 
 
-def test_a_changing_accumulation_of_gradients_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    launch.run(_accumulation, 1, tmp_path)
+def test_callbacks_that_change_from_epoch_to_epoch_go_on_in_the_middle_of_one(tmp_path: Path) -> None:
+    launch.run(_changing_callbacks, 1, tmp_path)
 
 
-def _accumulation(root: Path) -> None:
-    """Three epochs of six batches, with 6, 3 and 2 steps."""
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+def _changing_callbacks(root: Path) -> None:
+    """Three epochs of six batches; the accumulation makes 6, 3 and 2 steps of them."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 
     from tests.lightning import training as t
 
-    def train(seed: int, path: Path | None) -> list[float]:
-        model = t.Model(seed=seed)
-        saving = ModelCheckpoint(root, "{step}", save_top_k=-1, every_n_train_steps=1)
-        changing = GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})
-        trainer = t.trainer_for("single", [changing, saving], max_epochs=3, max_steps=-1)
-        trainer.fit(model, t.stateful_loader("single", 6), ckpt_path=path)
-        return model.losses
+    class Model(t.Model):
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            made["lr_scheduler"]["interval"] = "epoch"  # the only one that averaging replaces correctly
+            return made
 
-    straight = train(0, None)
-    for step, batches in ((5, 5), (7, 8), (8, 10), (10, 15)):
-        assert train(9, root / f"step={step}.ckpt") == straight[batches:], step
+    def train(name: str, seed: int, path: Path | None) -> tuple[list[float], dict[str, Any]]:
+        model = Model(seed=seed)
+        saving = ModelCheckpoint(root / name, "{step}", save_top_k=-1, every_n_train_steps=1)
+        trainer = t.trainer_for("single", [changing[name](), saving], max_epochs=3, max_steps=-1)
+        trainer.fit(model, t.stateful_loader("single", 6), ckpt_path=path)
+        return model.losses, t.whole_state(trainer)
+
+    changing = {
+        "accumulation": lambda: GradientAccumulationScheduler({0: 1, 1: 2, 2: 3}),
+        "averaging": lambda: StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
+    }
+    moments = {
+        "accumulation": ((5, 5), (7, 8), (8, 10), (10, 15)),
+        "averaging": ((5, 5), (7, 7), (11, 11), (14, 14)),
+    }
+    for name, of_callback in moments.items():
+        losses, state = train(name, 0, None)
+        for step, batches in of_callback:
+            resumed, its_state = train(name, 9, root / name / f"step={step}.ckpt")
+            assert resumed == losses[batches:], (name, step)
+            assert_same(state, its_state)
