@@ -103,9 +103,9 @@ class Moment:
 def moment_of(state: FitLoopState) -> Moment:
     batch, epoch = state["epoch_loop.batch_progress"], state["epoch_progress"]["current"]
     done = batch["current"]["processed"]
-    between_epochs = (
-        batch["is_last_batch"] and batch["current"]["ready"] == done and epoch["ready"] == epoch["started"] > 0
-    )
+    started = epoch["started"]
+    begun = started > 0 and epoch["ready"] - started <= 1  # the hooks of the next one's start count that as ready
+    between_epochs = batch["is_last_batch"] and batch["current"]["ready"] == done and begun
     return Moment(
         batches_done=done,
         between_epochs=between_epochs,
@@ -117,11 +117,14 @@ def moment_of(state: FitLoopState) -> Moment:
 def complete_epoch(state: FitLoopState) -> None:
     """Between two epochs, count the old one as completed, so that Lightning resumes with a plain new one.
 
-    Left to itself, Lightning 2.6 takes such a checkpoint for an unfinished epoch in three cases, all without a word:
+    Left to itself, Lightning 2.6 takes such a checkpoint for an unfinished epoch in four cases, all without a word:
     with ``max_steps`` it trains one batch too many; saved after the last batch by ``every_n_train_steps`` with a
-    stateful dataloader it skips the next epoch; and a stateful dataloader's own shuffling starts over.
+    stateful dataloader it skips the next epoch; saved in ``on_train_epoch_start`` it skips that epoch; and a stateful
+    dataloader's own shuffling starts over.
     """
     epoch, batch = state["epoch_progress"], state["epoch_loop.batch_progress"]
+    for progress in (epoch["current"], epoch["total"]):
+        progress["ready"] = progress["started"]  # the hooks of the next epoch's start are called again
     if epoch["current"]["processed"] < epoch["current"]["ready"]:  # saved before this last step was counted
         state["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
     for progress in (epoch["current"], epoch["total"], batch["current"], batch["total"]):

@@ -198,6 +198,8 @@ def apply_optimizers(
     _refuse_other_number(loaded.path, states, optimizers)
     given = loaded.optimizers or []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        if not state:  # of what Lightning has where a module has no optimizer
+            continue
         if not loaded.optimizers or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
             load_optimizer(model, optimizer, state, strict=strict)
             continue

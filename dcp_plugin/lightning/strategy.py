@@ -222,7 +222,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             if loaded is None:
                 super().load_optimizer_state_dict(checkpoint)
                 return
-            if loaded.optimizers is None:
+            if loaded.optimizers is None and loading.optimizers_in(loaded.path):
                 self._dcp_load_optimizers(loaded)
             _lightning.groups_are_restored(self.lightning_module.trainer, self._dcp_groups_made)
             if not any(state is _UNREAD for state in states):

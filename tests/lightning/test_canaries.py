@@ -141,12 +141,13 @@ def _loop_state(root: Path) -> None:
     moments = {name: _lightning.moment_of(state) for name, state in seen.items()}
     between = {name: moment.between_epochs for name, moment in moments.items()}
     assert between == {
-        "start 0": False, "batch 0": False, "batch 1": False, "batch 2": True, "epoch": True, "start 1": False,
+        "start 0": False, "batch 0": False, "batch 1": False, "batch 2": True, "epoch": True, "start 1": True,
     }  # fmt: skip
     assert [moments[f"batch {number}"].batches_done for number in range(3)] == [1, 2, 3]
     assert [name for name, moment in moments.items() if moment.before_validation] == ["batch 2"]
     assert [name for name, moment in moments.items() if moment.before_plateau_schedules] == ["epoch"]
     for state in (seen["batch 2"], seen["epoch"]):
+        assert state["epoch_progress"]["current"]["ready"] == state["epoch_progress"]["current"]["started"]
         _lightning.complete_epoch(state)
         assert set(state["epoch_progress"]["current"].values()) == {2}
         assert set(state["epoch_loop.batch_progress"]["total"].values()) == {6}

@@ -118,6 +118,31 @@ def _train(
     return {"losses": model.losses, "loops": loops}
 
 
+def test_a_checkpoint_of_the_start_of_an_epoch_does_not_skip_that_epoch(tmp_path: Path) -> None:
+    """With Lightning alone it does."""
+    launch.run(_at_epoch_start, 1, tmp_path)
+
+
+def _at_epoch_start(root: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from tests.lightning import training as t
+
+    class Save(Callback):
+        def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(path)
+
+    for stock in (True, False):
+        for kind in ("plain", "stateful"):
+            straight, resumed, path = t.Model(), t.Model(seed=9), root / f"{kind}-{stock}"
+            for model, callbacks, source in ((straight, [Save()], None), (resumed, [], path)):
+                trainer = t.trainer_for("single", callbacks, plugin=not stock, max_epochs=3, max_steps=-1)
+                trainer.fit(model, t.LOADERS[kind]("single", 3), ckpt_path=source)
+            assert (resumed.losses == straight.losses[3:]) is not stock, (stock, kind)
+            assert (len(resumed.losses) == 6) is not stock
+
+
 def test_callbacks_that_change_from_epoch_to_epoch_go_on_in_the_middle_of_one(tmp_path: Path) -> None:
     launch.run(_changing_callbacks, 1, tmp_path)
 

@@ -152,6 +152,42 @@ def _order_of_steps(root: Path) -> None:
         assert steps[-1] == 9
 
 
+def test_a_training_without_an_optimizer_resumes_and_one_that_rank_0_saved_alone(tmp_path: Path) -> None:
+    launch.run(_states_of_lightning, 1, tmp_path)
+
+
+def _states_of_lightning(root: Path) -> None:
+    """Neither has the state of an optimizer by the names of parameters."""
+    from tests.compare import assert_same
+    from tests.lightning import training as t
+
+    class Without(t.Model):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen += 1
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    first = t.trainer_for("single", plugin=True, max_epochs=1, max_steps=-1)
+    first.fit(Without(), t.plain_loader("single"))
+    first.save_checkpoint(root / "without")
+    trainer = t.trainer_for("single", plugin=True, max_epochs=3, max_steps=-1)
+    trainer.fit(model := Without(seed=5), t.plain_loader("single"), ckpt_path=root / "without")
+    assert model.seen == 9
+
+    first = t.trainer_for("single", stock=True, max_steps=3)
+    first.fit(t.Model(), t.plain_loader("single"))
+    first.strategy.checkpoint_io = t.DCPCheckpointIO()  # nobody promotes the strategy any more
+    first.save_checkpoint(root / "alone")
+    look = t.AtTrainStart()
+    t.trainer_for("single", [look], plugin=True).fit(
+        t.Model(seed=5), t.plain_loader("single"), ckpt_path=root / "alone"
+    )
+    assert_same(t.whole_state(first), look.state)
+
+
 def test_a_name_that_is_being_written_is_taken(tmp_path: Path) -> None:
     launch.run(_names_in_flight, 1, tmp_path)
 
