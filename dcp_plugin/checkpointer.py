@@ -69,6 +69,8 @@ class _Job:
     step: int | None
     writer: ShardedWriter
     began: float
+    leaves: dict[str, Any] = field(default_factory=dict)
+    """What was gathered, until it is described."""
     state: Flat = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
     failure: Exception | None = None
@@ -80,18 +82,28 @@ class _Job:
     copied: float = 0.0
     """Seconds that the copy to host memory took."""
 
+    def describe(self, encode: Callable[[Mapping[str, Any]], Flat]) -> None:
+        """Describe the state itself, for a save that copies nothing."""
+        self._take(lambda: encode(self.leaves))
+
     def copy(self) -> None:
         """Finish the copy; from now on the state may change."""
         began = time.monotonic()
-        try:
-            if self.snapshot is not None:
-                self.state = self.snapshot.finish()
-        except Exception as error:
-            self.failure = error
-        finally:
-            self.snapshot = None
-            self.release()
+        if self.snapshot is not None:
+            self._take(self.snapshot.finish)
+        self.snapshot = None
+        self.release()
         self.copied += time.monotonic() - began
+
+    def _take(self, described: Callable[[], Flat]) -> None:
+        if self.failure is None:
+            try:
+                self.state = described()
+                self.writer.frozen = {k for k, v in self.state.items() if isinstance(v, ShardedValue) and v.frozen}
+                self.writer.facts["layouts"] = layouts_of(self.leaves)
+            except Exception as error:
+                self.failure = error
+        self.leaves = {}
 
     def release(self) -> None:
         """Nothing that changes the state needs to wait any longer."""
@@ -170,6 +182,7 @@ class Checkpointer:
         if not self.config.async_save:
             with _collector_paused(), progress.progress_line(writer.path, self._shows_progress(ranks)):
                 self._gather(job, state)
+                job.describe(self._encode)
                 self._write(job, ranks)
             handle._end()
             return handle
@@ -358,7 +371,7 @@ class Checkpointer:
         try:
             with _collector_paused():
                 self._gather(job, state)
-                self._snapshot(job, pool, [*live_objects(state), *owners] if self._lazy else [])
+                self._snapshot(job, pool, self._encode, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
                 job.copy()
                 handle._staged.set()
@@ -373,17 +386,16 @@ class Checkpointer:
         try:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, job.paths = gather_state(parts)
-            job.state = self._omission.without_excluded(encode_state(leaves, self.config.allow_pickle))
-            job.writer.frozen = {k for k, one in job.state.items() if isinstance(one, ShardedValue) and one.frozen}
-            job.writer.facts = {
-                "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
-                "layouts": layouts_of(leaves),
-            }
+            job.leaves = self._omission.without_excluded(leaves)
+            job.writer.facts["kinds"] = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         except Exception as error:
             job.failure = error
 
+    def _encode(self, leaves: Mapping[str, Any]) -> Flat:
+        return encode_state(leaves, self.config.allow_pickle)
+
     @staticmethod
-    def _snapshot(job: _Job, pool: HostPool, owners: list[Any]) -> None:
+    def _snapshot(job: _Job, pool: HostPool, encode: Callable[[Mapping[str, Any]], Flat], owners: list[Any]) -> None:
         """Copy what was gathered, but for what stays as it is until the next step of an optimizer: memory of
         ``owners``. A failure is kept, too."""
         if job.failure is not None:
@@ -391,12 +403,11 @@ class Checkpointer:
         began = time.monotonic()
         try:
             still = StillMemory(owners)
-            job.snapshot = Snapshot(job.state, pool, still)
+            job.snapshot = Snapshot(job.leaves, pool, encode, still)
             if not job.snapshot.complete:
                 job.guard = Guard(still.modules)
         except Exception as error:
             job.failure = error
-        job.state = {}
         job.copied = time.monotonic() - began
 
     @staticmethod

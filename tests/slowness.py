@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from dcp_plugin import progress
 from dcp_plugin.staging import snapshot
+from dcp_plugin.types import Flat
 
 
 @contextmanager
 def slow_copies(before_each: Callable[[], Any]) -> Iterator[None]:
     """Call ``before_each`` before every copy that lazy staging makes later than at the call."""
-    copy = snapshot._Copy
-    start = copy.start
+    copy_one, finish = snapshot._copy_one, snapshot.Snapshot.finish
+    later = threading.local()
 
-    def start_late(self: snapshot._Copy) -> None:
-        if self.version is not None:
+    def copy_slowly(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+        if getattr(later, "copies", False):
             before_each()
-        start(self)
+        copy_one(copy, tensor)
 
-    copy.start = start_late  # type: ignore[method-assign]
+    def finish_slowly(self: snapshot.Snapshot) -> Flat:
+        later.copies = not self.complete
+        try:
+            return finish(self)
+        finally:
+            later.copies = False
+
+    snapshot._copy_one, snapshot.Snapshot.finish = copy_slowly, finish_slowly  # type: ignore[method-assign]
     try:
         yield
     finally:
-        copy.start = start  # type: ignore[method-assign]
+        snapshot._copy_one, snapshot.Snapshot.finish = copy_one, finish  # type: ignore[method-assign]
 
 
 @contextmanager

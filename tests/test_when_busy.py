@@ -134,7 +134,7 @@ def _queue(root: Path, staging: str) -> None:
         ours.wait()
     for number in range(3):
         assert_same(_restored(root / str(number)), expected[number])
-    assert len({pool._host.memory.data_ptr() for pool in ours._pools}) == 2
+    assert all(pool.nbytes for pool in ours._pools)
     ours.close()
 
 
