@@ -91,6 +91,19 @@ def test_many_background_saves_need_one_host_copy(tmp_path: Path, staging: str) 
     ours.close()
 
 
+def test_what_moves_from_the_later_copy_to_the_one_at_the_call_is_not_held_twice(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4096, 4096)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy", reuse=False)
+    ours.save({"model": model}, tmp_path / "ck").wait()
+
+    def save_frozen() -> None:
+        model.requires_grad_(False)
+        ours.save({"model": model}, tmp_path / "ck").wait()
+
+    assert extra_peak(save_frozen) < 24 << 20
+    ours.close()
+
+
 def test_removing_the_checkpoint_in_flight_waits_for_it(tmp_path: Path) -> None:
     ours = dcp.Checkpointer(async_save=True)
     ours.save({"t": torch.ones(1000)}, tmp_path / "ck")

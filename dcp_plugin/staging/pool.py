@@ -37,7 +37,9 @@ class HostPool:
         self._at_the_call, self._later = _Slabs(), _Slabs()
 
     def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """A place for each tensor. All places given out before by this method are used again."""
+        """A place for each tensor. All places given out before, by either method, are used again."""
+        if sum(tensor.nbytes for tensor in tensors) > self._at_the_call.nbytes:
+            self._later.free()  # what comes here now may have been there before
         return self._at_the_call.places(tensors)
 
     def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
@@ -75,6 +77,10 @@ class _Slabs:
             ends[tensor.is_cuda] = start + tensor.nbytes + -tensor.nbytes % _ALIGNMENT
         slabs = {False: self.host.of_size(ends[False]), True: self.pinned.of_size(ends[True])}
         return [Place(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.memory.nbytes + self.pinned.memory.nbytes
 
     def free(self) -> None:
         self.host.free()
