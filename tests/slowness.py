@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,32 +12,22 @@ import torch
 
 from dcp_plugin import progress
 from dcp_plugin.staging import snapshot
-from dcp_plugin.types import Flat
 
 
 @contextmanager
 def slow_copies(before_each: Callable[[], Any]) -> Iterator[None]:
     """Call ``before_each`` before every copy that lazy staging makes later than at the call."""
-    copy_one, finish = snapshot._copy_one, snapshot.Snapshot.finish
-    later = threading.local()
+    copy_later = snapshot._copy_later
 
     def copy_slowly(copy: torch.Tensor, tensor: torch.Tensor) -> None:
-        if getattr(later, "copies", False):
-            before_each()
-        copy_one(copy, tensor)
+        before_each()
+        copy_later(copy, tensor)
 
-    def finish_slowly(self: snapshot.Snapshot) -> Flat:
-        later.copies = not self.complete
-        try:
-            return finish(self)
-        finally:
-            later.copies = False
-
-    snapshot._copy_one, snapshot.Snapshot.finish = copy_slowly, finish_slowly  # type: ignore[method-assign]
+    snapshot._copy_later = copy_slowly
     try:
         yield
     finally:
-        snapshot._copy_one, snapshot.Snapshot.finish = copy_one, finish  # type: ignore[method-assign]
+        snapshot._copy_later = copy_later
 
 
 @contextmanager

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -393,6 +396,40 @@ def test_what_changes_between_two_saves_is_in_the_second(change: Callable[..., A
     fresh = dcp.Checkpointer()
     fresh.save({"model": model, "optim": optimizer}, tmp_path / "expected")
     assert_same(_saved(tmp_path / "second"), _saved(tmp_path / "expected"))
+
+
+_TASKS = """
+import os, sys, torch, dcp_plugin as dcp
+from dcp_plugin import progress
+
+def tasks(event=None):
+    if event is None or isinstance(event, progress.SaveStarted):
+        counted.append(len(os.listdir("/proc/self/task")))
+
+torch.set_num_threads(4)
+model = torch.nn.Linear(2048, 2048)
+model(torch.ones(64, 2048)).sum().backward()  # the training has its threads
+counted = []
+progress.subscribe(tasks)  # called in the thread that has copied
+tasks()
+ours = dcp.Checkpointer(async_save=True, staging="lazy", io_threads=1)
+ours.save({"model": model}, sys.argv[1])
+ours.close()
+print(counted[1] - counted[0])
+"""
+
+
+def test_the_later_copy_starts_no_threads_that_compete_with_those_of_the_training(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _TASKS, str(tmp_path / "ck")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment, "PYTHONPATH": os.getcwd()},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) == 1, "the one that saves"
 
 
 def test_the_copy_is_of_the_memory_at_the_call_whatever_the_parameters_point_to_later(tmp_path: Path) -> None:
