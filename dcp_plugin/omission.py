@@ -3,6 +3,7 @@
 With ``trainable_only`` a frozen parameter is left out if it has, on every rank, the very bytes that were loaded from
 the base, by 128-bit hash; it is saved otherwise. So nothing is lost, whatever was done to a "frozen" parameter. What
 was loaded is hashed then and there. A base that was only named (``base=``) is read once, at the first save, to compare.
+Nothing is left out once the base is not there any more, or is another checkpoint.
 
 All ranks leave out the same: a tensor is there as a whole or not at all. Rank 0 decides from what all ranks say.
 """
@@ -22,14 +23,14 @@ from pathlib import Path
 import torch
 
 from dcp_plugin.config import CheckpointConfig, local_path
-from dcp_plugin.errors import CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.planning.holdings import ties_of
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.source import find_prefix
 from dcp_plugin.storage.hashing import hashes_of
 from dcp_plugin.storage.hostmemory import finish_device_work
-from dcp_plugin.storage.opening import Opened
+from dcp_plugin.storage.opening import Opened, open_alone
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.summary import Base, Summary
 from dcp_plugin.types import Flat, Shape, ShardedValue
@@ -104,6 +105,7 @@ class Omission:
         self._checked = not config.exclude
         self._matched: set[int] = set()
         self._said = ""
+        self._lost = ""
 
     @property
     def remembers(self) -> bool:
@@ -131,7 +133,7 @@ class Omission:
             names: The loaded keys, and their keys in the checkpoint.
         """
         base = opened.base or opened
-        source = _Source(opened.base.path if opened.base else opened.path, base.fingerprint)
+        source = _Source(Path(os.path.realpath(base.path)), base.fingerprint)  # a link may lead elsewhere tomorrow
         left_out = opened.index.left_out
         tensors: dict[str, ShardedValue] = {}
         there: dict[str, str] = {}
@@ -214,6 +216,8 @@ class Omission:
                 f"cannot save {path} with trainable_only=True: it is the base, which has the frozen parameters that "
                 f"this save leaves out. Save to a new name."
             )
+        if self._is_lost(base):
+            return LeftOut({})
         keys: dict[str, str] = {}
         changed: set[str] = set()
         for claim in claims:
@@ -225,6 +229,15 @@ class Omission:
         self._say(base, kept)
         left = {key: there for key, there in keys.items() if key not in changed}
         return LeftOut(left, base.path, base.fingerprint)
+
+    def _is_lost(self, base: _Source) -> bool:
+        """Whether the base has been deleted, moved or overwritten since it was read: then a save without the frozen
+        parameters could never be loaded."""
+        reason = _reason_it_is_lost(base)
+        if reason and reason != self._lost:
+            logger.warning("everything is saved, also what is frozen: %s.", reason)
+        self._lost = reason
+        return bool(reason)
 
     def _say(self, base: _Source, saved: list[str]) -> None:
         said = some(saved, 5) if saved else ""
@@ -243,7 +256,7 @@ class Omission:
             raise CheckpointMismatch(
                 f"{reader.path} is no base: it leaves out frozen parameters itself. Name the base that it has."
             )
-        source = _Source(local_path(reader.path), reader.fingerprint)
+        source = _Source(Path(os.path.realpath(local_path(reader.path))), reader.fingerprint)
         known = {origin.source.fingerprint for origin in self._origins.values()}
         if source.fingerprint not in known:
             names = _names_in(frozen, reader)
@@ -255,6 +268,17 @@ class Omission:
                 hashes = _hashes(copies, self._config.io_threads)
                 self._origins |= {key: _Origin(source, names[key], hashes[key]) for key in batch}
         self._named = source
+
+
+def _reason_it_is_lost(base: _Source) -> str:
+    try:
+        found = open_alone(base.path)
+        found.check_files()
+    except (CheckpointError, OSError) as error:
+        return f"the base {base.path} cannot be read any more ({error})"
+    if found.fingerprint != base.fingerprint:
+        return f"{base.path} has been overwritten since it was read, and is another checkpoint now"
+    return ""
 
 
 def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]:

@@ -215,6 +215,67 @@ def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
     _check(tmp_path / "2", model)
 
 
+def test_a_base_that_was_loaded_through_a_link_is_still_found_when_the_link_has_moved_on(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "0")
+    last = tmp_path / "last"
+    last.symlink_to("0")
+    ours, model, optimizer = _tuned_on(last)
+    for name in ("1", "2"):
+        ours.save(_state(model, optimizer), tmp_path / name)
+        last.unlink()
+        last.symlink_to(name)
+    assert dcp.inspect(tmp_path / "2").base == tmp_path / "0"
+    ours.remove(tmp_path / "0")
+    _check(tmp_path / "2", model)
+
+
+@pytest.mark.parametrize(
+    ("fate", "named"),
+    [("deleted", False), ("overwritten", True), ("cut", False)],
+    ids=["deleted", "overwritten", "cut"],
+)
+def test_all_is_saved_once_the_base_cannot_complete_it_any_more(
+    tmp_path: Path, fate: str, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pretrained(tmp_path / "base")
+    if named:
+        model, optimizer = build(seed=7)
+        ours = dcp.Checkpointer(trainable_only=True, base=tmp_path / "base")
+    else:
+        ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run" / "0")
+    assert len(dcp.inspect(tmp_path / "run" / "0").left_out) == 16
+    if fate == "deleted":
+        shutil.rmtree(tmp_path / "base")
+    elif fate == "overwritten":
+        dcp.save(_state(*build(seed=9)), tmp_path / "base")
+    else:
+        max((tmp_path / "base").glob("*.distcp"), key=lambda file: file.stat().st_size).write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "dcp_plugin"):
+        for step in (1, 2):
+            ours.save(_state(model, optimizer), tmp_path / "run" / str(step))
+    assert caplog.text.count("everything is saved") == 1 and str(tmp_path / "base") in caplog.text
+    assert dcp.inspect(tmp_path / "run" / "2").base is None
+    _check(tmp_path / "run" / "2", model)
+
+
+def test_a_safetensors_base_with_one_other_tensor_is_another_base(tmp_path: Path) -> None:
+    """Found by a few bytes of each tensor: such files have no checksums."""
+    source, _ = build(seed=7)
+    held = {key: value.clone() for key, value in source.state_dict().items()}
+    save_file(held, tmp_path / "pre.safetensors")
+    model, optimizer = build(seed=1)
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model}, tmp_path / "pre.safetensors")
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    _check(tmp_path / "run", model)
+    for key in held:
+        if key.startswith("backbone"):
+            save_file({**held, key: held[key] * 1.5}, tmp_path / "pre.safetensors")
+            with pytest.raises(dcp.CheckpointMismatch, match="is not that base"):
+                _check(tmp_path / "run", model)
+
+
 def test_a_checkpoint_with_a_base_is_no_base(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")

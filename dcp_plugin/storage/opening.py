@@ -136,5 +136,5 @@ def _open_foreign(path: Path, reason: str) -> Opened:
         return Opened(path, path, index, said, "accelerate", kinds)
     directory, contents = detect.read(path, reason)
     index = contents.index(directory)
-    said = fingerprint_of(directory, contents.files)
+    said = fingerprint_of(directory, contents)
     return Opened(path, directory, index, said, contents.format, contents.kinds, links=True)
