@@ -436,7 +436,7 @@ class Checkpointer:
         try:
             left_out = self._omission.agree(job.state, ranks, job.path, job.failure)
             step = f"plan the save of {job.path}"
-            planned, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
+            planned, directory = self._exchange.plan(step, ranks, hold, lambda: _reserve(writer))
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
@@ -507,6 +507,16 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _reserve(writer: ShardedWriter) -> Path:
+    dependent = lifecycle.completed_by(writer.path)
+    if dependent is not None:
+        raise SaveFailed(
+            f"cannot save {writer.path}: the checkpoint there has the frozen parameters that {dependent} leaves out. "
+            f"Save to a new name, or delete {dependent} first."
+        )
+    return writer.reserve()
 
 
 def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:

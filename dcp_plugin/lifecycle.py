@@ -100,16 +100,16 @@ def remove(path: PathLike) -> None:
     One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
     """
     path = local_path(path)
-    dependent = _completed_by(path)
+    dependent = completed_by(path)
     if dependent is not None:
         logger.warning("%s is not deleted: it has the frozen parameters that %s leaves out", path, dependent)
     else:
         commit.remove(path)
 
 
-def _completed_by(base: Path) -> Path | None:
-    """A checkpoint in the same directory that cannot be loaded without this one."""
-    if not (base / commit.METADATA).exists():
+def completed_by(base: Path) -> Path | None:
+    """A checkpoint in the same directory that cannot be loaded without this one. A link to one is not the one."""
+    if base.is_symlink() or not (base / commit.METADATA).exists():
         return None
     for file in base.parent.glob(f"*/{commit.SUMMARY}"):
         with suppress(CheckpointCorrupt):
