@@ -228,8 +228,8 @@ class ShardedReader(StorageReader):
             value = self.index.values_here[key]
             if isinstance(value, Refused):
                 raise UnsafeCheckpoint(
-                    f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would restore; "
-                    f"nothing was executed. The rest can be loaded without it: PartialLoad(exclude=...)."
+                    f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would "
+                    f"restore; nothing was executed. The rest can be loaded without it: PartialLoad(exclude=...)."
                 )
             return encode(value)
         return self._plain(values[read.location.file, read.location.offset], read.location)
