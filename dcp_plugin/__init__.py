@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dcp_plugin.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
+    from dcp_plugin.restart import Restart, resume_or_init
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
@@ -54,6 +55,7 @@ _HOMES = {
     "dcp_plugin.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
+    "dcp_plugin.restart": ("Restart", "resume_or_init"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
@@ -73,6 +75,7 @@ __all__ = [
     "LoadReport",
     "PartialLoad",
     "RankFailure",
+    "Restart",
     "SaveFailed",
     "SaveHandle",
     "ShardedLoadPlanner",
@@ -86,6 +89,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "resolve_resume",
+    "resume_or_init",
     "save",
     "verify",
 ]

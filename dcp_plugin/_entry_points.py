@@ -12,10 +12,14 @@ from typing import Any
 
 def lightning_callbacks() -> list[Any]:
     """For ``lightning.pytorch``."""
-    door = sys.modules.get("dcp_plugin.lightning.callback")
-    return [] if door is None else door.callbacks_for_new_trainer()
+    return _callbacks("LIGHTNING")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
-    """For ``pytorch_lightning``, whose Trainer refuses the plugin itself with a message of its own."""
-    return []
+    """For ``pytorch_lightning``."""
+    return _callbacks("PYTORCH_LIGHTNING")
+
+
+def _callbacks(package: str) -> list[Any]:
+    door, packages = (sys.modules.get(f"dcp_plugin.lightning.{name}") for name in ("callback", "_packages"))
+    return door.callbacks_for_new_trainer(getattr(packages, package)) if door is not None else []

@@ -43,7 +43,7 @@ from dcp_plugin.state.still import StillMemory, live_objects
 from dcp_plugin.storage.opening import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.table import Location, Places
-from dcp_plugin.storage.views import Views
+from dcp_plugin.storage.views import Aliases, Views
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import Flat, KeyPath, LoadReport, ShardedValue
@@ -130,6 +130,7 @@ class Checkpointer:
         files: Callable[[Path], None] | None = None,
         views: Views | None = None,
         owners: Iterable[Any] = (),
+        aliases: Aliases | None = None,
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -143,6 +144,7 @@ class Checkpointer:
             views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
             owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
                 ``staging="lazy"``: what is theirs may be copied later, too.
+            aliases: More keys for stock loaders, see there too.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -160,7 +162,7 @@ class Checkpointer:
             handle._skip()
             return handle
         ranks = self._meet_again(self._may_wait_in_line)
-        writer = self._writer(place, step, views)
+        writer = self._writer(place, step, views, aliases)
         if files is not None:
             self._add_files(writer, self._front(ranks), files)
         job = _Job(writer.path, step, writer, began)
@@ -243,6 +245,15 @@ class Checkpointer:
         """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
         return self._front(self._meet())
 
+    def all_ranks_come_to(self, step: str, within: float) -> bool:
+        """Whether every rank calls this, in a situation in which some may not; True for a rank alone.
+
+        False after ``within`` seconds, and at once if the ranks have not met yet or an earlier failure parted them.
+        """
+        if self._solo:
+            return True
+        return self._ranks is not None and self._ranks.usable and self._ranks.all_come_to(step, within)
+
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
 
@@ -323,7 +334,7 @@ class Checkpointer:
             logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
         return busy
 
-    def _writer(self, path: Path, step: int | None, views: Views | None) -> ShardedWriter:
+    def _writer(self, path: Path, step: int | None, views: Views | None, aliases: Aliases | None) -> ShardedWriter:
         config = self.config
         return ShardedWriter(
             path,
@@ -333,6 +344,7 @@ class Checkpointer:
             checksum=config.checksum,
             views=views,
             reuse=self._reuse,
+            aliases=aliases,
         )
 
     def _save_in_background(

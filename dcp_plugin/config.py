@@ -5,10 +5,14 @@ A field is documented once, here, as the text under its definition.
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_type_hints
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,9 @@ class CheckpointConfig:
     terminal."""
 
     stock_aliases: bool | Literal["auto"] = "auto"
-    """Store an optimizer's param groups also under the keys where stock code that does not flatten them looks.
-    A few bytes; the tensors are shared."""
+    """Give what is stored also the keys under which stock code looks for it: an optimizer's param groups as a list;
+    through Lightning's sharded strategies everything, so that Lightning resumes without this package. A few bytes; the
+    tensors are shared. What converts a whole directory (``dcp_to_torch_save``) then finds them twice."""
 
     allow_pickle: tuple[str, ...] = ()
     """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a
@@ -154,6 +159,27 @@ class CheckpointConfig:
                 f"what to delete, and would take a checkpoint that does not exist for the newest one."
             )
         return self
+
+
+def fields_in_signature(init: F) -> F:
+    """For tools that read signatures, such as jsonargparse (LightningCLI): the fields in place of ``**overrides``.
+
+    They pass on every default that they know, which would override the fields of a ``config``: it is left out.
+    """
+    hints = get_type_hints(CheckpointConfig)
+    own = [
+        one
+        for one in inspect.signature(init, eval_str=True).parameters.values()
+        if one.name != "config" and one.kind != one.VAR_KEYWORD
+    ]
+    added = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(CheckpointConfig)
+    ]
+    init.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return init
 
 
 PathLike = str | os.PathLike[str]

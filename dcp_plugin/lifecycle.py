@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from dcp_plugin.config import PathLike, local_path
@@ -30,15 +31,16 @@ def latest(root: PathLike) -> Path | None:
     A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over
     with a warning in the log.
     """
-    for state in reversed(list_checkpoints(root)):
-        if state.committed:
-            try:
-                ShardedReader(state.path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
-            except CheckpointError as error:
-                logger.warning("passing over %s: %s", state.path, error)
-            else:
-                return state.path
-    return None
+    return _newest(root)[0]
+
+
+def reason_to_pass_over(path: PathLike) -> str:
+    """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
+    try:
+        ShardedReader(path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def list_checkpoints(root: PathLike) -> list[CheckpointState]:
@@ -60,15 +62,22 @@ def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
     Raises:
         CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
         CheckpointIncomplete: The path is a torn checkpoint.
+        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
+            damage: a run that never completed one starts anew.
     """
     if resume == "never":
         return None
     if resume in ("auto", "must"):
-        found = latest(root)
+        found, passed_over = _newest(root)
+        said = "; ".join(f"{state.path} ({state.reason})" for state in passed_over)
         if found is None and resume == "must":
-            torn = [f"{state.path} ({state.reason})" for state in list_checkpoints(root)]
-            passed_over = f" Passed over: {'; '.join(torn)}." if torn else ""
-            raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{passed_over}")
+            reasons = f" Passed over: {said}." if said else ""
+            raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
+        if found is None and any(map(_was_published, passed_over)):
+            raise CheckpointCorrupt(
+                f"there are checkpoints below {root}, but none that can be loaded: {said}. To start without them, say "
+                "resume=never."
+            )
         return found
     path = commit.locate(local_path(resume))
     reason = commit.uncommitted_reason(path) if path.is_dir() else ""
@@ -117,6 +126,29 @@ def completed_by(base: Path) -> Path | None:
             if said and os.path.realpath(Base.of_summary(said, file.parent).path) == os.path.realpath(base):
                 return file.parent
     return None
+
+
+def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:
+    """The newest checkpoint below ``root`` that can be opened, and what is newer and cannot, with the reasons."""
+    passed_over: list[CheckpointState] = []
+    for state in reversed(list_checkpoints(root)):
+        reason = state.reason or reason_to_pass_over(state.path)
+        if not reason:
+            return state.path, passed_over
+        if state.committed:
+            logger.warning("passing over %s: %s", state.path, reason)
+        passed_over.append(replace(state, reason=reason))
+    return None, passed_over
+
+
+def _was_published(state: CheckpointState) -> bool:
+    """Whether this was a checkpoint once, and not only a save that was interrupted."""
+    return state.committed or (state.path.suffix != ".saving" and (state.path / commit.SUMMARY).exists())
+
+
+def link(path: PathLike, target: PathLike) -> None:
+    """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
+    commit.link(local_path(path), local_path(target))
 
 
 def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:

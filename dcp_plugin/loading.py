@@ -21,7 +21,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.matching import Match, Matching, locate
 from dcp_plugin.omission import about_excluded
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.load import ShardedLoadPlanner, some
 from dcp_plugin.planning.sharing import SharedReading
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.app import Part, parts_of
@@ -114,10 +114,17 @@ class Loading:
 
     def _fit(self, parts: list[Part]) -> Match:
         """Match and plan; raise everything that does not fit, in one error."""
+        waiting: list[str] = []
         for part in parts:
             if part.kind == "module" and part.module is not None:
-                materialise(part.module)
+                waiting += [join(part.name, key) for key in materialise(part.module)]
         match = self._match(parts)
+        left = [key for key in waiting if key not in match.targets]
+        if left:
+            match.said.append(
+                f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
+                "in memory by chance. Initialise them now."
+            )
         self._items = self._plan(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))

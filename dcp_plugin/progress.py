@@ -88,8 +88,15 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
+    """Tell all subscribers, also if one of them raises; then raise that."""
+    failure: Exception | None = None
     for callback in tuple(_subscribers):
-        callback(event)
+        try:
+            callback(event)
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

@@ -119,6 +119,25 @@ class Ranks:
         self._unwrap(step, self._broadcast(step, outcome), failure)
         return mine[0]
 
+    def all_come_to(self, step: str, within: float) -> bool:
+        """Whether every rank calls this within so many seconds. If not, the group is of no further use.
+
+        A rank that is in the middle of another step, a save for one, does not count as come, and has its step fail.
+        """
+        patience, self._timeout = self._timeout, min(self._timeout, within)
+
+        def all_mean_this(said: list[str]) -> bool:
+            if said != [step] * self.size:
+                raise CheckpointError(f"some ranks came to {step} while others were elsewhere")
+            return True
+
+        try:
+            return self.combine(step, lambda: step, all_mean_this) is True
+        except CheckpointError:
+            return False
+        finally:
+            self._timeout = patience
+
     def exchange(self, step: str, buffers: Mapping[int, torch.Tensor], group: Sequence[int]) -> None:
         """Among some ranks: each fills the others' buffer under its own number with its own. All know the sizes."""
         others = [rank for rank in group if rank != self.rank]

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from gpt import GPT, shard, warmup_then_cosine
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from stdlib_text import Windows, stdlib_source
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from dcp_plugin import resolve_resume
 from dcp_plugin.accelerate import attach
 
 
@@ -62,9 +62,10 @@ def main(cfg: DictConfig) -> None:
     accelerator.register_for_checkpointing(progress)
 
     root = Path(cfg.run_dir, "checkpoints")
-    if newest := resolve_resume(cfg.resume, root):
-        accelerator.load_state(newest)
-        accelerator.print(f"resumed from {newest}")
+    start = checkpoints.resume_or_init(
+        root, resume=cfg.resume, init_from=cfg.init_from, partial=instantiate(cfg.partial)
+    )
+    accelerator.print(start)
     while progress.step < cfg.steps:
         for windows in loader:
             loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

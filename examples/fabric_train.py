@@ -15,6 +15,7 @@ import hydra
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, shard, warmup_then_cosine
+from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import DictConfig
@@ -23,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from dcp_plugin import resolve_resume
 from dcp_plugin.fabric import attach
 
 
@@ -46,9 +46,10 @@ def main(cfg: DictConfig) -> None:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "text": Position(loader), "step": 0}
 
     root = Path(cfg.run_dir, "checkpoints")
-    if newest := fabric.broadcast(resolve_resume(cfg.resume, root)):
-        fabric.load(newest, state)  # before the loop over the data
-        fabric.print(f"resumed from {newest}")
+    start = checkpoints.resume_or_init(  # before the loop over the data
+        state, root, resume=cfg.resume, init_from=cfg.init_from, partial=instantiate(cfg.partial)
+    )
+    fabric.print(start)
     while state["step"] < cfg.steps:
         for windows in loader:
             windows = fabric.to_device(windows)

@@ -69,10 +69,13 @@ class LitGPT(L.LightningModule):
         if self.gpt is not None:
             return
         torch.manual_seed(self.seed)  # every rank starts with the same weights
-        self.gpt = GPT(**self.model)
+        self.gpt = self.build()
         torch.manual_seed(self.seed + 1 + self.global_rank)  # and drops out different activations
         if self.device_mesh is not None:  # ModelParallelStrategy
             shard(self.gpt, self.sharding_mesh(self.device_mesh))
+
+    def build(self) -> GPT:
+        return GPT(**self.model)
 
     def sharding_mesh(self, ranks: DeviceMesh) -> DeviceMesh:
         if self.replicate == 1:
@@ -87,8 +90,9 @@ class LitGPT(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        matrices = [p for p in self.parameters() if p.dim() > 1]
-        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        trained = [p for p in self.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.dim() > 1]
+        vectors = [p for p in trained if p.dim() <= 1]
         groups = [
             {"params": matrices, "weight_decay": self.optim["weight_decay"]},
             {"params": vectors, "weight_decay": 0.0},

@@ -5,7 +5,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py strategy=hsdp checkpoint=sync resume=must
 
 Stop it however you like and start it again, on another number of ranks or with another strategy:
-`resume=auto` goes on from the newest checkpoint that is complete.
+`resume=auto` goes on from the newest checkpoint that is complete. `init_from=PATH` starts with the weights of another
+model, as long as there is none.
 Every setting is in configs/train.yaml; `python examples/train.py --help` prints them.
 """
 
@@ -44,7 +45,11 @@ def main(cfg: DictConfig) -> None:
             )
         )
     trainer = L.Trainer(
-        plugins=[DCPCheckpointIO(async_save=cfg.checkpoint.async_save)],
+        plugins=[
+            DCPCheckpointIO(
+                async_save=cfg.checkpoint.async_save, init_from=cfg.init_from, partial=instantiate(cfg.partial)
+            )
+        ],
         accelerator=cfg.accelerator,
         strategy=build_strategy(cfg),
         devices=cfg.devices,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin import lifecycle
 from dcp_plugin.storage import commit
 from tests import launch
 
@@ -167,3 +169,41 @@ def test_a_file_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(dcp.SaveFailed, match="no checkpoint"):
         _save(tmp_path / "notes.txt", 1)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_link_takes_the_place_of_a_link_and_of_a_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        dcp.save({"x": step}, tmp_path / str(step), step=step)
+    for step in (1, 2):
+        lifecycle.link(tmp_path / "last", tmp_path / str(step))
+        assert dcp.inspect(tmp_path / "last").step == step
+    lifecycle.link(tmp_path / "3", tmp_path / "1")
+    assert dcp.inspect(tmp_path / "3").step == 1
+    assert os.readlink(tmp_path / "3") == "1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "last"]
+
+
+@pytest.mark.parametrize("before", ["link", "checkpoint"])
+def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: Path, before: str) -> None:
+    for step in (1, 2):
+        dcp.save({"x": step}, tmp_path / str(step), step=step)
+    if before == "link":
+        lifecycle.link(tmp_path / "last", tmp_path / "1")
+    else:
+        dcp.save({"x": 1}, tmp_path / "last", step=1)
+    (outcome,) = launch.outcomes_of(_link_and_die, 1, tmp_path)
+    assert outcome.exit_code == -signal.SIGKILL
+    assert dcp.inspect(tmp_path / "last").step == 1
+    dcp.save({"x": 3}, tmp_path / "3", step=3)
+    assert not (tmp_path / ".dcp_plugin").exists(), "the next save tidies up"
+
+
+def _link_and_die(root: Path) -> None:
+    from dcp_plugin.storage import files
+
+    def die(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    files.exchange = die  # type: ignore[assignment]
+    os.replace = die  # type: ignore[assignment]
+    lifecycle.link(root / "last", root / "2")

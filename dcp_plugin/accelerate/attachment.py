@@ -31,6 +31,9 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.partial import PartialLoad
+from dcp_plugin.restart import Restart, decide, load_from
 from dcp_plugin.state.app import NamesOnly
 from dcp_plugin.types import LoadReport
 
@@ -153,6 +156,48 @@ class Attachment(Attached):
             self._run_load_hooks({}, path)
         if projects.is_automatic(accelerator):
             projects.continue_numbering(accelerator)
+
+    def resume_or_init(
+        self,
+        root: PathLike | None = None,
+        *,
+        resume: str | PathLike = "auto",
+        init_from: PathLike | None = None,
+        partial: PartialLoad | None = None,
+        strict: bool = True,
+    ) -> Restart:
+        """``load_state`` of the run's own newest checkpoint; else its models' weights from ``init_from``. Collective.
+
+        Call it after ``prepare``.
+
+        Args:
+            root: Where this run's checkpoints are; if omitted, those of the project with automatic naming.
+            resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint.
+            init_from: A checkpoint to take the models' weights from if there is none of this run.
+            partial: Which of the models' keys ``init_from`` fills, and from where; all if omitted.
+            strict: Whether keys that do not fit are errors.
+
+        Raises:
+            CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
+                there.
+            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
+        """
+        self.wait()
+        by_number = root is None and projects.is_automatic(self._accelerator)
+        folder = Path() if by_number else _given(root)
+
+        def own() -> Path | None:
+            if by_number and resume in ("auto", "must"):
+                return projects.resume_from(self._accelerator, must=resume == "must")
+            return resolve_resume(resume, folder)
+
+        start = decide(self._checkpointer.ranks, own, init_from)
+        if start.how == "resumed":
+            self.load_state(start.path, strict=strict)
+            return replace(start, report=self.last_load)
+        if start.how == "warm-started":
+            return load_from(start, self._checkpointer, Training.of(self._accelerator).models, partial, strict)
+        return start
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         tracked = self._tracked()

@@ -55,6 +55,15 @@ def newest(accelerator: Accelerator) -> Path:
     raise CheckpointNotFound(f"there is no committed checkpoint in {folder}")
 
 
+def resume_from(accelerator: Accelerator, must: bool) -> Path | None:
+    """The same; None if nothing has ever been saved, unless there ``must`` be something. On rank 0.
+
+    Raises:
+        CheckpointNotFound: There is nothing to resume from, and there must be or there are incomplete checkpoints.
+    """
+    return newest(accelerator) if must or any(_numbered(_folder(accelerator))) else None
+
+
 def continue_numbering(accelerator: Accelerator) -> None:
     """After a load, number the next save after all that are there: also after those of a branch that was left."""
     numbers = [number for number, _ in _numbered(_folder(accelerator))]

@@ -50,3 +50,10 @@ def plugin_of(strategy: Any) -> Any:
         return strategy.checkpoint_io
     except NotImplementedError:
         return None
+
+
+def unwrapped(fabric: Any, objects: dict[str, Any]) -> dict[str, Any]:
+    """What the strategy has made of modules, without Fabric's own wrapper, whose state dict under FSDP1 is not that of
+    the shards. ``fabric.load`` does the same; the function is not public."""
+    wrappers = importlib.import_module(f"{package_of(type(fabric))}.wrappers")
+    return dict(wrappers._unwrap_objects(objects))

@@ -13,8 +13,12 @@ from typing import Any
 
 from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.fabric._fabric import plugin_of
+from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.fabric._fabric import plugin_of, unwrapped
+from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.partial import PartialLoad
+from dcp_plugin.restart import Restart, decide, load_from, modules_of
 
 
 class Attachment(Attached):
@@ -25,6 +29,8 @@ class Attachment(Attached):
         self._config = config
         self._class_before = type(strategy)
         self._checkpointer: Checkpointer | None = None
+        self.fabric: Any = None
+        """What :func:`attach` was given; None for a strategy that its user has made."""
 
     @property
     def config(self) -> CheckpointConfig:
@@ -48,6 +54,43 @@ class Attachment(Attached):
 
     def save(self, state: Mapping[str, Any], path: Path, step: int | None) -> None:
         self.checkpointer.save(state, path, step)
+
+    def resume_or_init(
+        self,
+        state: dict[str, Any],
+        root: PathLike,
+        *,
+        resume: str | PathLike = "auto",
+        init_from: PathLike | None = None,
+        partial: PartialLoad | None = None,
+        strict: bool = True,
+    ) -> Restart:
+        """``fabric.load`` of the run's own newest checkpoint; else its modules' weights from ``init_from``. Collective.
+
+        Call it when everything is set up, before the loop over the data.
+
+        Args:
+            state: As for ``fabric.load``.
+            root: Where this run's checkpoints are.
+            resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint.
+            init_from: A checkpoint to take the modules' weights from if there is none of this run.
+            partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted.
+            strict: Whether keys that do not fit are errors.
+
+        Raises:
+            CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
+                there.
+            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
+        """
+        if self.fabric is None:
+            raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
+        start = decide(self.checkpointer.ranks, lambda: resolve_resume(resume, root), init_from)
+        if start.how == "resumed":
+            self.fabric.load(start.path, state, strict=strict)
+        elif start.how == "warm-started":
+            modules = unwrapped(self.fabric, modules_of(state))
+            start = load_from(start, self.checkpointer, modules, partial, strict)
+        return start
 
     def wait(self) -> None:
         """Wait until what was saved is on disk.

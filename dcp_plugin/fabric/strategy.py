@@ -71,6 +71,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     elif settings is not None:
         strategy.dcp.reconfigure(settings)
     attachment: Attachment = strategy.dcp
+    attachment.fabric = fabric
     return attachment
 
 

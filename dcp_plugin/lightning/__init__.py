@@ -1,18 +1,20 @@
-"""Floor 5: the Lightning door.
+"""Floor 5: the Lightning door, for ``lightning`` and for ``pytorch_lightning``.
 
 ``Trainer(plugins=[DCPCheckpointIO()])`` is all there is to do; see :mod:`dcp_plugin.lightning.callback` for how the
 plugin reaches all ranks, and :mod:`dcp_plugin.lightning.resume` for how a training continues.
 """
 
-from dcp_plugin.lightning.callback import DCPCallback
-from dcp_plugin.lightning.io import DCPCheckpointIO
-from dcp_plugin.lightning.strategy import (
-    DCPDDPStrategy,
-    DCPFSDPStrategy,
-    DCPModelParallelStrategy,
-    DCPSingleDeviceStrategy,
-    dcp_strategy_class,
-)
+import importlib
+from typing import Any
+
+from dcp_plugin.lightning import _packages
+
+_packages.installed()  # or say how to get it, before anything else fails
+
+from dcp_plugin.lightning import callback as _callback  # noqa: E402, F401  (the entry points look for it)
+from dcp_plugin.lightning.from_checkpoint import load_from_checkpoint  # noqa: E402
+from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
+from dcp_plugin.lightning.strategy import dcp_strategy_class  # noqa: E402
 
 __all__ = [
     "DCPCallback",
@@ -22,4 +24,12 @@ __all__ = [
     "DCPModelParallelStrategy",
     "DCPSingleDeviceStrategy",
     "dcp_strategy_class",
+    "load_from_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that derive from Lightning's: those of the package that is in use."""
+    if name in __all__:
+        return getattr(importlib.import_module(_packages.in_use().classes), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

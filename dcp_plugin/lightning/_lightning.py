@@ -5,23 +5,28 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.overrides import is_overridden
+
+from dcp_plugin.config import PathLike
+from dcp_plugin.lightning._packages import Package, has_base, package_behind
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
 
 FitLoopState = dict[str, Any]
 """``checkpoint["loops"]["fit_loop"]``: the counters of the training, by attribute path."""
 
 
-def unwrapped(io: CheckpointIO | None) -> CheckpointIO | None:
+def unwrapped(io: Any) -> Any:
     """What is inside ``AsyncCheckpointIO`` and its like; their base class is not exported."""
-    while isinstance(io, _WrappingCheckpointIO):
+    while has_base(type(io), "_WrappingCheckpointIO"):
         io = io.checkpoint_io
     return io
 
@@ -46,6 +51,12 @@ def take_callback_out(trainer: Trainer, callback: Callback) -> None:
     connected.callbacks = [other for other in connected.callbacks if other is not callback]
 
 
+def begins_stage(*args: Any, **kwargs: Any) -> bool:
+    """Whether a barrier with these arguments is the one between all that is restored and all that runs, a sanity
+    check first. No hook is called there, and those before it do not know yet whether the training is resumed."""
+    return "run-stage" in (*args, *kwargs.values())
+
+
 def train_dataloaders(trainer: Trainer) -> list[Any]:
     """The loaders of the training as Lightning iterates over them: flat, with its own sampler in place.
     ``trainer.train_dataloader`` shows the user's nesting instead."""
@@ -57,15 +68,12 @@ def set_epoch(trainer: Trainer, dataloader: Any) -> None:
     """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it afterwards, too late for
     ``StatefulDataLoader``, which asks the sampler for its order at once: it would repeat the order of epoch 0."""
     epoch: Any = trainer.fit_loop.epoch_progress.current
-    _set_sampler_epoch(dataloader, epoch.processed)
+    package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch.processed)
 
 
 def inside_distributed_sampler(sampler: Any) -> Any:
     """The user's sampler, which Lightning wraps on several ranks; None if this is not Lightning's wrapper."""
-    if not isinstance(sampler, DistributedSamplerWrapper):
-        return None
-    indices: Any = sampler.dataset
-    return indices._sampler
+    return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
 def take_dataloader_states(state: FitLoopState) -> list[Any]:
@@ -158,3 +166,78 @@ def end_restart(trainer: Trainer) -> None:
     fit_loop = trainer.fit_loop
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop.on_iteration_done()
+
+
+def replace_link_and_search(
+    cls: type[Any], link: Callable[..., None], committed: Callable[[Trainer, set[str]], set[str]]
+) -> None:
+    """Give a subclass of ``ModelCheckpoint`` another way to link, and a filter for what it takes for ``last``. It has
+    no public hook for either."""
+    original, search = cls._link_checkpoint, cls._find_last_checkpoints
+
+    def find(self: Any, trainer: Trainer) -> set[str]:
+        return committed(trainer, search(self, trainer))
+
+    cls._link_checkpoint = staticmethod(functools.partial(link, original=original))
+    cls._find_last_checkpoints = find
+
+
+def hooks_into_load(trainer: Trainer, pytorch: Any) -> bool:
+    """Whether somebody looks at a checkpoint that is loaded."""
+    module: Any = trainer.lightning_module
+    return is_overridden("on_load_checkpoint", module, pytorch.LightningModule) or any(
+        is_overridden("on_load_checkpoint", callback, pytorch.Callback) for callback in cast(Any, trainer).callbacks
+    )
+
+
+def restore_groups(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give the optimizers the groups that ``BaseFinetuning`` callbacks had added when the checkpoint was made.
+
+    They do it themselves in ``on_fit_start``, which comes before the checkpoint where the model is sharded, so that
+    Lightning cannot resume there. ``_restarting`` is how they know that they have not done it yet.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        state = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if state is not None and has_base(type(callback), "BaseFinetuning"):
+            finetuning: Any = callback
+            finetuning.load_state_dict(state)
+            finetuning.on_fit_start(trainer, trainer.lightning_module)
+
+
+def groups_are_restored(trainer: Trainer, groups_made: list[int]) -> None:
+    """What ``BaseFinetuning`` leaves undone: its ``setup`` has frozen everything, also what it had unfrozen, and given
+    groups of its own, before the checkpoint was made. And it would add these groups to the next fit's optimizers.
+
+    Args:
+        groups_made: The groups that each optimizer had when it was made.
+    """
+    for callback in cast(Any, trainer).callbacks:
+        if has_base(type(callback), "BaseFinetuning"):
+            callback._restarting = False
+            for optimizer, count in zip(trainer.optimizers, groups_made, strict=True):
+                unfrozen = {id(one) for group in optimizer.param_groups[count:] for one in group["params"]}
+                modules = trainer.lightning_module.modules()
+                callback.make_trainable(
+                    [one for one in modules if unfrozen & {id(parameter) for parameter in one._parameters.values()}]
+                )
+
+
+def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:
+    """What ``cls.load_from_checkpoint`` does once it has read the file; there is no public way in at that point."""
+    return package.module("core.saving")._load_state(cls, checkpoint, **options)
+
+
+def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
+    """A checkpoint of an older Lightning as this one would have made it; Lightning does it to every one it reads."""
+    migration = package.module("utilities.migration.utils")
+    found: dict[str, Any] = migration._pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
+    return found
+
+
+def hyper_parameters_in(package: Package, path: PathLike) -> dict[str, Any]:
+    """What ``load_from_checkpoint(hparams_file=...)`` reads; the functions are not documented."""
+    saving, suffix = package.module("core.saving"), os.fspath(path).rpartition(".")[2].lower()
+    readers = {"csv": "load_hparams_from_tags_csv", "yml": "load_hparams_from_yaml", "yaml": "load_hparams_from_yaml"}
+    if suffix not in readers:
+        raise ValueError(f"hparams_file must be a .csv, .yml or .yaml file, got {os.fspath(path)}")
+    return dict(getattr(saving, readers[suffix])(path))

@@ -13,48 +13,77 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from torch import nn
 
+from dcp_plugin import lifecycle
 from dcp_plugin.background import SaveHandle
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike
-from dcp_plugin.conventions import keys_by_name
-from dcp_plugin.lightning import layout
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.config import CheckpointConfig, PathLike, fields_in_signature
+from dcp_plugin.conventions import MODEL, keys_by_name
+from dcp_plugin.lightning import _packages, layout, native
+from dcp_plugin.lightning.afterwards import Afterwards
+from dcp_plugin.lightning.aliases import ForStock
+from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.partial import PartialLoad
+from dcp_plugin.progress import SaveFinished
+from dcp_plugin.restart import Restart, decide, load_from
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
 
 
-class DCPCheckpointIO(CheckpointIO):
+class DCPCheckpointIO:
     """Sharded, crash-safe checkpoints that any strategy on any number of ranks resumes from.
 
     Args:
         config: How to save and load; the defaults if omitted.
+        weights_only: For checkpoints of Lightning's own (files, and ``meta.pt`` in directories of its sharded
+            strategies), what ``fit(weights_only=...)`` is for: False executes code from the file, None leaves it to
+            torch, which does not. Lightning drops that argument where a strategy is sharded. Our own checkpoints
+            never need it.
+        init_from: A pre-trained checkpoint for the model of a ``fit`` that has no checkpoint to resume from, that is
+            one with ``ckpt_path=None``. Read when model and optimizers are set up and sharded, before anything runs.
+        partial: Which keys of the model, such as ``model.backbone.*``, that fills, and from where; all if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
     """
 
-    def __init__(self, config: CheckpointConfig | None = None, **overrides: Any) -> None:
-        super().__init__()
+    @fields_in_signature
+    def __init__(
+        self,
+        config: CheckpointConfig | None = None,
+        *,
+        weights_only: bool | None = None,
+        init_from: PathLike | None = None,
+        partial: PartialLoad | None = None,
+        **overrides: Any,
+    ) -> None:
+        _be_a_plugin_for_all()
         self.config = CheckpointConfig.merge(config, **overrides).that_waits("ModelCheckpoint")
+        self.weights_only = weights_only
+        self.init_from = init_from
+        self.partial = partial
+        self.restart: Restart | None = None
+        """How the last ``fit`` has started, known from ``on_sanity_check_start`` and ``on_train_start`` on; None if it
+        went on with what the one before it had in memory."""
         self._checkpointer: Checkpointer | None = None
-        self._last_save: SaveHandle | None = None
-        self._obsolete: list[PathLike] = []
+        self.afterwards = Afterwards()
+        self.on_saved: Callable[[Report], None] | None = None
+        """Set by the callback on rank 0: called in the training's thread when a save is published."""
+        self._held_back: list[Any] = []
         self.serves_strategy = False
         """Set by a promoted strategy: all ranks save."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
-        """What Lightning's other package shows when it refuses this as a plugin: say what to do there."""
-        return (
-            "DCPCheckpointIO, which is for `lightning` (for a Fabric of `lightning_fabric` there is "
-            "dcp_plugin.fabric.attach(fabric))"
-        )
+        """What Lightning shows when it refuses this as a plugin: it does not know what was made before it was there."""
+        return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
     def checkpointer(self, world_size: int) -> Checkpointer:
         """The checkpointer of a promoted strategy, whose ranks all use it together."""
@@ -63,47 +92,94 @@ class DCPCheckpointIO(CheckpointIO):
         return self._checkpointer
 
     def save(
-        self, state: dict[str, Any], path: PathLike, step: int | None, world_size: int, owners: Iterable[Any] = ()
+        self,
+        state: dict[str, Any],
+        path: PathLike,
+        step: int | None,
+        world_size: int,
+        owners: Iterable[Any] = (),
+        added: ForStock | None = None,
     ) -> SaveHandle:
         """Save on all ranks of a promoted strategy.
 
         Args:
             owners: The model and the optimizers whose state dicts are in ``state``: lazy staging copies theirs later.
+            added: What lets stock Lightning resume from this checkpoint.
 
         Raises:
             SaveFailed: This save failed, or the one before, which nobody has heard of yet.
         """
         self.wait()
-        self._last_save = self.checkpointer(world_size).save(state, path, step, owners=owners)
-        return self._last_save
+        files, aliases = (added.write_meta, added.aliases) if added else (None, None)
+        expected = self.afterwards.expect(path)
+        try:
+            handle = expected.handle = self.checkpointer(world_size).save(
+                state, path, step, files=files, aliases=aliases, owners=owners
+            )
+        except BaseException:
+            self.afterwards.forget()
+            raise
+        self.afterwards.in_training(self._report)
+        return handle
+
+    def hold_back(self, loggers: list[Any]) -> None:
+        """Until the teardown, have loggers told of a checkpoint only when it is there."""
+        self._held_back = list(loggers)
+        tell_later(loggers, self.afterwards)
+
+    def _report(self, event: SaveFinished) -> None:
+        report = Report.of(event)
+        report.say()
+        if self.on_saved is not None:
+            self.on_saved(report)
 
     def wait(self) -> None:
-        """Wait for the save in flight, then delete what was to be deleted after it.
+        """Wait for the save in flight, and until what was to follow it is done: links, deletions.
 
         Raises:
-            SaveFailed: It failed; raised once. Nothing is deleted then.
+            SaveFailed: It failed; raised once. Nothing follows it then.
         """
-        obsolete, self._obsolete = self._obsolete, []
         if self._checkpointer is not None:
-            self._checkpointer.wait()
-        for path in obsolete:
-            self.remove_checkpoint(path)
+            try:
+                self._checkpointer.wait()
+            except Exception:
+                self.afterwards.forget()
+                raise
+        self.afterwards.settle()
+
+    def start(self, model: nn.Module, world_size: int, strict: bool) -> Restart:
+        """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
+
+        Raises:
+            CheckpointError: ``init_from`` is not there, or does not fit; on every rank.
+        """
+        if self.init_from is None:
+            return Restart("fresh")
+        checkpointer = self.checkpointer(world_size)
+        start = decide(checkpointer.ranks, lambda: None, self.init_from)
+        return load_from(start, checkpointer, {MODEL: model}, self.partial, strict)
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
         self._say_if_not_promoted()
-        self._alone().save(layout.to_state(checkpoint), path)
+        self._alone().save(layout.to_state(checkpoint, self.config.allow_pickle), path)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        weights_only = self.weights_only if weights_only is None else weights_only
+        if self.afterwards.is_under_way(path):
+            self.wait()
         if os.path.isfile(path):
-            return TorchCheckpointIO().load_checkpoint(os.fspath(path), map_location, weights_only)
+            return native.read(Path(path), weights_only, map_location or "cpu")
         state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
-        return without_own_state(layout.from_state(state))
+        checkpoint = layout.from_state(state)
+        if native.is_directory_of_lightning(Path(path)):
+            return {**native.read(Path(path) / native.META, weights_only), **checkpoint}
+        return without_own_state(checkpoint)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint; while a save is in flight, later.
@@ -112,12 +188,7 @@ class DCPCheckpointIO(CheckpointIO):
         a crash would then leave neither.
         """
         self._say_if_not_promoted()
-        if self._last_save is not None and not self._last_save.done():
-            self._obsolete.append(path)
-        elif os.path.isfile(path):
-            os.remove(path)
-        else:
-            self._alone().remove(path)
+        self.afterwards.with_files(lambda: lifecycle.remove(path))
 
     def teardown(self) -> None:
         """Wait for the save in flight and free what saving needed. The plugin can be used again.
@@ -129,12 +200,15 @@ class DCPCheckpointIO(CheckpointIO):
             self.wait()
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None
-            self._last_save = None
+            self.afterwards.close()
+            tell_at_once(self._held_back)
+            self._held_back, self.on_saved = [], None
             if checkpointer is not None:
                 checkpointer.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpointer": None, "_last_save": None}  # on its way to the processes of ddp_spawn
+        """On its way to the processes of ``ddp_spawn``."""
+        return {**self.__dict__, "_checkpointer": None, "on_saved": None, "_held_back": []}
 
     def _alone(self) -> Checkpointer:
         """A checkpointer that needs no closing: no process group, no background."""
@@ -156,3 +230,13 @@ class DCPCheckpointIO(CheckpointIO):
 def refuse_storage_options(storage_options: Any | None) -> None:
     if storage_options is not None:
         raise TypeError("storage_options are not supported by DCPCheckpointIO; configure it with CheckpointConfig.")
+
+
+def _be_a_plugin_for_all() -> None:
+    """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``."""
+    for package in [one for one in _packages.PACKAGES if one.fabric_imported] or _packages.installed():
+        package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)
+
+
+if any(package.fabric_imported for package in _packages.PACKAGES):  # LightningCLI asks before it makes one
+    _be_a_plugin_for_all()

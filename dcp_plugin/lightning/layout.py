@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered, plain
+from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered
+from dcp_plugin.lightning.hyper_parameters import made_storable
+from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
+from dcp_plugin.state.optimizer import Nested
 
-Checkpoint = dict[str, Any]
 
+def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The named state of a dictionary of Lightning's, or of any other (all of which is then extra).
 
-def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The named state of a dictionary of Lightning's, or of any other (all of which is then extra)."""
-    extra = dict(checkpoint)
+    Args:
+        allow_pickle: Keys (globs) of hyper-parameters that are stored although only executing code restores them.
+    """
+    extra = made_storable(checkpoint, allow_pickle)
     state: dict[str, Any] = {}
     if "state_dict" in extra:
         state[MODEL] = extra.pop("state_dict")
@@ -32,11 +36,6 @@ def to_state(checkpoint: Checkpoint) -> dict[str, Any]:
     if optimizers and all(map(is_keyed_by_name, optimizers)):
         del extra["optimizer_states"]
         state.update(zip(numbered(OPTIM, len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
-    for owner in (LightningModule, LightningDataModule):
-        if (key := owner.CHECKPOINT_HYPER_PARAMS_KEY) in extra:
-            extra[key] = plain(extra[key])
-        # Their class, which only executing pickled code would restore. They come back as plain dictionaries.
-        extra.pop(owner.CHECKPOINT_HYPER_PARAMS_TYPE, None)
     return {**state, EXTRA: extra}
 
 
@@ -53,8 +52,13 @@ def from_state(state: dict[str, Any]) -> Checkpoint:
     if MODEL in state:
         checkpoint["state_dict"] = state[MODEL]
     if optimizers := among(OPTIM, state):
-        checkpoint["optimizer_states"] = [unflatten_optimizer(state[name]) for name in optimizers]
+        checkpoint["optimizer_states"] = [optimizer_of(state[name]) for name in optimizers]
     return checkpoint
+
+
+def optimizer_of(stored: dict[str, Any]) -> Nested:
+    """The state of an optimizer as it was read: flat, or nested if Lightning has written it itself."""
+    return unflatten_optimizer(stored) if any("." in key for key in stored) else {"state": {}, **stored}
 
 
 def is_keyed_by_name(optimizer_state: Any) -> bool:

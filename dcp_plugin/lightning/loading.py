@@ -1,5 +1,9 @@
 """A load straight into the live model and optimizers, with Lightning's hooks in between reading and applying.
 
+Lightning asks for a checkpoint before it sets up a single device or DDP, and after it has sharded a model. Callbacks
+rely on that: what they restore may decide which groups an optimizer gets. So the optimizers' state is read by itself,
+when the optimizers are complete.
+
 The rule: whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks
 get the live tensors; afterwards only what they replaced or removed is put right, which is nothing for almost all.
 Only if the LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the
@@ -8,23 +12,30 @@ previous values are kept until it has run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.lightning import layout
-from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning import layout, native
+from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.lightning.whole import fill, load_optimizer
+from dcp_plugin.partial import PartialLoad
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import finish_in_place
+from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import OptimizerLoad
+from dcp_plugin.storage.index import StoredTensor
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.types import LoadReport
 
 Locals = dict[str, list[torch.Tensor]]
 """Copies of this rank's parts of tensors, by key."""
@@ -34,54 +45,115 @@ Locals = dict[str, list[torch.Tensor]]
 class Loaded:
     """A checkpoint after :func:`load`, before hooks have seen it."""
 
+    path: Path
     checkpoint: Checkpoint
     """What Lightning and the hooks get."""
     model: dict[str, Any]
     """What the model has been given, to tell what hooks replaced."""
-    optimizers: list[dict[str, Any]]
-    """The same of each optimizer, flat."""
     before: Locals | None
     """The model's values before the load, if a hook may want them; freed when they are not needed any more."""
+    optimizers: list[dict[str, Any]] | None = None
+    """What each optimizer has been given, flat; None if they are not loaded yet."""
+    report: LoadReport | None = None
+    """What of the model and of all but the optimizers was loaded; None for a file of Lightning's."""
+
+    @classmethod
+    def of_file(cls, path: Path, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
+        """A file of Lightning's: nothing is given to anybody before the hooks have seen it."""
+        known = gather_module(model)
+        names = {key: key if key in known else without_wrappers(key) for key in checkpoint["state_dict"]}
+        state_dict = {names[key]: value for key, value in checkpoint["state_dict"].items()}
+        return cls(path, {**checkpoint, "state_dict": state_dict}, {}, {}, [])
 
 
 def load(
-    path: Path,
-    checkpointer: Checkpointer,
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    *,
-    strict: bool,
-    hooked: bool,
+    path: Path, checkpointer: Checkpointer, model: nn.Module, *, strict: bool, hooked: bool, weights_only: bool | None
 ) -> Loaded:
-    """Read the checkpoint into ``model`` and ``optimizers``, and all else into the result. Collective.
+    """Read the checkpoint into ``model``, and all else but the optimizers' state into the result. Collective.
 
     Args:
-        strict: Whether keys that do not fit are an error; if ``hooked``, those of the model are judged later.
+        weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
+        strict: Whether keys that do not fit are an error; if ``hooked``, they are judged later.
         hooked: Whether the LightningModule's own hook runs before the model's state is applied.
 
     Raises:
-        CheckpointMismatch: The checkpoint does not fit the model or the optimizers.
+        CheckpointMismatch: The checkpoint does not fit the model.
     """
     keys = keys_by_name(path)
-    names = _optimizers_in(keys, path, len(optimizers))
     checkpoint: Checkpoint = {}
-    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=False))}
-    if EXTRA in keys:
+    state: dict[str, Any] = {MODEL: model}
+    if native.is_directory_of_lightning(path):
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path / native.META, weights_only))
+    elif EXTRA in keys:
         state[EXTRA] = checkpoint
+        _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)
     before = _copies(gather_module(model)) if hooked else None
     # What only the checkpoint has, for the hook: single values, read as a whole.
     foreign = [key for key in keys.get(MODEL, ()) if before is not None and key not in before]
     state.update({f"{MODEL}.{key}": None for key in foreign})
     report = checkpointer.load(state, path, strict=strict and not hooked)
     missing = set(report.missing)
-    if strict and any(key.partition(".")[0] in names for key in (*missing, *report.unexpected)):
-        raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
     given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
     checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
-    if names:
-        checkpoint["optimizer_states"] = [gather_optimizer(model, optimizer) for optimizer in optimizers]
-    given_optimizers = [flatten_optimizer(nested) for nested in checkpoint["optimizer_states"]] if names else []
-    return Loaded(checkpoint, given, given_optimizers, before)
+    return Loaded(path, checkpoint, given, before, report=report)
+
+
+def load_optimizers(
+    loaded: Loaded,
+    checkpointer: Checkpointer,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    strict: bool,
+) -> None:
+    """Read the optimizers' state of the same checkpoint, if it has any. Collective.
+
+    Raises:
+        CheckpointMismatch: The checkpoint does not fit the optimizers.
+    """
+    path, names = loaded.path, optimizers_in(loaded.path)
+    _refuse_other_number(path, names, optimizers)
+    # The model tells the names of the parameters, also if the checkpoint's have a prefix.
+    state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
+    only = PartialLoad(include=tuple(f"{name}.*" for name in names), cast=True)
+    report = checkpointer.load(state, path, partial=only, strict=False)
+    # Another part of the model may be frozen now: that is said, and no error.
+    if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
+        raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
+    states = [gather_optimizer(model, optimizer) for optimizer in optimizers]
+    loaded.checkpoint["optimizer_states"] = states
+    loaded.optimizers = [flatten_optimizer(nested) for nested in states]
+
+
+def optimizers_in(path: Path) -> list[str]:
+    """The names of the optimizers in a checkpoint; none if it has only the weights."""
+    return among(OPTIM, keys_by_name(path))
+
+
+def peek_at_optimizers(path: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
+    """The whole state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
+    optimizers. Collective."""
+    state: dict[str, Any] = {name: {} for name in optimizers_in(path)}
+    checkpointer.load(state, path)
+    return [layout.optimizer_of(tree) for tree in state.values()]
+
+
+def _make_room_like_parameters(path: Path, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
+    """For what callbacks keep of every parameter, averages for one: what has a parameter's name and shape comes back
+    distributed as the parameter is, as it was handed in, and no rank reads the whole of it."""
+    parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
+    if not parameters:
+        return
+    index = ShardedReader(path, check_files=False).index
+    for key in keys:
+        entry, steps = index[f"{EXTRA}.{key}"], index.path_of(f"{EXTRA}.{key}")[1:]
+        like = parameters.get(steps[-1]) if steps and all(isinstance(step, str) for step in steps) else None
+        if like is None or not isinstance(entry, StoredTensor) or entry.shape != tuple(like.shape):
+            continue
+        holder = checkpoint
+        for step in steps[:-1]:
+            holder = holder.setdefault(step, {})
+        holder[steps[-1]] = torch.empty_like(like.detach(), dtype=entry.dtype, requires_grad=False)
 
 
 def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -107,7 +179,7 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
             if not is_tensor(source):
                 values[key] = source
             elif source is not loaded.model.get(key):
-                _fill(key, target, source)
+                fill(key, target, source)
         elif key in before and is_tensor(target):
             for chunk, copy in zip(sharded_value(target).chunks, before[key], strict=True):
                 chunk.tensor.copy_(copy)
@@ -115,27 +187,42 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
 
 
 def apply_optimizers(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], loaded: Loaded, states: list[dict[str, Any]]
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    loaded: Loaded,
+    states: list[dict[str, Any]],
+    *,
+    strict: bool,
 ) -> None:
     """Make the optimizers what the hooks left in ``states``."""
+    _refuse_other_number(loaded.path, states, optimizers)
+    given = loaded.optimizers or []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        if not layout.is_keyed_by_name(state):  # saved without the promoted strategy
-            optimizer.load_state_dict(state)
+        if not loaded.optimizers or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
+            load_optimizer(model, optimizer, state, strict=strict)
             continue
         flat = flatten_optimizer(state)
-        if number >= len(loaded.optimizers) or not _same(flat, loaded.optimizers[number]):
+        if number < len(given):
+            flat = {key: _in_place_of(given[number].get(key), value) for key, value in flat.items()}
+        if number >= len(given) or not _same(flat, given[number]):
             OptimizerLoad(model, optimizer, {}).commit(flat)
 
 
-def _optimizers_in(names: Iterable[str], path: Path, wanted: int) -> list[str]:
-    """The names of the optimizers to load; none if the checkpoint has only the weights."""
-    found = among(OPTIM, names)
-    if wanted and found and len(found) != wanted:
+def _refuse_other_number(path: Path, saved: Sized, optimizers: Sized) -> None:
+    if len(saved) != len(optimizers):
         raise CheckpointMismatch(
-            f"{path} has the state of {len(found)} optimizer(s), this training has {wanted}. Resume with the "
+            f"{path} has the state of {len(saved)} optimizer(s), this training has {len(optimizers)}. Resume with the "
             "optimizers that the checkpoint was made with."
         )
-    return found if wanted else []
+
+
+def _in_place_of(live: Any, value: Any) -> Any:
+    """The value in the memory that the optimizer has for it, where it is and of its type, if it has any."""
+    if value is live or not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return value
+    if isinstance(live, DTensor) or isinstance(value, DTensor) or live.shape != value.shape:
+        return value
+    return live.copy_(value)
 
 
 def _copies(state: Mapping[str, Any]) -> Locals:
@@ -143,19 +230,6 @@ def _copies(state: Mapping[str, Any]) -> Locals:
         key: [chunk.tensor.clone() for chunk in sharded_value(value).chunks] if is_tensor(value) else []
         for key, value in state.items()
     }
-
-
-def _fill(key: str, target: Any, source: Any) -> None:
-    """Copy ``source``, whole or distributed like ``target``, into this rank's part of ``target``."""
-    mine, given = sharded_value(target), sharded_value(source)
-    if mine.shape != given.shape:
-        raise CheckpointMismatch(f"{key} has shape {mine.shape} in the model and {given.shape} in the state_dict")
-    for number, chunk in enumerate(mine.chunks):
-        if len(given.chunks) == 1 and given.chunks[0].sizes == given.shape:
-            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            chunk.tensor.copy_(given.chunks[0].tensor[box])
-        else:
-            chunk.tensor.copy_(given.chunks[number].tensor)
 
 
 def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

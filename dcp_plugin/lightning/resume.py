@@ -17,18 +17,21 @@ which share their data (tensor parallelism) share the state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.overrides import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.conventions import RNG
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
+from dcp_plugin.lightning._packages import package_behind
 from dcp_plugin.state import rng
 from dcp_plugin.state.sampler import data_rank, made_by
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 Checkpoint = dict[str, Any]
 DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
@@ -181,7 +184,8 @@ class Resume:
 def _keeps_its_own_position(trainer: Trainer) -> bool:
     """Whether the datamodule saves and loads state of its own: then where the data goes on is its business."""
     datamodule: Any = getattr(trainer, "datamodule", None)
-    return datamodule is not None and is_overridden("state_dict", datamodule, LightningDataModule)
+    kind = package_behind(trainer).pytorch.LightningDataModule
+    return datamodule is not None and is_overridden("state_dict", datamodule, kind)
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:

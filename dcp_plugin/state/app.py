@@ -97,7 +97,7 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
             continue
         if isinstance(value, torch.optim.Optimizer):
             parts.append(_OptimizerPart(name, module_of(name, value, modules), value, stock_aliases))
-        elif is_tensor(value) or not isinstance(value, (Mapping, Stateful)):
+        elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
             parts.append(_ValuePart(name, owner, path[-1]))
         elif isinstance(value, Mapping):
             parts.append(_MappingPart(name, value))
@@ -147,10 +147,15 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
         isinstance(value, (nn.Module, torch.optim.Optimizer, NamesOnly))
-        or (isinstance(value, Stateful) and not is_tensor(value))
+        or (_is_stateful(value) and not is_tensor(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
     )
+
+
+def _is_stateful(value: Any) -> bool:
+    """Whether it has state to save; a class (of optimizers, say) only describes what has."""
+    return isinstance(value, Stateful) and not isinstance(value, type)
 
 
 def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:

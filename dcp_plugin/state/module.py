@@ -47,18 +47,25 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()}, strict=strict)
 
 
-def materialise(module: nn.Module) -> None:
+def materialise(module: nn.Module) -> list[str]:
     """Give memory to what is on the meta device, so that a load can fill it. Parameters stay the same objects, for
     optimizers that hold them and for modules that share them.
+
+    Returns the clean names of what has memory now, and waits for values; a tied parameter has its first name.
 
     The memory is on the device of a DTensor's mesh, else torch's default device. Buffers that are not persistent are
     in no checkpoint: they get memory without values, and a warning names them.
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return  # before state_dict, which under FSDP1 would gather the whole model
+        return []  # before state_dict, which under FSDP1 would gather the whole model
     clean = CleanNames(module)
     in_checkpoints = set(module.state_dict())
     lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
+    waiting = [
+        clean(name)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.is_meta and name in in_checkpoints
+    ]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -77,6 +84,7 @@ def materialise(module: nn.Module) -> None:
             f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them",
             stacklevel=2,
         )
+    return waiting
 
 
 def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[str, Any]) -> None:

@@ -24,12 +24,18 @@ class CleanNames:
             self._ddp_prefixes.append(f"{clean}.module." if clean else "module.")
 
     def __call__(self, name: str) -> str:
-        if any(segment in name for segment in _WRAPPER_SEGMENTS):
-            name = ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+        name = without_wrappers(name)
         for prefix in self._ddp_prefixes:
             if (name + ".").startswith(prefix):
                 name = (prefix.removesuffix("module.") + name[len(prefix) :]).removesuffix(".")
         return name
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the segments that only wrappers insert."""
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+        return name
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:

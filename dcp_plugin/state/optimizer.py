@@ -30,6 +30,8 @@ from dcp_plugin.state.names import parameter_names, parameters_by_name
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath
 
+GROUPS = "param_groups"
+
 Nested = dict[str, Any]
 """``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``"""
 
@@ -76,6 +78,8 @@ def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
+        if key == GROUPS:  # the list, for stock code
+            continue
         kind, fqn, name = split_key(key)
         (state if kind == "state" else fields)[fqn][name] = value
     groups: dict[str, Nested] = {}
@@ -91,9 +95,18 @@ def split_key(key: str) -> tuple[str, str, str]:
     return kind, fqn, name
 
 
+def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The clean FQNs of the parameters of each group."""
+    if fsdp1.contains_fsdp1(module):
+        names = fsdp1.flat_parameter_names(module)
+        return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
+    single = _names_of(module, optimizer)
+    return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The clean FQNs of an optimizer's parameters, in its order."""
-    return [fqn for names in _names_by_group(module, optimizer) for fqn in names]
+    return [fqn for names in group_names(module, optimizer) for fqn in names]
 
 
 class OptimizerLoad:
@@ -118,7 +131,7 @@ class OptimizerLoad:
         self._fsdp1 = fsdp1.contains_fsdp1(module)
         # What has the shape of a parameter is sharded like it.
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
-        self._groups = _names_by_group(module, optimizer)
+        self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
@@ -263,14 +276,6 @@ class OptimizerLoad:
                 merged.setdefault(field, value)
                 source.setdefault(field, fqn)
         return merged
-
-
-def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    if fsdp1.contains_fsdp1(module):
-        names = fsdp1.flat_parameter_names(module)
-        return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
-    single = _names_of(module, optimizer)
-    return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

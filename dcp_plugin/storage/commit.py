@@ -143,6 +143,24 @@ def remove(path: Path) -> None:
     discard(reservation)
 
 
+def link(path: Path, target: Path) -> None:
+    """Make ``path`` a link to the checkpoint ``target``, relative, so that both can be moved together.
+
+    What was at ``path``, a link or a checkpoint, is there until the link is. Only where the kernel cannot exchange
+    names there is a moment with neither, and only if it was a checkpoint.
+    """
+    reservation = _open_record(path)
+    fresh = reservation.directory
+    os.symlink(os.path.relpath(target, path.parent), fresh)
+    if path.is_symlink() or not path.is_dir():
+        os.replace(fresh, path)
+    elif not files.exchange(fresh, path):
+        os.rename(path, reservation._beside("deleted"))
+        os.rename(fresh, path)
+    files.sync_directory(path.parent)
+    discard(reservation)
+
+
 def sweep(workspace: Path) -> None:
     """Tidy up after processes that died: put back what they moved aside, delete what they left."""
     for record in sorted(workspace.glob("*.json")):

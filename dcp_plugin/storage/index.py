@@ -31,6 +31,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import posixpath
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -239,21 +240,21 @@ class CheckpointIndex(Mapping[str, Entry]):
         at = 0 if hashed is None else int(np.searchsorted(hashed, chunk))
         return None if hashed is None or at == len(hashed) or hashed[at] != chunk else hash_in(self.columns["hash"][at])
 
-    def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str) -> CheckpointIndex:
+    def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = "") -> CheckpointIndex:
         """The index of some keys under other names.
 
         Args:
-            names: The new name of each key, and its name here.
+            names: The new name of each key, and its name here. A key may get several.
             paths: Those of the new names that do not follow the default.
             below: Where the files are, seen from what the new index is relative to.
         """
         slots = np.array([self.slots[key] for key in names.values()], np.int64)
         table = self.table.take(slots, list(names), paths)
         counts = np.diff(self.table.chunk_starts)[slots]
-        files = {f"{below}/{name}": size for name, size in self.files.items()}
+        files = {posixpath.join(below, name): size for name, size in self.files.items()}
         places = replace(self.places, files=list(files)).take(ranges(self.table.chunk_starts[slots], counts))
         selected = CheckpointIndex.of(table, places, files)
-        selected.transforms = {(f"{below}/{name}", at): what for (name, at), what in self.transforms.items()}
+        selected.transforms = {(posixpath.join(below, name), at): what for (name, at), what in self.transforms.items()}
         selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
         return selected
 

@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import os
+import pickle
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,10 @@ def encode(value: Any, allow_pickle: bool = False) -> bytes:
     """
     if is_plain(value):
         return _encode_plain(value)
-    data = _dump(_plain(value))
+    try:
+        data = _dump(_plain(value))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot even be pickled ({error})") from error
     if not allow_pickle:
         try:
             load_bytes(data, weights_only=True)

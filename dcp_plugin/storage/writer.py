@@ -45,7 +45,7 @@ from dcp_plugin.storage.metadata import encode as encode_metadata
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
-from dcp_plugin.storage.views import Views, write_views
+from dcp_plugin.storage.views import Aliases, Views, with_aliases, write_views
 from dcp_plugin.types import memory_of
 
 _NOTICE_SECONDS = 10.0
@@ -71,6 +71,7 @@ class ShardedWriter(StorageWriter):
         checksum: Whether to compute CRC32 checksums.
         views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
         reuse: What this rank knows of the run's last checkpoint; without it everything is written.
+        aliases: More keys for stock readers, see there too.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
 
     Raises:
@@ -87,6 +88,7 @@ class ShardedWriter(StorageWriter):
         checksum: bool = True,
         views: Views | None = None,
         reuse: Reuse | None = None,
+        aliases: Aliases | None = None,
         **facts: Any,
     ) -> None:
         self.path = local_path(path)
@@ -100,6 +102,7 @@ class ShardedWriter(StorageWriter):
         """Keys of tensors that the training does not mean to change."""
         self.left_out: dict[str, str] = {}
         """Keys that are not in the plan because the base has them, and their keys there. ``base`` is in the facts."""
+        self._aliases = aliases or {}
         self.facts = facts
         self._reservation: commit.Reservation | None = None
         self.bytes_written = 0
@@ -241,7 +244,8 @@ class ShardedWriter(StorageWriter):
             files.write_durably(directory / commit.INDEX, encoded)
             files.write_durably(directory / commit.SUMMARY, described)
             files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
-            files.write_durably(directory / commit.METADATA, encode_metadata(index, self.storage_meta()))
+            for_stock = with_aliases(index, self._aliases)
+            files.write_durably(directory / commit.METADATA, encode_metadata(for_stock, self.storage_meta()))
             write_views(directory, self._views, index, self.storage_meta())
             commit.publish(self._reservation)
         except OSError as error:

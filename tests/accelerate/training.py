@@ -111,9 +111,10 @@ def start(
     workers: int = 0,
     late: bool = False,
     unused: bool = True,
+    frozen: bool = False,
     **config: Any,
 ) -> Run:
-    """A prepared training; attached unless ``native``, before ``prepare`` unless ``late``."""
+    """A prepared training; attached unless ``native``, before ``prepare`` unless ``late``. With a ``frozen`` body."""
     warnings.filterwarnings("ignore", module="accelerate|torchdata|torch.distributed")
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -139,7 +140,9 @@ def start(
     loader: Any = DataLoader(
         TensorDataset(numbers, torch.arange(samples)), batch_size=batch, shuffle=True, num_workers=workers
     )
-    model, optimizer, loader, scheduler = _prepare(accelerator, layout, Net(seed, unused), loader)
+    net = Net(seed, unused)
+    net.body.requires_grad_(not frozen)
+    model, optimizer, loader, scheduler = _prepare(accelerator, layout, net, loader)
     torch.manual_seed(seed + 100 + (dist.get_rank() if dist.is_initialized() else 0))
     if late and not native:
         attached = attach(accelerator, **config)
@@ -154,15 +157,19 @@ def schedule(optimizer: Any, accelerator: Accelerator) -> Any:
 
 def _prepare(accelerator: Accelerator, layout: str, model: nn.Module, loader: Any) -> tuple[Any, Any, Any, Any]:
     if not layout.startswith("own"):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = _adamw(model)
         prepared: Any = accelerator.prepare(model, optimizer, loader, schedule(optimizer, accelerator))
         return prepared
     model = _shard(layout, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = _adamw(model)
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     model.train()
     wrapped = accelerator.prepare_optimizer(optimizer, device_placement=False)
     return model, wrapped, accelerator.prepare(loader), accelerator.prepare_scheduler(schedule(optimizer, accelerator))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
 def _shard(layout: str, model: nn.Module) -> nn.Module:

@@ -13,6 +13,8 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig
 from train import build_strategy
 
+from dcp_plugin import PartialLoad
+
 ROOT = Path(__file__).parents[2]
 TINY = [
     "accelerator=cpu",
@@ -25,9 +27,9 @@ TINY = [
 ]
 
 
-def compose(*overrides: str) -> DictConfig:
+def compose(*overrides: str, config: str = "train") -> DictConfig:
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return hydra.compose("train", list(overrides))
+        return hydra.compose(config, list(overrides))
 
 
 def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +39,7 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def losses(run_dir: Path, life: int) -> dict[int, float]:
     with (run_dir / "logs" / f"version_{life}" / "metrics.csv").open() as lines:
-        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
+        return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]}
 
 
 @pytest.mark.parametrize("resume", ["auto", "must", "never", "outputs/train/checkpoints/step-000100.ckpt"])
@@ -49,6 +51,12 @@ def test_every_choice_composes(strategy: str, checkpoint: str, resume: str) -> N
     assert cfg.checkpoint.enabled == (checkpoint != "off")
     assert cfg.checkpoint.async_save == (checkpoint == "async")
     assert cfg.resume == resume
+
+
+@pytest.mark.parametrize("partial", [file.stem for file in (ROOT / "configs" / "partial").iterdir()])
+def test_what_init_from_gives_composes(partial: str) -> None:
+    cfg = compose("init_from=there", f"partial={partial}")
+    assert isinstance(hydra.utils.instantiate(cfg.partial), PartialLoad)
 
 
 def test_the_demonstration_composes() -> None:

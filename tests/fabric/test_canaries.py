@@ -72,7 +72,7 @@ def _epochs(root: Any) -> None:
 
 def _unwrapping(root: Any) -> None:
     """Strategies get what is inside Fabric's wrappers, and Fabric copies replaced values back."""
-    from dcp_plugin.fabric import attach
+    from dcp_plugin.fabric import _fabric, attach
     from tests.fabric import training as t
 
     fabric = t.fabric_for("single")
@@ -88,6 +88,7 @@ def _unwrapping(root: Any) -> None:
     assert isinstance(seen["optimizer"], t.torch.optim.AdamW)
     assert isinstance(seen["loader"], t.StatefulDataLoader)
     assert training.state["step"] == 9
+    assert type(_fabric.unwrapped(fabric, {"net": training.state["net"]})["net"]) is t.Net
 
 
 def _rng_while_saving(root: Any) -> None:

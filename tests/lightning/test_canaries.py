@@ -15,7 +15,18 @@ from tests import launch
 
 
 @pytest.mark.parametrize(
-    "name", ["names", "hooks", "loop_state", "restart", "dataloaders", "distributed_sampler", "rng_while_saving"]
+    "name",
+    [
+        "names",
+        "formats",
+        "hooks",
+        "loop_state",
+        "restart",
+        "dataloaders",
+        "distributed_sampler",
+        "rng_while_saving",
+        "callbacks",
+    ],
 )
 def test_lightning_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
     launch.run(globals()[f"_{name}"], 1, tmp_path)
@@ -37,6 +48,36 @@ def _names(root: Path) -> None:
     ):  # fmt: skip
         assert hasattr(Strategy, hook), hook
     assert "strategy.restore_checkpoint_after_setup" in inspect.getsource(Trainer._run)
+    # What begins_stage recognises: all is restored by then, and nothing has run.
+    run, stage = inspect.getsource(Trainer._run), inspect.getsource(Trainer._run_stage)
+    assert run.index("resume_end()") < run.index("self._run_stage()")
+    assert stage.index('strategy.barrier("run-stage")') < stage.index("_run_sanity_check()")
+
+
+def _formats(root: Path) -> None:
+    """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
+    from dcp_plugin.lightning import hyper_parameters, native
+    from dcp_plugin.lightning._packages import PACKAGES
+
+    for package in PACKAGES:
+        owners = (package.pytorch.LightningModule, package.pytorch.LightningDataModule)
+        keys = {owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in owners}
+        assert keys == hyper_parameters.KEYS
+        assert package.fabric("strategies.fsdp")._METADATA_FILENAME == native.META
+        for strategy, name in native.MODEL_NAMES.items():
+            source = inspect.getsource(getattr(package.strategies, strategy).save_checkpoint)
+            assert f'{{"{name}": checkpoint.pop("state_dict")}}' in source
+            assert f'f"{native.OPTIMIZER}_{{idx}}": optim_state' in source
+        saving = package.module("core.saving")
+        assert list(inspect.signature(saving._load_state).parameters) == [
+            "cls",
+            "checkpoint",
+            "strict",
+            "cls_kwargs_new",
+        ]
+        assert callable(saving.load_hparams_from_yaml) and callable(saving.load_hparams_from_tags_csv)
+        migration = package.module("utilities.migration.utils")._pl_migrate_checkpoint
+        assert list(inspect.signature(migration).parameters) == ["checkpoint", "checkpoint_path"]
 
 
 def _hooks(root: Path) -> None:
@@ -67,7 +108,7 @@ def _hooks(root: Path) -> None:
     t.DataLoader.__iter__ = lambda self: order.append("iter") or iterate(self)  # type: ignore[func-returns-value]
     trainer.fit(Watched(), loader, ckpt_path=str(root / "single-plain" / "step=3.ckpt"))
     assert order == [
-        "setup", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "process_dataloader", "iter",
+        "load_checkpoint", "load_model_state_dict", "setup", "load_optimizer_state_dict", "process_dataloader", "iter",
         "module.on_train_start", "on_train_start", "iter",
     ]  # fmt: skip
 
@@ -185,3 +226,22 @@ def _rng_while_saving(root: Path) -> None:
             assert torch.equal(before, torch.get_rng_state())
 
     t.trainer_for("single", [Save()], plugin=True).fit(t.Model(), t.stateful_loader("single"))
+
+
+def _callbacks(root: Path) -> None:
+    """What callbacks have no public names for, see replace_link_and_search and groups_are_restored."""
+    from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+
+    assert isinstance(inspect.getattr_static(ModelCheckpoint, "_link_checkpoint"), staticmethod)
+    assert list(inspect.signature(ModelCheckpoint._link_checkpoint).parameters) == ["trainer", "filepath", "linkpath"]
+    assert "self._link_checkpoint(trainer, " in inspect.getsource(ModelCheckpoint._save_last_checkpoint)
+    assert list(inspect.signature(ModelCheckpoint._find_last_checkpoints).parameters) == ["self", "trainer"]
+    assert "callback._find_last_checkpoints(" in inspect.getsource(_checkpoint_connector())
+    assert BackboneFinetuning()._restarting is False
+    assert "self.file_exists(filepath, trainer)" in inspect.getsource(ModelCheckpoint)
+
+
+def _checkpoint_connector() -> Any:
+    from lightning.pytorch.trainer.connectors import checkpoint_connector
+
+    return checkpoint_connector

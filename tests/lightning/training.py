@@ -75,30 +75,43 @@ def strategy_for(layout: str) -> Strategy:
     if layout == "fsdp1":
         return CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={nn.Linear})
     if layout == "fsdp1_hsdp":
-        return CPUFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2), auto_wrap_policy={nn.Linear})
+        hybrid: Any = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+        return CPUFSDPStrategy(state_dict_type="sharded", auto_wrap_policy={nn.Linear}, **hybrid)
     return ModelParallelStrategy(data_parallel_size=WORLD_SIZE[layout], tensor_parallel_size=1)
 
 
 def trainer_for(
-    layout: str, callbacks: Sequence[Callback] = (), *, plugin: bool | DCPCheckpointIO = False, **options: Any
+    layout: str,
+    callbacks: Sequence[Callback] = (),
+    *,
+    plugin: bool | DCPCheckpointIO | None = False,
+    stock: bool = False,
+    **options: Any,
 ) -> pl.Trainer:
-    """A quiet trainer of six steps. With a ``ModelCheckpoint`` among the callbacks it has the plugin, too."""
+    """A quiet trainer of six steps. With a ``ModelCheckpoint`` among the callbacks it has the plugin, unless it is to
+    be ``stock``: Lightning alone."""
     if layout != "single":
         os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning|torchdata")
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     io = plugin if isinstance(plugin, DCPCheckpointIO) else DCPCheckpointIO() if plugin or saves else None
+    io = None if stock else io
+    options.setdefault("strategy", strategy_for(layout))
     return pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE[layout],
-        plugins=[io] if io else None,
         callbacks=list(callbacks),
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=saves,
-        **{"max_steps": 6, "strategy": strategy_for(layout), **options},
+        **{
+            "max_steps": 6,
+            "logger": False,
+            "plugins": [io] if io else None,
+            "strategy": strategy_for(layout),
+            **options,
+        },
     )
 
 

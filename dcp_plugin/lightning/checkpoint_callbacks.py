@@ -1,0 +1,129 @@
+"""``ModelCheckpoint`` and its like, put right where they take a save for finished and a directory for a checkpoint.
+
+They ask the file system which names are taken, link to what was saved, and look for ``last`` by time of modification.
+A save in the background has none of this on disk yet; and what a crash of another tool left behind may look like a
+checkpoint. They also save when an exception ends the training, on whichever ranks it was raised.
+
+A promoted callback is a subclass of the user's own class, like a promoted strategy. Its state, its name in a
+checkpoint, and what it decides to save and to delete are Lightning's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from dcp_plugin import lifecycle
+from dcp_plugin.config import PathLike
+from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
+from dcp_plugin.lightning._packages import has_base
+from dcp_plugin.lightning.io import DCPCheckpointIO
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+def promote_callbacks(trainer: Any) -> None:
+    """Have the trainer's callbacks that save checkpoints know about its :class:`DCPCheckpointIO`."""
+    for callback in trainer.callbacks:
+        if has_base(type(callback), "Checkpoint"):
+            callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _promoted(base: type[Any]) -> type[Any]:
+    if getattr(base, "promoted_by_dcp_plugin", False):
+        return base
+
+    class DCPCheckpoint(base):  # type: ignore[misc]
+        promoted_by_dcp_plugin = True
+
+        def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+            """Save if all ranks come to do so; and never hide what has ended the training."""
+            strategy: Any = trainer.strategy
+            if not _is_promoted(strategy):
+                super().on_exception(trainer, pl_module, exception)
+                return
+            try:
+                if strategy.all_ranks_come_to_save():
+                    super().on_exception(trainer, pl_module, exception)
+            except Exception as failure:
+                exception.add_note(f"Besides, no checkpoint could be saved of it: {failure}")
+                rank_zero_warn(f"No checkpoint could be saved of the {type(exception).__name__}: {failure}")
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """To other processes it goes as what it was."""
+            return _bare, (base,), self.__dict__
+
+    class DCPModelCheckpoint(DCPCheckpoint):
+        def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
+            strategy: Any = trainer.strategy
+            if super().file_exists(filepath, trainer):
+                return True
+            if not (_is_promoted(strategy) and strategy.dcp_checkpoint_io.config.async_save):
+                return False
+            under_way = trainer.is_global_zero and strategy.dcp_checkpoint_io.afterwards.is_under_way(filepath)
+            return bool(strategy.reduce_boolean_decision(under_way, all=False))
+
+    promoted = DCPCheckpoint
+    if has_base(base, "ModelCheckpoint"):
+        promoted = DCPModelCheckpoint
+        replace_link_and_search(promoted, _link, _committed)
+    # A callback's name is the key of its state in the checkpoint.
+    promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
+    return promoted
+
+
+def _bare(cls: type[Any]) -> Any:
+    return object.__new__(cls)
+
+
+def _is_promoted(strategy: Any) -> bool:
+    """Whether this strategy saves with the plugin. The callback may have come from a trainer of which it did."""
+    return getattr(strategy, "promoted_by_dcp_plugin", False)
+
+
+def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None:
+    """What is linked to is there, and so is the old link until the new one is."""
+    if not _is_promoted(trainer.strategy):
+        original(trainer, target, link)
+        return
+    if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
+        trainer.strategy.dcp_checkpoint_io.afterwards.with_files(lambda: lifecycle.link(link, target), first=True)
+    trainer.strategy.barrier("link to a checkpoint")
+
+
+def _committed(trainer: Any, found: set[str]) -> set[str]:
+    """Of what is called ``last``, what can be resumed from; if there is nothing, the newest checkpoint beside it.
+
+    Raises:
+        CheckpointNotFound: Nothing can be resumed from, but not because nothing was saved. Training from scratch is
+            what nobody wants then.
+    """
+    if not isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO):
+        return found
+    passed_over = {path: reason for path in sorted(found) if (reason := _reason_to_pass_over(Path(path)))}
+    if not passed_over:
+        return found
+    said = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
+    remaining = found - passed_over.keys()
+    if not remaining:
+        beside = lifecycle.latest(Path(next(iter(passed_over))).parent)
+        if beside is None:
+            raise CheckpointNotFound(
+                f'ckpt_path="last", but nothing here can be resumed from: {said}. Delete it to train from scratch.'
+            )
+        remaining = {str(beside)}
+    rank_zero_warn(f'ckpt_path="last" passes over {said}. Resuming from {" or ".join(sorted(remaining))}.')
+    return remaining
+
+
+def _reason_to_pass_over(path: Path) -> str:
+    if not path.exists():
+        return f"it is a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "it is gone"
+    return "" if path.is_file() else lifecycle.reason_to_pass_over(path)

@@ -1,0 +1,69 @@
+"""When a fit starts: would a checkpoint of it be stored? Found out then, and not after hours, at the first save.
+
+What the training adds to a checkpoint besides tensors is put together and encoded, and nothing is written. Every value
+that cannot be stored is named in one error on all ranks.
+
+The ``on_save_checkpoint`` hooks of callbacks and of the module are not called: they are told that a checkpoint is being
+made, may count, log or write on that occasion, and none is being made. ``state_dict`` methods only return something;
+one that cannot do so yet, because the training has not begun, is left to the first save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from dcp_plugin._torch import is_tensor
+from dcp_plugin.conventions import EXTRA
+from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.lightning import layout
+from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.planning.save import encode_state
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def is_due(trainer: Trainer) -> bool:
+    """Whether this is the start of a fit that will save checkpoints by itself."""
+    any_trainer = cast(Any, trainer)
+    return any_trainer.state.fn == "fit" and bool(any_trainer.checkpoint_callbacks) and not any_trainer.fast_dev_run
+
+
+def rehearse(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
+    """Encode what would be stored besides tensors.
+
+    Raises:
+        UnsafeCheckpoint: Naming every value that cannot be stored.
+    """
+    state = layout.to_state(_extra_of(trainer), allow_pickle)
+    leaves, _ = flatten({EXTRA: state[EXTRA]} if state[EXTRA] else {})
+    try:
+        encode_state({key: value for key, value in leaves.items() if not is_tensor(value)}, allow_pickle)
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"the checkpoints of this training could not be saved: {error}") from error
+
+
+def _extra_of(trainer: Any) -> Checkpoint:
+    """What Lightning puts into a checkpoint besides model and optimizers, as far as it comes from the user."""
+    module, datamodule = trainer.lightning_module, trainer.datamodule
+    extra: Checkpoint = {}
+    for owner in (module, datamodule):
+        if owner is not None and owner.hparams:
+            extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
+    if all(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
+        return extra
+    states = {callback.state_key: _state_of(callback.state_dict) for callback in trainer.callbacks}
+    extra["callbacks"] = {key: state for key, state in states.items() if state}
+    extra["lr_schedulers"] = [_state_of(config.scheduler.state_dict) for config in trainer.lr_scheduler_configs]
+    if datamodule is not None:
+        extra[type(datamodule).__qualname__] = _state_of(datamodule.state_dict)
+    return extra
+
+
+def _state_of(state_dict: Callable[[], Any]) -> Any:
+    try:
+        return state_dict()
+    except Exception:  # what it is, the first save will say
+        return {}

@@ -1,0 +1,92 @@
+"""What people and loggers hear of a save: that it is there, and what it cost. On rank 0, in the training's thread.
+
+A line of text for each save. Loggers get ``checkpoint/blocked_seconds`` (what the training waited for),
+``checkpoint/seconds`` (until it was on disk), ``checkpoint/gigabytes`` (of the whole checkpoint) and
+``checkpoint/gb_per_second`` at the step that was saved, in one call of ``log_metrics`` per save. They do not pass
+through the trainer's own metrics, so nothing is monitored, shown in the progress bar or stored because of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.progress import SaveFinished
+from dcp_plugin.storage import commit
+from dcp_plugin.storage.summary import Summary
+
+if TYPE_CHECKING:
+    from dcp_plugin.lightning.afterwards import Afterwards
+
+
+@dataclass(frozen=True)
+class Report:
+    """A save that is published."""
+
+    event: SaveFinished
+    gigabytes: float
+
+    @classmethod
+    def of(cls, event: SaveFinished) -> Report:
+        try:
+            size = Summary.read(event.path / commit.SUMMARY).payload_bytes
+        except CheckpointError:  # deleted already: then this rank's share
+            size = event.bytes
+        return cls(event, size / 1e9)
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.gigabytes / self.event.seconds if self.event.seconds else 0.0
+
+    def say(self) -> None:
+        size = f"{self.gigabytes:.2f} GB" if self.gigabytes >= 1 else f"{self.gigabytes * 1000:.1f} MB"
+        rank_zero_info(
+            f"Saved {self.event.path}: {size} in {self.event.seconds:.2f} s "
+            f"({self.gb_per_second:.2f} GB/s). The training waited {self.event.blocked_seconds:.2f} s."
+        )
+
+    def log(self, loggers: list[Any]) -> None:
+        figures = {
+            "checkpoint/blocked_seconds": self.event.blocked_seconds,
+            "checkpoint/seconds": self.event.seconds,
+            "checkpoint/gigabytes": self.gigabytes,
+            "checkpoint/gb_per_second": self.gb_per_second,
+        }
+        for logger in loggers:
+            logger.log_metrics(figures, step=self.event.step)
+
+
+def tell_later(loggers: list[Any], afterwards: Afterwards) -> None:
+    """Have loggers told of a checkpoint when it is there, until :func:`tell_at_once`. ``ModelCheckpoint`` tells them as
+    soon as a save has begun; some then upload what they find at its paths, or miss it."""
+    for logger in loggers:
+        if "after_save_checkpoint" not in vars(logger):
+            logger.after_save_checkpoint = _Later(logger.after_save_checkpoint, afterwards)
+
+
+def tell_at_once(loggers: list[Any]) -> None:
+    for logger in loggers:
+        if isinstance(vars(logger).get("after_save_checkpoint"), _Later):
+            del logger.after_save_checkpoint
+
+
+@dataclass(frozen=True)
+class _Later:
+    tell: Any
+    afterwards: Afterwards
+
+    def __call__(self, callback: Any) -> None:
+        then = _as_it_is(callback)
+        self.afterwards.in_training(lambda event: self.tell(then))
+
+
+def _as_it_is(callback: Any) -> Any:
+    """``ModelCheckpoint`` hands out a weak proxy of itself. When the logger looks at it, its ``best_model_path`` may be
+    of the next save, which is not there yet."""
+    kind = callback.__class__
+    copy = kind.__new__(kind)
+    copy.__dict__.update({name: dict(v) if isinstance(v, dict) else v for name, v in callback.__dict__.items()})
+    return copy

@@ -1,0 +1,130 @@
+"""``attach(accelerator).resume_or_init``: a run starts from its own newest checkpoint, else from a pre-trained one."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.accelerate import WORLD_SIZE
+from tests.compare import assert_same
+
+
+def _model_part(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key.startswith("model.")}
+
+
+def _pretrain(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("single", seed=3).train(2)
+    dcp.save({"model": run.model, "optim": run.optimizer.optimizer}, root / "pretrained")
+    torch.save(_model_part(run.whole_state()), root / "whole.pt")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "own_fsdp2"])
+def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(tmp_path: Path, layout: str) -> None:
+    launch.run(_pretrain, 1, tmp_path)
+    launch.run(_fine_tune, 2, tmp_path, layout)
+    shutil.rmtree(tmp_path / "pretrained")
+    launch.run(_resume, 2, tmp_path, layout)
+
+
+def _fine_tune(root: Path, layout: str) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start(layout, seed=5, frozen=True)
+    start = run.attached.resume_or_init(root / "run", init_from=root / "pretrained")
+    assert (start.how, start.path) == ("warm-started", root / "pretrained")
+    pretrained = torch.load(root / "whole.pt", weights_only=True)
+    assert_same(_model_part(run.whole_state()), pretrained)
+    run.train(8, at={4: lambda: run.accelerator.save_state(str(root / "run" / "step-4"))})
+    final = run.whole_state()
+    frozen = {key: value for key, value in final.items() if key.startswith("model.body.")}
+    assert_same(frozen, {key: pretrained[key] for key in frozen})
+    assert not any(key.startswith("optim.state.body") for key in final)
+    torch.save((run.losses, final), root / f"straight-{run.accelerator.process_index}.pt")
+
+
+def _resume(root: Path, layout: str) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start(layout, seed=6, frozen=True)
+    start = run.attached.resume_or_init(root / "run", init_from=root / "pretrained")
+    assert (start.how, start.path) == ("resumed", root / "run" / "step-4")
+    assert start.report is run.attached.last_load
+    run.train(4)
+    losses, final = torch.load(root / f"straight-{run.accelerator.process_index}.pt", weights_only=True)
+    assert run.losses == losses[8:]  # two batches are one step
+    assert_same(run.whole_state(), final)
+
+
+@pytest.mark.parametrize("layouts", [["single"], ["ddp", "fsdp2", "own_fsdp1"]], ids="+".join)
+def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: list[str]) -> None:
+    launch.run(_freeze_and_unfreeze, WORLD_SIZE[layouts[0]], tmp_path, layouts)
+
+
+def _freeze_and_unfreeze(root: Path, layouts: list[str]) -> None:
+    from tests.accelerate import training as t
+
+    for layout in layouts:
+        for before in (True, False):
+            path = root / f"{layout}-{before}"
+            first = t.start(layout, frozen=before, unused=False).train(2)
+            first.accelerator.save_state(str(path))
+            saved = first.whole_state()
+
+            second = t.start(layout, seed=5, frozen=not before, unused=False)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                second.accelerator.load_state(str(path))
+            said = [str(one.message) for one in caught if "fresh optimizer state" in str(one.message)]
+            assert len(said) == second.accelerator.is_main_process
+            assert all("param_groups.body.inp" in message for message in said)
+            body = {key for key in saved if key.startswith("optim.") and ".body." in key}
+            assert bool(body) is not before
+            kept = {key: value for key, value in saved.items() if key not in body}
+            loaded = second.whole_state()
+            assert_same({key: loaded[key] for key in kept}, kept)
+            assert not any(key.startswith("optim.state.body") for key in loaded)
+            second.train(1)
+            trained = any(key.startswith("optim.state.body") for key in second.whole_state())
+            assert trained is before, "what is trained now got optimizer state, what is not has none"
+
+
+def test_a_project_is_resumed_at_its_highest_number(tmp_path: Path) -> None:
+    launch.run(_pretrain, 1, tmp_path)
+    launch.run(_project, 1, tmp_path)
+
+
+def _project(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    project = root / "project"
+    run = t.start("single", project=project)
+    assert run.attached.resume_or_init().how == "fresh"
+    with pytest.raises(dcp.CheckpointNotFound, match="no committed checkpoint"):
+        run.attached.resume_or_init(resume="must", init_from=root / "pretrained")
+    with pytest.raises(dcp.CheckpointNotFound, match="init_from"):
+        run.attached.resume_or_init(init_from=root / "typo")
+    assert run.attached.resume_or_init(init_from=root / "pretrained").how == "warm-started"
+    for _ in range(2):
+        run.train(1).accelerator.save_state()
+    start = run.attached.resume_or_init(init_from=root / "typo")
+    assert (start.how, start.path) == ("resumed", project / "checkpoints" / "checkpoint_1")
+    start = run.attached.resume_or_init(resume=project / "checkpoints" / "checkpoint_0")
+    assert start.path == project / "checkpoints" / "checkpoint_0"
+    assert run.attached.resume_or_init(resume="never", init_from=root / "pretrained").how == "warm-started"
+
+    for number in range(2):
+        (project / "checkpoints" / f"checkpoint_{number}" / ".metadata").unlink()
+    with pytest.raises(dcp.CheckpointNotFound, match="no committed checkpoint"):
+        run.attached.resume_or_init(init_from=root / "pretrained")
+    with pytest.raises(ValueError, match="A directory is needed"):
+        t.start("single").attached.resume_or_init()

@@ -1,0 +1,271 @@
+"""Lightning's own callbacks and features resume with the plugin as they do in a training that was never interrupted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import launch
+from tests.compare import assert_same, full_state
+
+LAYOUTS = ("ddp", "fsdp2")
+
+
+def _resumes(
+    t: Any,
+    root: Path,
+    layout: str,
+    *,
+    model: Callable[[int], Any] | None = None,
+    callbacks: Callable[[], list[Any]] = list,
+    also: Callable[[Any], dict[str, Any]] = lambda trainer: {},
+    at: int = 2,
+    epochs: int = 4,
+    steps: int = 2,
+    plugin: Any = True,
+    data: Callable[[], Any] | None = None,
+    **options: Any,
+) -> None:
+    """A training of some epochs, without the plugin; and the same, interrupted after ``at`` of them. They end alike."""
+
+    def train(seed: int, path: Path | None, *others: Any, **how: Any) -> tuple[Any, list[float]]:
+        made = model(seed) if model else t.Model(layout, seed=seed)
+        trainer = t.trainer_for(layout, [*callbacks(), *others], max_steps=-1, max_epochs=epochs, **how, **options)
+        source = data() if data else {"train_dataloaders": t.plain_loader(layout, steps)}
+        trainer.fit(made, **source, ckpt_path=path)
+        return trainer, made.losses
+
+    straight, losses = train(0, None, stock=True)
+    saving = t.ModelCheckpoint(root / layout, "{epoch}", save_top_k=-1, every_n_epochs=at)
+    first, _ = train(0, None, saving, plugin=plugin)
+    second, resumed = train(5, root / layout / f"epoch={at - 1}.ckpt", plugin=plugin)
+    assert losses[-len(resumed) :] == resumed
+    assert len(resumed) < len(losses)
+    for one in (first, second):
+        assert_same(t.whole_state(straight), t.whole_state(one))
+        assert_same(also(straight), also(one))
+
+
+def _each(work: Callable[[Any, Path, str], None], root: Path, layouts: tuple[str, ...]) -> None:
+    from tests.lightning import training as t
+
+    warnings.simplefilter("ignore")
+    for layout in layouts:
+        work(t, root, layout)
+
+
+def _run(work: Callable[[Any, Path, str], None], root: Path, layouts: tuple[str, ...] = LAYOUTS) -> None:
+    launch.run(_each, 2, work, root, layouts)
+
+
+def test_weight_averaging_resumes(tmp_path: Path) -> None:
+    """torch cannot copy what fully_shard has sharded, which this callback does."""
+    _run(_averaging, tmp_path, ("ddp",))
+
+
+def _averaging(t: Any, root: Path, layout: str) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+
+    _resumes(t, root / "mean", layout, callbacks=lambda: [WeightAveraging()])
+    _resumes(t, root / "moving", layout, callbacks=lambda: [EMAWeightAveraging(decay=0.5)])
+
+
+def test_trap_10_sharded_averages_of_a_callback_are_saved_and_restored_by_all_ranks(tmp_path: Path) -> None:
+    _run(_sharded_averages, tmp_path, ("fsdp2",))
+
+
+def _sharded_averages(t: Any, root: Path, layout: str) -> None:
+    from lightning.pytorch.callbacks import Callback
+    from torch.distributed.tensor import DTensor
+
+    class Average(Callback):
+        """As one writes it for one device."""
+
+        average: Any = None
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            now = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
+            before = self.average or now
+            self.average = {name: (value + before[name]) / 2 for name, value in now.items()}
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["average"] = self.average
+
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            self.average = checkpoint["average"]
+
+    def averages(trainer: Any) -> dict[str, Any]:
+        (callback,) = (one for one in trainer.callbacks if isinstance(one, Average))
+        assert all(isinstance(value, DTensor) for value in callback.average.values())
+        return full_state(callback.average)
+
+    stock = t.trainer_for(layout, [callback := Average()], stock=True, max_steps=3)
+    stock.fit(t.Model(layout), t.plain_loader(layout))
+    stock.save_checkpoint(root / "stock")
+    stored = torch.load(root / "stock" / "meta.pt", weights_only=False)["average"]["net.body.0.weight"]
+    mine = callback.average["net.body.0.weight"].to_local()
+    assert torch.equal(stored.to_local(), mine) is (stock.global_rank == 0), "Lightning has saved rank 0's part alone"
+    _resumes(t, root / "ours", layout, callbacks=lambda: [Average()], also=averages)
+
+
+def test_stochastic_weight_averaging_resumes_after_it_has_begun(tmp_path: Path) -> None:
+    _run(_swa, tmp_path, ("ddp",))
+
+
+def _swa(t: Any, root: Path, layout: str) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    class Scheduled(t.Model):
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            made["lr_scheduler"]["interval"] = "epoch"
+            return made
+
+    _resumes(
+        t,
+        root,
+        layout,
+        model=lambda seed: Scheduled(layout, seed),
+        callbacks=lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)],
+        epochs=5,
+    )
+
+
+def test_a_backbone_that_was_unfrozen_before_the_checkpoint_stays_so(tmp_path: Path) -> None:
+    """Lightning alone resumes with the backbone frozen, and not at all if the model is sharded. Not for DDP: it never
+    averages the gradients of what was frozen when it was set up, so the ranks drift apart in any case."""
+    launch.run(_each, 1, _finetuning, tmp_path, ("single",))
+    _run(_finetuning, tmp_path, ("fsdp2",))
+
+
+def _finetuning(t: Any, root: Path, layout: str) -> None:
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    class Tuned(t.Model):
+        @property
+        def backbone(self) -> Any:
+            return self.net.body
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net.head.parameters(), lr=0.01)
+
+    _resumes(
+        t,
+        root,
+        layout,
+        model=lambda seed: Tuned(layout, seed),
+        callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, train_bn=False)],
+    )
+
+
+def test_manual_optimization_of_two_optimizers_resumes(tmp_path: Path) -> None:
+    _run(_manual, tmp_path)
+
+
+def _manual(t: Any, root: Path, layout: str) -> None:
+    class Manual(t.Model):
+        def __init__(self, seed: int) -> None:
+            super().__init__(layout, seed)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            for schedule in self.lr_schedulers():
+                schedule.step()
+
+        def configure_optimizers(self) -> Any:
+            body = torch.optim.AdamW(self.net.body.parameters(), lr=0.01)
+            head = torch.optim.SGD(self.net.head.parameters(), lr=0.01, momentum=0.9)
+            schedules = [torch.optim.lr_scheduler.StepLR(one, 2) for one in (body, head)]
+            return [body, head], schedules
+
+    _resumes(t, root, layout, model=Manual)
+
+
+def test_gradient_accumulation_resumes(tmp_path: Path) -> None:
+    _run(_accumulating, tmp_path)
+
+
+def _accumulating(t: Any, root: Path, layout: str) -> None:
+    _resumes(t, root, layout, steps=4, accumulate_grad_batches=2, plugin=t.DCPCheckpointIO(async_save=True))
+
+
+def test_the_state_of_a_datamodule_and_of_a_gradient_scaler_resume(tmp_path: Path) -> None:
+    _run(_datamodule, tmp_path, ("ddp", "fsdp2"))
+
+
+def _datamodule(t: Any, root: Path, layout: str) -> None:
+    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Counting(LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = 0
+
+        def train_dataloader(self) -> Any:
+            return t.plain_loader(layout, 2)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.batches += 1
+            return batch
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"batches": self.batches}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.batches = state["batches"]
+
+    def extras(trainer: Any) -> dict[str, Any]:
+        plugin = trainer.precision_plugin
+        scaler = plugin.scaler.state_dict() if getattr(plugin, "scaler", None) else {}
+        return {"batches": trainer.datamodule.batches, **scaler}
+
+    def options() -> dict[str, Any]:
+        if layout != "ddp":  # ModelParallel takes no scaler
+            return {}
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        return {"plugins": [t.DCPCheckpointIO(), MixedPrecision("16-mixed", "cpu", scaler)]}
+
+    def train(seed: int, path: Any, *callbacks: Any) -> tuple[Any, Any]:
+        model = t.Model(layout, seed=seed)
+        limits: dict[str, Any] = {"max_steps": -1, "max_epochs": 4}
+        trainer = t.trainer_for(layout, callbacks, plugin=True, **limits, **options())
+        trainer.fit(model, datamodule=Counting(), ckpt_path=path)
+        return trainer, model
+
+    first, model = train(0, None, t.ModelCheckpoint(root / layout, "{step}", save_top_k=-1))
+    second, resumed = train(5, root / layout / "step=4.ckpt")
+    assert resumed.losses == model.losses[4:]
+    assert_same(extras(first), extras(second))
+    assert_same(t.whole_state(first), t.whole_state(second))
+
+
+def test_hooks_of_the_fits_start_see_the_restored_model(tmp_path: Path) -> None:
+    _run(_on_fit_start, tmp_path)
+
+
+def _on_fit_start(t: Any, root: Path, layout: str) -> None:
+    """As far as they do with Lightning's own checkpoints: not where it restores sharded models after them."""
+
+    class Teacher(t.Model):
+        def on_fit_start(self) -> None:
+            self.at_start = {key: value.detach().clone() for key, value in self.net.state_dict().items()}
+
+    trainer = t.trainer_for(layout, max_steps=2, plugin=True)
+    trainer.fit(t.Model(layout), t.plain_loader(layout))
+    trainer.save_checkpoint(root / layout)
+    saved = {key: value.detach().clone() for key, value in trainer.lightning_module.net.state_dict().items()}
+    model = Teacher(layout, seed=5)
+    t.trainer_for(layout, [t.AtTrainStart()], plugin=True).fit(model, t.plain_loader(layout), ckpt_path=root / layout)
+    same = all(torch.equal(model.at_start[key], saved[key]) for key in saved)
+    assert same is (layout == "ddp")

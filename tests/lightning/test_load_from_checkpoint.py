@@ -1,0 +1,171 @@
+"""``load_from_checkpoint`` opens what Lightning's own cannot, and does with it what Lightning's own does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import launch
+from tests.compare import assert_same
+
+
+def _save(root: Path, layouts: list[str]) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from dcp_plugin.lightning import DCPCheckpointIO
+    from tests.lightning import stock_training as stock
+    from tests.lightning import training as t
+
+    for layout in layouts:
+        for name, plugins in (("stock", None), ("ours", [DCPCheckpointIO()])):
+            keep = ModelCheckpoint(root / f"{layout}-{name}", filename="first", every_n_epochs=1)
+            trainer, _ = stock.fit(layout, 1, callbacks=[keep], plugins=plugins)
+            state = t.whole_state(trainer)
+            if trainer.is_global_zero:
+                torch.save(state, root / f"{layout}-{name}.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("load_from_checkpoint")
+    launch.run(_save, 1, root, ["single"])
+    launch.run(_save, 2, root, ["fsdp1", "fsdp2"])
+    return root
+
+
+def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path) -> None:
+    launch.run(_from_any, 1, root)
+
+
+def _from_any(root: Path) -> None:
+    from dcp_plugin.lightning import load_from_checkpoint
+    from tests.lightning.stock_training import StockModel
+
+    class Watching(StockModel):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen_in_checkpoint = checkpoint
+
+    for name in ("single-ours", "fsdp1-ours", "fsdp2-ours", "single-stock", "fsdp1-stock", "fsdp2-stock"):
+        path = root / name / "first.ckpt"
+        model = load_from_checkpoint(StockModel, path, layout="single", seed=5)
+        assert (model.hparams.width, model.hparams.seed) == (7, 5)
+        saved = torch.load(root / f"{name}.pt", weights_only=True)
+        assert_same(
+            {key: value for key, value in saved.items() if key.startswith("model.")},
+            {f"model.{key}": value for key, value in model.state_dict().items()},
+        )
+        watching = load_from_checkpoint(Watching, path, layout="single")
+        assert len(watching.seen_in_checkpoint["optimizer_states"]) == 1
+        assert watching.seen_in_checkpoint["global_step"] == 3
+        if path.is_dir():  # a device to tell from the CPU where there is no other
+            on_meta = load_from_checkpoint(StockModel, path, layout="single", map_location="meta")
+            assert next(on_meta.parameters()).is_meta
+
+
+def test_strict_is_what_it_is_for_lightning(root: Path) -> None:
+    launch.run(_strict, 1, root)
+
+
+def _strict(root: Path) -> None:
+    import warnings
+
+    from dcp_plugin.lightning import load_from_checkpoint
+    from tests.lightning.stock_training import StockModel
+
+    class Adapted(StockModel):
+        def __init__(self, **hyper_parameters: Any) -> None:
+            super().__init__(**hyper_parameters)
+            self.adapter = torch.nn.Linear(1, 1)
+
+    path = root / "fsdp2-ours" / "first.ckpt"
+    with pytest.raises(RuntimeError, match=r"adapter\.weight"):
+        load_from_checkpoint(Adapted, path, layout="single")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_from_checkpoint(Adapted, path, strict=False, layout="single")
+    assert any("adapter.weight" in str(warning.message) for warning in caught)
+
+
+def test_configurations_and_the_command_line_get_their_classes_back(tmp_path: Path) -> None:
+    launch.run(_configured, 1, tmp_path)
+
+
+def _configured(root: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.cli import LightningCLI
+    from omegaconf import DictConfig, OmegaConf
+
+    from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
+    from tests.lightning import stock_training as stock
+
+    class Configured(stock.StockModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(width=config.width)
+            self.save_hyperparameters(config)
+            self.config = config
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, plugins=[DCPCheckpointIO()], enable_progress_bar=False)
+    trainer.strategy.connect(Configured(OmegaConf.create({"width": 9})))
+    trainer.save_checkpoint(root / "omegaconf")
+    loaded = load_from_checkpoint(Configured, root / "omegaconf")
+    assert isinstance(loaded.config, DictConfig)
+    assert loaded.net[1].weight.shape == (9, 6)
+
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    cli = LightningCLI(
+        stock.StockModel, run=False, save_config_callback=None, trainer_defaults=options, args=["--model.width=8"]
+    )
+    cli.trainer.strategy.checkpoint_io = DCPCheckpointIO()
+    cli.trainer.strategy.connect(cli.model)
+    cli.trainer.save_checkpoint(root / "cli")
+    assert load_from_checkpoint(stock.StockModel, root / "cli").hparams.width == 8
+
+
+def test_a_datamodule_comes_back_with_its_state(tmp_path: Path) -> None:
+    launch.run(_datamodule, 1, tmp_path)
+
+
+def _datamodule(root: Path) -> None:
+    import lightning.pytorch as pl
+
+    from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
+    from tests.lightning import stock_training as stock
+
+    class Data(pl.LightningDataModule):
+        def __init__(self, folder: str) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.read = 0
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 6)))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"read": self.trainer.global_step}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.read = state["read"]
+
+    keep = pl.callbacks.ModelCheckpoint(root, filename="first", every_n_epochs=1)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, plugins=[DCPCheckpointIO()], max_epochs=1, callbacks=[keep],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(stock.StockModel(), datamodule=Data("/data"))
+    data = load_from_checkpoint(Data, root / "first.ckpt")
+    assert (data.hparams.folder, data.read) == ("/data", 4)
+
+
+def test_lightnings_own_method_cannot_open_a_directory(root: Path) -> None:
+    """Its message is not ours to change; ``docs/troubleshooting.md`` has it."""
+    launch.run(_own_method, 1, root)
+
+
+def _own_method(root: Path) -> None:
+    from tests.lightning.stock_training import StockModel
+
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
+        StockModel.load_from_checkpoint(root / "single-ours" / "first.ckpt")

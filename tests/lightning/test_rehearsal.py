@@ -1,0 +1,109 @@
+"""What cannot be stored is known when the fit starts, not at the first save; hyper-parameters are never a reason."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import launch
+
+
+def test_what_cannot_be_stored_is_named_on_all_ranks_before_the_first_step(tmp_path: Path) -> None:
+    launch.run(_not_storable, 2, tmp_path)
+
+
+def _not_storable(root: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from dcp_plugin import UnsafeCheckpoint
+    from tests.lightning import training as t
+
+    class Settings(Callback):
+        called = False
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": argparse.Namespace(), "count": 3}
+
+        def on_save_checkpoint(self, *args: Any) -> None:
+            Settings.called = True
+
+    class NotYet(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            raise AttributeError("nothing to tell before the first batch")
+
+    class Scheduled(t.Model):
+        def configure_optimizers(self) -> Any:
+            configured = super().configure_optimizers()
+            configured["lr_scheduler"]["scheduler"].phase = argparse.Namespace()
+            return configured
+
+    for layout in ("ddp", "fsdp2"):
+        callbacks = [*t.checkpoints(root, layout, "plain"), Settings(), NotYet()]
+        model = Scheduled(layout)
+        trainer = t.trainer_for(layout, callbacks)
+        with pytest.raises(UnsafeCheckpoint, match=r"extra.callbacks.*Settings.lock .*; extra.lr_schedulers.0.phase "):
+            trainer.fit(model, t.plain_loader(layout))
+        assert model.losses == []
+        assert not Settings.called
+
+        trainer = t.trainer_for(layout, [Settings()], plugin=True, max_steps=1)  # which saves nothing
+        trainer.fit(t.Model(layout), t.plain_loader(layout))
+        allowing = t.DCPCheckpointIO(allow_pickle=("extra.callbacks.*",))
+        trainer = t.trainer_for(
+            layout, [*t.checkpoints(root, f"{layout}-allowed", "plain"), Settings()], plugin=allowing, max_steps=3
+        )
+        trainer.fit(t.Model(layout), t.plain_loader(layout))
+        assert Settings.called
+        Settings.called = False
+
+
+def test_modules_and_functions_among_the_hyper_parameters_cost_nothing_but_a_warning(tmp_path: Path) -> None:
+    launch.run(_hyper_parameters, 1, tmp_path)
+
+
+def _hyper_parameters(root: Path) -> None:
+    from dcp_plugin.lightning import load_from_checkpoint
+    from tests.lightning import training as t
+
+    class Configured(t.Model):
+        def __init__(self, loss: Any, encoder: Any, optimizer: Any, width: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    given = {
+        "loss": nn.functional.mse_loss,
+        "encoder": nn.Linear(2, 2),
+        "optimizer": {"class": torch.optim.AdamW, "lr": 0.1},
+    }
+
+    def fit(io: Any, folder: str) -> list[str]:
+        callbacks = t.checkpoints(root, folder, "plain")
+        trainer = t.trainer_for("single", callbacks, plugin=io, max_steps=6)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Configured(**given), t.plain_loader("single"))  # type: ignore[arg-type]
+        return [str(warning.message) for warning in caught if "Not stored" in str(warning.message)]
+
+    (said,) = fit(t.DCPCheckpointIO(), "without")
+    for name in ("hyper_parameters.encoder", "hyper_parameters.loss", "hyper_parameters.optimizer.class"):
+        assert name in said
+    path = root / "without-plain" / "step=3.ckpt"
+    stored = t.DCPCheckpointIO().load_checkpoint(path)
+    assert stored["hyper_parameters"] == {"optimizer": {"lr": 0.1}, "width": 3}
+    loaded = load_from_checkpoint(Configured, path, loss=given["loss"], encoder=given["encoder"])
+    assert loaded.hparams.width == 3
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'loss' and 'encoder'"):
+        load_from_checkpoint(Configured, path)
+
+    (said,) = fit(t.DCPCheckpointIO(allow_pickle=("extra.hyper_parameters.*",)), "with")
+    assert "hyper_parameters.loss" not in said
+    path = root / "with-plain" / "step=3.ckpt"
+    loaded = load_from_checkpoint(Configured, path, weights_only=False, encoder=given["encoder"])
+    assert loaded.hparams.loss is nn.functional.mse_loss
+    assert loaded.hparams.optimizer == given["optimizer"]

@@ -1,0 +1,443 @@
+"""Where Lightning's own sharded or asynchronous checkpoints go wrong, and ours do not.
+
+Each test runs Lightning alone first and expects the failure. Where one of these expectations does not hold any more,
+Lightning has mended it: rejoice, and see what can be deleted here and there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from tests import launch
+from tests.compare import assert_same, same_bytes
+
+
+def _saved(t: Any, layout: str, path: Path, *callbacks: Any, steps: int = 3, **options: Any) -> dict[str, Any]:
+    """The whole state after some steps, which is in the checkpoint."""
+    trainer = t.trainer_for(layout, callbacks, max_steps=steps, **options)
+    trainer.fit(t.Model(layout), t.plain_loader(layout))
+    trainer.save_checkpoint(path)
+    return dict(t.whole_state(trainer))
+
+
+def _resumed(t: Any, layout: str, path: Any, model: Any = None, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    """The whole state that a resumed training starts with; empty if it did not start."""
+    look = t.AtTrainStart()
+    trainer = t.trainer_for(layout, [*callbacks, look], **options)
+    trainer.fit(model or t.Model(layout, seed=5), t.plain_loader(layout), ckpt_path=path)
+    return dict(look.state)
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return any(not same_bytes(value, other[key]) for key, value in one.items())
+
+
+STOCK: dict[str, Any] = {"stock": True}
+OURS: dict[str, Any] = {"plugin": True}
+
+
+def test_trap_1_hybrid_shard_of_fsdp1_resumes_with_its_optimizer_state(tmp_path: Path) -> None:
+    launch.run(_hybrid_shard, 4, tmp_path)
+
+
+def _hybrid_shard(root: Path) -> None:
+    from tests.lightning import training as t
+
+    for way, right in ((STOCK, False), (OURS, True)):
+        saved = _saved(t, "fsdp1_hsdp", root / str(right), **way)
+        loaded = _resumed(t, "fsdp1_hsdp", root / str(right), **way)
+        assert _differ(saved, loaded) is not right
+        moments = torch.cat([value.ravel() for key, value in loaded.items() if key.endswith("exp_avg")])
+        everywhere = [torch.empty_like(moments) for _ in range(4)]
+        dist.all_gather(everywhere, moments)
+        assert all(torch.equal(moments, other) for other in everywhere) or not right
+
+
+@pytest.mark.parametrize("way", [STOCK, OURS], ids=["stock", "ours"])
+def test_trap_2_a_rank_killed_while_overwriting_leaves_the_old_checkpoint(tmp_path: Path, way: dict[str, Any]) -> None:
+    launch.run(_write_once, 2, tmp_path, way)
+    outcomes = launch.outcomes_of(_overwrite_and_die, 2, tmp_path, way)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    launch.run(_read_overwritten, 2, tmp_path, way)
+
+
+def _write_once(root: Path, way: dict[str, Any]) -> None:
+    from tests.lightning import training as t
+
+    torch.save(_saved(t, "fsdp2", root / "checkpoint", **way), root / f"old-{dist.get_rank()}.pt")
+
+
+def _overwrite_and_die(root: Path, way: dict[str, Any]) -> None:
+    from dcp_plugin import progress
+    from tests.lightning import training as t
+
+    def die(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1)  # rank 0 has written by then
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = t.trainer_for("fsdp2", max_steps=5, **way)
+    trainer.fit(t.Model("fsdp2"), t.plain_loader("fsdp2"))
+    torch.save(t.whole_state(trainer), root / f"new-{dist.get_rank()}.pt")
+    if way == OURS:
+        progress.subscribe(lambda event: die() if isinstance(event, progress.BytesWritten) else None)
+    elif dist.get_rank() == 1:
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        FileSystemWriter.write_data = die  # type: ignore[assignment, method-assign]
+    trainer.save_checkpoint(root / "checkpoint")
+
+
+def _read_overwritten(root: Path, way: dict[str, Any]) -> None:
+    from tests.lightning import training as t
+
+    old, new = (torch.load(root / f"{name}-{dist.get_rank()}.pt", weights_only=True) for name in ("old", "new"))
+    loaded = _resumed(t, "fsdp2", root / "checkpoint", **way)
+    if way == OURS:
+        assert_same(old, loaded)
+    else:
+        assert _differ(old, loaded) and _differ(new, loaded), "half of each, without a word"
+
+
+def test_trap_3_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_scratch(tmp_path: Path) -> None:
+    launch.run(_last, 1, tmp_path)
+
+
+def _last(root: Path) -> None:
+    from dcp_plugin import CheckpointNotFound
+    from tests.lightning import training as t
+
+    for name, way in (("stock", STOCK), ("ours", OURS)):
+        folder = root / name
+        good, torn, link = (folder / f"last{suffix}.ckpt" for suffix in ("", "-v1", "-v2"))
+        saved = _saved(t, "single", good, **way)
+        torn.mkdir()
+        (torn / "__0_0.distcp").write_bytes(b"the beginning")
+        os.utime(torn, (time.time() + 10,) * 2)  # newer, however coarse the clock is
+        if way is STOCK:
+            with pytest.raises(IsADirectoryError):
+                _from_last(t, folder, way)
+        else:
+            loaded, said = _from_last(t, folder, way)
+            assert_same(saved, loaded)
+            assert any("passes over" in text and "last-v1.ckpt" in text for text in said)
+        torn.rename(folder / "elsewhere")
+        good.rename(folder / "step=3.ckpt")
+        link.symlink_to("step=2.ckpt")
+        loaded, _ = _from_last(t, folder, way)
+        assert _differ(saved, loaded) is (way is STOCK), "Lightning trains from scratch"
+    (folder / "step=3.ckpt").rename(root / "moved")
+    with pytest.raises(CheckpointNotFound, match=r"last-v2.ckpt: it is a link to .*step=2.ckpt, which is not there"):
+        _from_last(t, folder, OURS)
+    link.unlink()
+    assert _from_last(t, folder, OURS)[0], "without anything called last, a first training begins"
+
+
+def _from_last(t: Any, folder: Path, way: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = _resumed(t, "single", "last", None, t.ModelCheckpoint(folder), **way)
+    return state, [str(warning.message) for warning in caught]
+
+
+def test_trap_4_what_a_save_needs_beside_the_checkpoint_does_not_count_as_one(tmp_path: Path) -> None:
+    launch.run(_numbers_on_a_cluster, 1, tmp_path)
+
+
+def _numbers_on_a_cluster(root: Path) -> None:
+    from dcp_plugin import progress
+    from tests.lightning import training as t
+
+    def next_name(trainer: Any) -> str:
+        return os.path.basename(trainer._checkpoint_connector.hpc_save_path(root))
+
+    trainer = t.trainer_for("single", plugin=True, max_steps=3, default_root_dir=root)
+    trainer.fit(t.Model(), t.plain_loader("single"))
+    seen = []
+    progress.subscribe(
+        lambda event: seen.append(next_name(trainer)) if isinstance(event, progress.BytesWritten) else None
+    )
+    for _ in range(2):
+        trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(root))
+    assert set(seen) == {"hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"}
+    assert next_name(trainer) == "hpc_ckpt_3.ckpt"
+    assert_same(t.whole_state(trainer), _resumed(t, "single", "hpc", default_root_dir=root, **OURS))
+    (root / "hpc_ckpt_2.ckpt.tmp_7").mkdir()
+    assert next_name(trainer) == "hpc_ckpt_28.ckpt", "what a temporary directory beside it would do"
+
+
+def test_trap_8_strict_loading_is_honoured_when_the_model_is_sharded(tmp_path: Path) -> None:
+    launch.run(_new_parameter, 2, tmp_path)
+
+
+def _new_parameter(root: Path) -> None:
+    from tests.lightning import training as t
+
+    class Adapted(t.Model):
+        strict_loading = False
+
+        def __init__(self) -> None:
+            super().__init__("fsdp2", seed=5)
+            self.net.head.adapter = torch.nn.Linear(1, 1)
+
+    saved = _saved(t, "fsdp2", root / "stock", **STOCK)
+    with pytest.raises(BaseException, match="adapter"):  # torch's own derives from that
+        _resumed(t, "fsdp2", root / "stock", Adapted(), **STOCK)
+    saved = _saved(t, "fsdp2", root / "ours", **OURS)
+    loaded = _resumed(t, "fsdp2", root / "ours", Adapted(), **OURS)
+    assert not _differ(saved, loaded)
+
+
+def test_trap_9_a_validation_does_not_ask_for_optimizers(tmp_path: Path) -> None:
+    launch.run(_validate_weights, 2, tmp_path)
+
+
+def _validate_weights(root: Path) -> None:
+    from tests.lightning import training as t
+
+    class Validated(t.Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    batches = t.DataLoader(t.data(12), batch_size=2)
+    for name, way in (("stock", STOCK), ("ours", OURS)):
+        best = t.ModelCheckpoint(root / name, save_weights_only=True)
+        trainer = t.trainer_for("fsdp2", [best], max_epochs=2, max_steps=-1, **way)
+        trainer.fit(Validated("fsdp2"), t.plain_loader("fsdp2"), batches)
+        if way is STOCK:
+            with pytest.raises(KeyError):  # it asks the old optimizers for the parameters of the new module
+                trainer.validate(Validated("fsdp2", 5), batches, ckpt_path="best", verbose=False)
+            continue
+        trained = [{"loss": trainer.callback_metrics["loss"].item()}]
+        assert trainer.validate(Validated("fsdp2", 5), batches, ckpt_path="best", verbose=False) == trained
+        other = t.trainer_for("fsdp2", **way)
+        assert other.test(Validated("fsdp2", 5), batches, ckpt_path=best.best_model_path, verbose=False) == trained
+        other = t.trainer_for("fsdp2", **way)
+        predicted = other.predict(Validated("fsdp2", 5), batches, ckpt_path=best.best_model_path)
+        mean = torch.cat([one.full_tensor() if hasattr(one, "full_tensor") else one for one in predicted])
+        dist.all_reduce(total := mean.square().mean())
+        assert torch.allclose(total / 2, torch.tensor(trained[0]["loss"]))
+
+
+def test_trap_11_on_load_checkpoint_sees_what_it_sees_on_one_device(tmp_path: Path) -> None:
+    ((alone,),) = launch.run(_all_on_load, 1, tmp_path, [("single", OURS)])
+    ways = [("fsdp2", STOCK), ("ddp", OURS), ("fsdp1", OURS), ("fsdp2", OURS)]
+    stock, *ours = launch.run(_all_on_load, 2, tmp_path, ways)[0]
+    assert "state_dict" not in stock
+    assert ours == [alone] * 3
+
+
+def _all_on_load(root: Path, ways: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [_on_load(root, layout, way) for layout, way in ways]
+
+
+def _on_load(root: Path, layout: str, way: dict[str, Any]) -> dict[str, Any]:
+    from tests.lightning import training as t
+
+    seen: dict[str, Any] = {}
+
+    class Looking(t.Model):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen.update(dict.fromkeys(checkpoint))
+            for key, value in checkpoint.get("state_dict", {}).items():
+                seen[f"state_dict.{key}"] = tuple(value.size())
+            for state in checkpoint.get("optimizer_states", ()):
+                seen["trained"] = sorted(state["state"])
+
+    path = root / f"{layout}-{way == OURS}"
+    _saved(t, layout, path, **way)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _resumed(t, layout, path, Looking(layout, seed=5), **way)
+    return seen
+
+
+class _Stream(IterableDataset[list[torch.Tensor]]):
+    """Numbers of this rank's own, from its position on."""
+
+    def __init__(self) -> None:
+        self.position = 100 * dist.get_rank()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        while True:
+            self.position += 1
+            yield [torch.full((6,), float(self.position))]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_trap_12_each_rank_continues_in_its_own_data(tmp_path: Path) -> None:
+    for rank, (stock, ours) in enumerate(launch.run(_own_data, 2, tmp_path)):
+        own = [100.0 * rank + number for number in (4, 5, 6)]
+        assert ours == own
+        assert (stock == own) is (rank == 0), "every rank gets the data of rank 0"
+
+
+def _own_data(root: Path) -> list[list[float]]:
+    from tests.lightning import training as t
+
+    class Reading(t.Model):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            seen.append(float(batch[0][0, 0]))
+            return super().training_step(batch, batch_idx)
+
+    continued = []
+    for name, way in (("stock", STOCK), ("ours", OURS)):
+        seen: list[float] = []
+        trainer = t.trainer_for("ddp", max_steps=3, **way)
+        trainer.fit(Reading("ddp"), t.StatefulDataLoader(_Stream(), batch_size=1))
+        trainer.save_checkpoint(root / name)
+        seen.clear()
+        trainer = t.trainer_for("ddp", **way)
+        trainer.fit(Reading("ddp"), t.StatefulDataLoader(_Stream(), batch_size=1), ckpt_path=root / name)
+        continued.append(list(seen))
+    return continued
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_trap_13_one_failing_rank_does_not_wait_for_the_others_to_save(tmp_path: Path, layout: str) -> None:
+    outcomes = launch.outcomes_of(_one_rank_fails, 2, tmp_path, layout, STOCK)
+    assert "ArithmeticError: of rank 1" not in outcomes[1].traceback.splitlines()[-1], "another error hides it"
+    outcomes = launch.outcomes_of(_one_rank_fails, 2, tmp_path, layout, OURS)
+    assert outcomes[1].traceback.splitlines()[-1] == "ArithmeticError: of rank 1"
+    assert not list(tmp_path.glob("ours/*.ckpt"))
+
+
+def _one_rank_fails(root: Path, layout: str, way: dict[str, Any]) -> None:
+    from tests.lightning import training as t
+
+    dist.destroy_process_group()  # for one with another timeout
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+
+    class Failing(t.Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.global_step == 2 and dist.get_rank() == 1:
+                raise ArithmeticError("of rank 1")
+
+    plugin = way == OURS and t.DCPCheckpointIO(timeout=1)
+    saving = t.ModelCheckpoint(root / ("ours" if plugin else "stock"), save_on_exception=True)
+    trainer = t.trainer_for(layout, [saving], stock=not plugin, plugin=plugin)
+    trainer.fit(Failing(layout), t.plain_loader(layout, 6))
+
+
+def test_when_all_ranks_fail_what_they_have_is_saved(tmp_path: Path) -> None:
+    launch.run(_all_ranks_fail, 2, tmp_path)
+
+
+def _all_ranks_fail(root: Path) -> None:
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    import dcp_plugin as dcp
+    from tests.lightning import training as t
+
+    class Failing(t.Model):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if self.global_step == 2:
+                raise ArithmeticError("of all ranks")
+
+    for layout, background in (("ddp", False), ("fsdp1", True), ("fsdp2", True)):
+        callbacks = [t.ModelCheckpoint(root / layout, save_on_exception=True, save_last="link")]
+        callbacks += [OnExceptionCheckpoint(root / layout)]
+        trainer = t.trainer_for(layout, callbacks, plugin=t.DCPCheckpointIO(async_save=background))
+        with pytest.raises(ArithmeticError, match="of all ranks"):
+            trainer.fit(Failing(layout), t.plain_loader(layout, 6))
+        for name in ("epoch=0-step=2.ckpt", "last.ckpt", "on_exception.ckpt"):
+            assert dcp.inspect(root / layout / name).step == 2
+
+
+def test_trap_14_loggers_are_told_of_a_checkpoint_when_it_is_there(tmp_path: Path) -> None:
+    launch.run(_told, 2, tmp_path)
+
+
+def _told(root: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+    import dcp_plugin as dcp
+    from dcp_plugin import progress
+    from tests.lightning import training as t
+
+    class SlowIO(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            told.wait(10)
+            super().save_checkpoint(*args, **kwargs)
+
+    class Told(CSVLogger):
+        def after_save_checkpoint(self, callback: Any) -> None:
+            there.append(os.path.exists(callback.best_model_path))
+            told.set()
+            if plugin is not None and there[-1]:
+                assert dcp.inspect(callback.best_model_path).step
+
+    progress.subscribe(lambda event: time.sleep(0.2) if isinstance(event, progress.SaveStarted) else None)
+    for plugin in (None, t.DCPCheckpointIO(async_save=True)):
+        told = threading.Event()
+        there: list[bool] = []
+        saving = t.ModelCheckpoint(root / str(plugin is None), every_n_train_steps=6 if plugin is None else 3)
+        stock = {"plugins": [AsyncCheckpointIO(SlowIO())]} if plugin is None else {}
+        trainer = t.trainer_for("ddp", [saving], stock=plugin is None, plugin=plugin, logger=Told(root), **stock)
+        trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
+        if dist.get_rank() == 0:
+            assert there == ([False] if plugin is None else [True, True]), (plugin, there)
+        else:
+            assert there == []
+
+
+def test_trap_15_in_the_background_old_checkpoints_are_deleted_and_failures_are_told(tmp_path: Path) -> None:
+    launch.run(_in_the_background, 1, tmp_path)
+
+
+def _in_the_background(root: Path) -> None:
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+    from dcp_plugin import SaveFailed, progress
+    from tests.lightning import training as t
+
+    class SlowIO(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.1)
+            super().save_checkpoint(*args, **kwargs)
+
+    progress.subscribe(lambda event: time.sleep(0.1) if isinstance(event, progress.SaveStarted) else None)
+
+    def train(name: str, **options: Any) -> list[str]:
+        saving = t.ModelCheckpoint(root / name, "{step}", every_n_train_steps=1)
+        t.trainer_for("single", [saving], max_steps=4, **options).fit(t.Model(), t.plain_loader("single", 6))
+        return sorted(path.name for path in (root / name).iterdir())
+
+    assert len(train("stock", stock=True, plugins=[AsyncCheckpointIO(SlowIO())])) > 1
+    assert train("ours", plugin=t.DCPCheckpointIO(async_save=True)) == ["step=4.ckpt"]
+
+    def full(event: progress.Event) -> None:
+        if isinstance(event, progress.SaveStarted) and event.step == 3:
+            raise OSError("disk full")
+
+    progress.subscribe(full)
+    with pytest.raises(SaveFailed, match="disk full"):
+        train("failed", plugin=t.DCPCheckpointIO(async_save=True))
+    assert (root / "failed" / "step=2.ckpt").exists(), "the one that would have been replaced"

@@ -1,0 +1,335 @@
+"""The ways in which a plugin is used: from YAML, by hand, again and again, beside loggers, and not at all."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.compare import assert_same
+
+YAML = """
+trainer:
+  max_steps: 2
+  accelerator: cpu
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  default_root_dir: {root}
+  plugins:
+    - class_path: dcp_plugin.lightning.DCPCheckpointIO
+      init_args:
+        async_save: {asynchronous}
+        keep_last: 3
+        weights_only: true
+  callbacks:
+    - class_path: dcp_plugin.lightning.DCPCallback
+      init_args:
+        log_metrics: false
+"""
+
+
+def test_lightning_cli_takes_the_plugin_from_yaml_and_checks_its_fields(tmp_path: Path) -> None:
+    launch.run(_cli, 1, tmp_path)
+
+
+def _cli(root: Path) -> None:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from dcp_plugin.lightning import DCPCallback
+
+    def run(asynchronous: object) -> Any:
+        (root / "given.yaml").write_text(YAML.format(root=root, asynchronous=asynchronous))
+        arguments = ["fit", "--config", str(root / "given.yaml")]
+        return LightningCLI(BoringModel, args=arguments).trainer
+
+    trainer = run("true")
+    io = trainer.strategy.checkpoint_io
+    assert (io.config, io.weights_only) == (dcp.CheckpointConfig(async_save=True, keep_last=3), True)
+    assert [callback.log_metrics for callback in trainer.callbacks if isinstance(callback, DCPCallback)] == [False]
+    assert dcp.inspect(trainer.checkpoint_callback.best_model_path).step == 2
+    with pytest.raises(SystemExit):
+        run("banana")
+    with pytest.raises(SystemExit):
+        run("true\n        no_such_field: 1")
+
+
+def test_the_constructor_takes_a_configuration_and_fields() -> None:
+    from dcp_plugin.lightning import DCPCheckpointIO
+
+    io = DCPCheckpointIO(dcp.CheckpointConfig(io_threads=3), async_save=True)
+    assert io.config == dcp.CheckpointConfig(io_threads=3, async_save=True)
+    with pytest.raises(TypeError, match="no_such_field"):
+        DCPCheckpointIO(no_such_field=1)
+
+
+def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> None:
+    (said, rows), (nothing, _) = launch.run(_cost, 2, tmp_path)
+    assert [row["step"] for row in rows] == ["3", "6"]
+    assert all(float(row["checkpoint/gigabytes"]) > 0 for row in rows)
+    assert all(float(row["checkpoint/seconds"]) >= float(row["checkpoint/blocked_seconds"]) > 0 for row in rows)
+    assert [text.split(":")[0] for text in said] == [
+        f"Saved {tmp_path}/epoch={n}-step={3 * n + 3}.ckpt" for n in (0, 1)
+    ]
+    assert nothing == []
+
+
+def _cost(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+    import csv
+
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning_utilities.core import rank_zero
+
+    from tests.lightning import training as t
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    saving = t.ModelCheckpoint(root, save_top_k=-1)
+    csv_logger = CSVLogger(root.parent / "csv", version=0)
+    io = t.DCPCheckpointIO(async_save=True)
+    trainer = t.trainer_for("ddp", [saving], plugin=io, logger=csv_logger)
+    rank_zero.log.addHandler(handler)
+    rank_zero.log.setLevel(logging.INFO)
+    trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
+    assert not any(key.startswith("checkpoint/") for key in (*trainer.callback_metrics, *trainer.logged_metrics))
+    assert "after_save_checkpoint" not in vars(csv_logger)
+    torch.distributed.barrier()
+    with open(root.parent / "csv" / "lightning_logs" / "version_0" / "metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("checkpoint/seconds")]
+    return [text for text in said if text.startswith("Saved")], rows
+
+
+def test_a_name_that_is_being_written_is_taken(tmp_path: Path) -> None:
+    launch.run(_names_in_flight, 1, tmp_path)
+
+
+def _names_in_flight(root: Path) -> None:
+    from dcp_plugin import progress
+    from tests.lightning import training as t
+
+    progress.subscribe(lambda event: time.sleep(0.2) if isinstance(event, progress.SaveStarted) else None)
+
+    class Logging(t.Model):
+        def training_step(self, *args: Any) -> torch.Tensor:
+            loss = super().training_step(*args)
+            self.log("loss", loss)
+            return loss
+
+    saving = t.ModelCheckpoint(root, "same", monitor="loss", save_top_k=-1, every_n_train_steps=1)
+    trainer = t.trainer_for("single", [saving], plugin=t.DCPCheckpointIO(async_save=True), max_steps=3)
+    trainer.fit(Logging(), t.plain_loader("single"))
+    steps = {name: dcp.inspect(root / f"{name}.ckpt").step for name in ("same", "same-v1", "same-v2")}
+    assert steps == {"same": 1, "same-v1": 2, "same-v2": 3}
+
+
+def test_one_plugin_serves_many_fits_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    launch.run(_many_fits, 2, tmp_path)
+
+
+def _many_fits(root: Path) -> None:
+    """Whichever way a run ends: no thread, no group of ranks, and the next one works."""
+    from torch.distributed import distributed_c10d
+
+    from tests.lightning import training as t
+
+    class Failing(t.Model):
+        fails_in = ""
+
+        def fail(self, here: str) -> None:
+            if self.fails_in == here:
+                raise ArithmeticError(here)
+
+        def setup(self, stage: str) -> None:
+            self.fail("setup")
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.fail("batch")
+
+        def validation_step(self, *args: Any) -> None:
+            self.fail("validation")
+
+        def on_train_end(self) -> None:
+            self.fail("end")
+
+        def teardown(self, stage: str) -> None:
+            self.fail("teardown")
+
+    groups = len(distributed_c10d._world.pg_map)
+    for layout in ("ddp", "fsdp2"):
+        io, made = t.DCPCheckpointIO(async_save=True), root / layout
+        groups += layout == "fsdp2"  # of its mesh
+        for number, where in enumerate(("setup", "batch", "validation", "end", "teardown", "")):
+            saving = t.ModelCheckpoint(made, f"{number}-{{step}}", every_n_train_steps=1, save_top_k=-1)
+            trainer = t.trainer_for(layout, [saving], plugin=io, max_steps=2)
+            model = Failing(layout)
+            model.fails_in = where
+            batches = t.DataLoader(t.data(4), batch_size=2)
+            if where:
+                with pytest.raises(ArithmeticError, match=where):
+                    trainer.fit(model, t.plain_loader(layout, 2), batches)
+            else:
+                trainer.fit(model, t.plain_loader(layout, 2), batches)
+            assert not any(thread.name.startswith("dcp") for thread in threading.enumerate()), where
+            assert len(distributed_c10d._world.pg_map) <= groups + (layout == "fsdp2") * (number + 1), where
+        trainer.save_checkpoint(made / "by-hand.ckpt")  # after the fit
+        assert dcp.inspect(made / "by-hand.ckpt").step == 2
+        assert io.load_checkpoint(made / "by-hand.ckpt")["global_step"] == 2
+
+
+def test_what_was_saved_by_hand_in_the_background_can_be_loaded_at_once(tmp_path: Path) -> None:
+    launch.run(_save_and_load, 2, tmp_path)
+
+
+def _save_and_load(root: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from dcp_plugin import progress
+    from tests.lightning import training as t
+
+    progress.subscribe(lambda event: time.sleep(0.2) if isinstance(event, progress.SaveStarted) else None)
+
+    class SaveAndLoad(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            before = t.whole_state(trainer)
+            trainer.save_checkpoint(root / pl_module.layout)
+            checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(root / pl_module.layout)
+            assert_same({f"model.{key}": value for key, value in checkpoint["state_dict"].items()},
+                        {key: value for key, value in before.items() if key.startswith("model.")})  # fmt: skip
+            trainer.strategy.load_checkpoint(root / pl_module.layout)
+            assert_same(before, t.whole_state(trainer))
+
+    for layout in ("ddp", "fsdp2"):
+        io = t.DCPCheckpointIO(async_save=True)
+        t.trainer_for(layout, [SaveAndLoad()], plugin=io, max_steps=2).fit(t.Model(layout), t.plain_loader(layout))
+
+
+def test_the_tuner_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    launch.run(_tune, 1, tmp_path)
+
+
+def _tune(root: Path) -> None:
+    """It saves a checkpoint, trains, and restores it in the middle of a run."""
+    from lightning.pytorch.tuner import Tuner
+
+    from tests.lightning import training as t
+
+    class Tuned(t.Model):
+        lr, batch_size = 0.01, 2
+
+        def train_dataloader(self) -> Any:
+            return t.DataLoader(t.data(64), batch_size=self.batch_size, shuffle=True)
+
+    trained: list[Any] = []
+    for way in ({"stock": True}, {"plugin": True}):
+        model = Tuned()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        options: dict[str, Any] = {"max_steps": 4, "default_root_dir": root, **way}
+        Tuner(t.trainer_for("single", **options)).lr_find(model, num_training=5, update_attr=False)
+        assert_same(before, model.state_dict())
+        trainer = t.trainer_for("single", **options)
+        Tuner(trainer).scale_batch_size(model, max_trials=2)
+        trainer.fit(model)
+        assert list(root.iterdir()) == []
+        trained.append((model.batch_size, trainer.global_step, model.losses[-4:]))
+    assert trained[0] == trained[1]
+
+
+SPAWN = """
+import sys, warnings
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from dcp_plugin.lightning import DCPCheckpointIO
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    saving = ModelCheckpoint(sys.argv[1], "{step}", save_last="link", every_n_train_steps=2)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", max_steps=4, callbacks=[saving],
+                         plugins=[DCPCheckpointIO(async_save=True)], logger=False, enable_progress_bar=False)
+    model = BoringModel()
+    before = model.layer.weight.clone()
+    trainer.fit(model)
+    assert not before.equal(model.layer.weight), "the weights came home"
+    assert saving.best_model_path.endswith("step=4.ckpt")
+"""
+
+
+def test_spawned_ranks_save_together_and_bring_the_weights_home(tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert dcp.inspect(tmp_path / "run" / "last.ckpt").step == 4
+    assert dcp.inspect(tmp_path / "run" / "last.ckpt").world_size == 2
+
+
+def test_without_the_plugin_every_file_is_as_if_this_package_were_not_installed(tmp_path: Path) -> None:
+    for number in range(3):
+        launch.run(_not_used, 2, tmp_path / str(number) / "run", number)
+    absent = _files(tmp_path / "0")
+    assert absent
+    for way in ("1", "2"):
+        assert _files(tmp_path / way) == absent
+        for name in absent:
+            here, there = tmp_path / way / name, tmp_path / "0" / name
+            if not name.endswith((".metadata", ".distcp")):  # torch does not always write these in the same order
+                assert _content(here) == _content(there), name
+            elif name.endswith(".metadata"):
+                assert_same(_weights(here.parent), _weights(there.parent))
+
+
+def _files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def _content(path: Path) -> dict[str, bytes]:
+    """Without what is made anew each time: the identity that torch gives to a file or a save, and the folder."""
+    parts = {"": path.read_bytes()}
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist() if "serialization_id" not in name}
+    run = next(str(parent) for parent in path.parents if parent.name == "run").encode()
+    identity = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+    return {name: identity.sub(b"", data.replace(run, b"")) for name, data in parts.items()}
+
+
+def _weights(checkpoint: Path) -> dict[str, Any]:
+    weights: dict[str, Any] = {}
+    dcp.load({"state_dict": weights}, checkpoint)
+    return weights
+
+
+def _not_used(root: Path, way: int) -> None:
+    """0: as if it were not installed; 1: installed and imported; 2: and a plugin is there, of another trainer."""
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    from tests.lightning import training as t
+
+    unused = t.DCPCheckpointIO() if way == 2 else None
+    if way == 0:
+        callback_connector._load_external_callbacks = lambda group: []
+    for layout in ("ddp", "fsdp2"):
+        saving = t.ModelCheckpoint(root / layout, save_last=True)
+        logger = CSVLogger(root / layout, name="logs", version=0)
+        trainer = t.trainer_for(layout, [saving], stock=True, max_steps=3, logger=logger)
+        trainer.fit(t.Model(layout), t.plain_loader(layout))
+        assert not any("dcp" in type(callback).__module__ for callback in trainer.callbacks)
+        assert type(trainer.strategy).__name__ in ("DDPStrategy", "ModelParallelStrategy")
+        assert type(saving) is t.ModelCheckpoint
+    del unused
