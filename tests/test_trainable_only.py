@@ -313,6 +313,21 @@ def test_a_checkpoint_that_completes_its_neighbour_is_not_overwritten_by_anybody
     dcp.save(_state(*build(seed=9)), tmp_path / "last")
 
 
+def test_a_base_that_moved_with_its_run_is_still_not_pruned_or_overwritten(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "a" / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "a" / "base")
+    ours.save(_state(model, optimizer), tmp_path / "a" / "0")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    ours.remove(tmp_path / "b" / "base")
+    with pytest.raises(dcp.SaveFailed, match="leaves out"):
+        dcp.save(_state(*build(seed=9)), tmp_path / "b" / "base")
+    _check(tmp_path / "b" / "0", model)
+    shutil.rmtree(tmp_path / "b" / "base")
+    dcp.save(_state(*build(seed=9)), tmp_path / "b" / "base")
+    ours.remove(tmp_path / "b" / "base")  # another checkpoint, which nobody needs
+    assert not (tmp_path / "b" / "base").exists()
+
+
 def test_a_checkpoint_with_a_base_is_no_base(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
