@@ -93,7 +93,7 @@ class Saving:
         try:
             left_out = self.omission.agree(job.state, ranks, job.path, job.failure)
             step = f"plan the save of {job.path}"
-            planned, directory = self.exchange.plan(step, ranks, hold, writer.reserve)
+            planned, directory = self.exchange.plan(step, ranks, hold, lambda: _reserve(writer))
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
@@ -147,3 +147,13 @@ class Saving:
         if items:
             writer.facts["reused"] = {"bytes": saved, "items": items, "from": str(self.reuse.base)}
         self.reuse.say(next((one.why_not for one in results if one.why_not), ""))
+
+
+def _reserve(writer: ShardedWriter) -> Path:
+    dependent = lifecycle.completed_by(writer.path)
+    if dependent is not None:
+        raise SaveFailed(
+            f"cannot save {writer.path}: the checkpoint there has the frozen parameters that {dependent} leaves out. "
+            f"Save to a new name, or delete {dependent} first."
+        )
+    return writer.reserve()
