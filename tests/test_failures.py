@@ -213,6 +213,22 @@ def test_ranks_that_load_different_checkpoints_are_stopped(tmp_path: Path) -> No
     launch.run(_different_checkpoints, 2, tmp_path)
 
 
+def _different_configurations(root: Path) -> None:
+    first = dist.get_rank() == 0
+    for options in ({"trainable_only": first}, {"exclude": ["u"] if first else []}, {"async_save": first}):
+        ours = dcp.Checkpointer(timeout=60, **options)
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(dcp.CheckpointMismatch, match="configured differently: " + next(iter(options))):
+                ours.save({"t": torch.ones(3), "u": 1}, root / "ck")
+        assert time.monotonic() - began < 30
+    dcp.save({"t": torch.ones(3)}, root / "ck", progress=first, io_threads=1 + first)
+
+
+def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    launch.run(_different_configurations, 2, tmp_path)
+
+
 def _told_through_the_handle_on_one_rank(root: Path) -> None:
     def fail(event: progress.Event) -> None:
         if isinstance(event, progress.BytesWritten):

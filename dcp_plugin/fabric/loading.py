@@ -27,11 +27,13 @@ from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.sampler import data_rank
+from dcp_plugin.storage import commit
 
 logger = logging.getLogger("dcp_plugin")
 
 METADATA_OF_FABRIC = "meta.pt"
-"""What Fabric itself puts beside a sharded checkpoint: everything but modules and optimizers."""
+"""What Fabric itself puts beside a sharded checkpoint: everything but modules and optimizers. The Trainer's, which the
+Lightning door writes too, has the same name."""
 
 T = TypeVar("T")
 
@@ -85,7 +87,7 @@ def look(path: Path, wanted: list[str]) -> Contents:
         sharded=[top for top in keys if top in with_tensors],
         extras=extras,
         names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
-        made_by_fabric=(path / METADATA_OF_FABRIC).is_file(),
+        made_by_fabric=(path / METADATA_OF_FABRIC).is_file() and not (path / commit.INDEX).exists(),
     )
 
 

@@ -73,8 +73,8 @@ def _strategies_and_plugins() -> None:
     standalone = door.dcp_strategy_class(lightning_fabric.strategies.SingleDeviceStrategy)("cpu")
     assert lightning_fabric.Fabric(accelerator="cpu", strategy=standalone).strategy is standalone
 
-    with pytest.raises(TypeError, match=r"Fabric of `lightning_fabric` there is dcp_plugin\.fabric\.attach"):
-        lightning_fabric.Fabric(accelerator="cpu", plugins=DCPCheckpointIO())
+    other = lightning_fabric.Fabric(accelerator="cpu", plugins=DCPCheckpointIO(timeout=9))
+    assert door.attach(other).config.timeout == 9
     with pytest.raises(ValueError, match="strategy"):
         Fabric(accelerator="cpu", strategy=standalone)
     with pytest.raises(dcp.CheckpointError, match="not a Trainer"):

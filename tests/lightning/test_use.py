@@ -386,7 +386,7 @@ def _content(path: Path) -> dict[str, bytes]:
 
 def _weights(checkpoint: Path) -> dict[str, Any]:
     weights: dict[str, Any] = {}
-    dcp.load({"state_dict": weights}, checkpoint)
+    dcp.load({"model": weights}, checkpoint)
     return weights
 
 
