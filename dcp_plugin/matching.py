@@ -272,8 +272,10 @@ class Matching:
         if unexpected:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
         if len(self._match.problems) > before:
-            policies = "strict=False loads" if self._given is None else 'missing="ignore" and unexpected="ignore" load'
-            self._match.problems.append(f"{policies} what fits")
+            policies = 'missing="ignore" and unexpected="ignore" load what fits'
+            if self._given is None:
+                policies = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
+            self._match.problems.append(policies)
         elif self._given is not None and self._missing and not self._match.targets:
             advice = some(about_missing(self._missing, renames, self._index, self._of_submodule), 3, "; ")
             self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")

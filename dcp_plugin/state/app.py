@@ -81,8 +81,11 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
 
     Raises:
+        TypeError: It is no mapping.
         CheckpointMismatch: An optimizer's parameters are in no module of the state, or two objects have one name.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
     found = list(_objects((), state))
     named = [".".join(map(str, path)) for path, _, _ in found]
     if len(set(named)) < len(named):
