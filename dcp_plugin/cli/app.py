@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_PATH = Annotated[Path, typer.Argument(help="The directory of a checkpoint.")]
+_PATH = Annotated[Path, typer.Argument(help="A checkpoint: its directory, or a file of another tool.")]
 
 
 @app.command("inspect")
