@@ -27,7 +27,7 @@ from dcp_plugin import lifecycle, preemption, progress
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.background import Background, SaveHandle, raise_first_untold
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.loading import Loading
 from dcp_plugin.omission import LeftOut, Omission
 from dcp_plugin.partial import PartialLoad
@@ -286,7 +286,13 @@ class Checkpointer:
         if self._solo:
             return Ranks()
         if self._ranks is None or not self._ranks.usable:
-            self._ranks = Ranks.of_default_group(self.config.timeout)
+            ranks = Ranks.of_default_group(self.config.timeout)
+            try:
+                ranks.combine("compare the configurations", self.config.of_all_ranks, _all_the_same)
+            except Exception:
+                ranks.close()
+                raise
+            self._ranks = ranks
         return self._ranks
 
     def _front(self, ranks: Ranks) -> Ranks:
@@ -448,7 +454,7 @@ class Checkpointer:
         try:
             left_out = self._omission.agree(job.state, ranks, job.path, job.failure)
             step = f"plan the save of {job.path}"
-            planned, directory = self._exchange.plan(step, ranks, hold, writer.reserve)
+            planned, directory = self._exchange.plan(step, ranks, hold, lambda: _reserve(writer))
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
@@ -519,6 +525,24 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _all_the_same(said: list[dict[str, Any]]) -> None:
+    """Ranks that are told different things would wait for each other in different places."""
+    for rank, other in enumerate(said):
+        differ = [f"{name}={said[0][name]!r} and {value!r}" for name, value in other.items() if value != said[0][name]]
+        if differ:
+            raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")
+
+
+def _reserve(writer: ShardedWriter) -> Path:
+    dependent = lifecycle.completed_by(writer.path)
+    if dependent is not None:
+        raise SaveFailed(
+            f"cannot save {writer.path}: the checkpoint there has the frozen parameters that {dependent} leaves out. "
+            f"Save to a new name, or delete {dependent} first."
+        )
+    return writer.reserve()
 
 
 def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:

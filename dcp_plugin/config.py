@@ -147,6 +147,11 @@ class CheckpointConfig:
             raise TypeError(f"CheckpointConfig has no field {', '.join(unknown)}. Fields: {', '.join(sorted(known))}.")
         return replace(config or cls(), **overrides)
 
+    def of_all_ranks(self) -> dict[str, Any]:
+        """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
+        names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude")
+        return {name: getattr(self, name) for name in names}
+
     def that_waits(self, who: str) -> CheckpointConfig:
         """This configuration, for a door behind which ``who`` deletes and notes down on the strength of a save.
 

@@ -110,7 +110,7 @@ def remove(path: PathLike) -> None:
     One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
     """
     path = local_path(path)
-    if _completed_by(path) is not None:
+    if completed_by(path) is not None:
         _say_kept(path)
     else:
         commit.remove(path)
@@ -121,16 +121,25 @@ def _say_kept(base: Path) -> None:
     logger.warning("%s is not deleted: it has the frozen parameters that checkpoints beside it leave out", base)
 
 
-def _completed_by(base: Path) -> Path | None:
-    """A checkpoint in the same directory that cannot be loaded without this one."""
-    if not (base / commit.METADATA).exists():
+def completed_by(base: Path) -> Path | None:
+    """A checkpoint in the same directory that cannot be loaded without this one. A link to one is not the one."""
+    if base.is_symlink() or not (base / commit.METADATA).exists():
         return None
+    own = ""
+    with suppress(CheckpointCorrupt):
+        own = Summary.read(base / commit.SUMMARY).index_sha256
     for file in base.parent.glob(f"*/{commit.SUMMARY}"):
-        with suppress(CheckpointCorrupt):
+        with suppress(CheckpointCorrupt, ValueError):
             said = Summary.read(file).base
-            if said and os.path.realpath(Base.of_summary(said, file.parent).path) == os.path.realpath(base):
+            if said and _is_base(base, own, Base.of_summary(said, file.parent), file.parent):
                 return file.parent
     return None
+
+
+def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool:
+    """Whether a load of the checkpoint would find its base at this path."""
+    places = map(os.path.realpath, (said.path, checkpoint / said.relative))
+    return os.path.realpath(path) in places and fingerprint in ("", said.fingerprint)
 
 
 def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:

@@ -207,5 +207,5 @@ def misfit(path: Path, problems: list[str]) -> str:
     if not problems:
         return ""
     if len(problems) == 1:
-        return f"{path} does not fit the state: {problems[0]}."
+        return f"{path} does not fit the state: {problems[0]}{'' if problems[0].endswith('?') else '.'}"
     return f"{path} does not fit the state:\n  " + "\n  ".join(problems)

@@ -71,8 +71,11 @@ def locate(partial: PartialLoad, parts: list[Part]) -> PartialLoad:
     """The partial load with its sub-module found, if it is about one. No communication.
 
     Raises:
+        TypeError: It is none; settings that come from a file are not what annotations say.
         CheckpointMismatch: The sub-module is in no module of the state.
     """
+    if not isinstance(partial, PartialLoad):
+        raise TypeError(f"partial is a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
     if partial.of is None:
         return partial
     modules = [part for part in parts if part.kind == "module" and part.module is not None]

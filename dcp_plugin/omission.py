@@ -1,8 +1,9 @@
 """What a save leaves out on purpose: keys that nobody wants, and frozen parameters that another checkpoint has.
 
 With ``trainable_only`` a frozen parameter is left out if it has, on every rank, the very bytes that were loaded from
-the base, by 128-bit hash; it is saved otherwise. So nothing is lost, whatever was done to a "frozen" parameter. What
-was loaded is hashed then and there. A base that was only named (``base=``) is read once, at the first save, to compare.
+the base, by 128-bit hash, and no conversion had rounded them; it is saved otherwise. So nothing is lost, whatever was
+done to a "frozen" parameter. What was loaded is hashed then and there. A base that was only named (``base=``) is read
+once, at the first save, to compare. Nothing is left out once the base is not there any more, or is another checkpoint.
 
 All ranks leave out the same: a tensor is there as a whole or not at all. Rank 0 decides from what all ranks say.
 """
@@ -22,14 +23,15 @@ from pathlib import Path
 import torch
 
 from dcp_plugin.config import CheckpointConfig, local_path
-from dcp_plugin.errors import CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.planning.holdings import ties_of
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.source import find_prefix
 from dcp_plugin.storage.hashing import hashes_of
 from dcp_plugin.storage.hostmemory import finish_device_work
-from dcp_plugin.storage.opening import Opened
+from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.storage.opening import Opened, open_alone
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.summary import Base, Summary
 from dcp_plugin.types import Flat, Shape, ShardedValue
@@ -57,7 +59,8 @@ class _Origin:
 
     source: _Source
     key: str
-    hashes: Hashes
+    hashes: Hashes | None
+    """None if they were rounded on the way, so that the source has other values."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Omission:
         self._checked = not config.exclude
         self._matched: set[int] = set()
         self._said = ""
+        self._lost = ""
 
     @property
     def remembers(self) -> bool:
@@ -131,17 +135,19 @@ class Omission:
             names: The loaded keys, and their keys in the checkpoint.
         """
         base = opened.base or opened
-        source = _Source(opened.base.path if opened.base else opened.path, base.fingerprint)
+        source = _Source(Path(os.path.realpath(base.path)), base.fingerprint)  # a link may lead elsewhere tomorrow
         left_out = opened.index.left_out
         tensors: dict[str, ShardedValue] = {}
         there: dict[str, str] = {}
+        key_in: dict[str, str] = {}
         for key, stored in {**names, **_tied_to(names, state)}.items():
             self._origins.pop(key, None)
             value = state.get(key)
             if isinstance(value, ShardedValue) and (not opened.base or stored in left_out):
-                tensors[key], there[key] = value, left_out.get(stored, stored)
-        hashes = _hashes(tensors, self._config.io_threads)
-        self._origins |= {key: _Origin(source, there[key], hashes[key]) for key in tensors}
+                tensors[key], key_in[key], there[key] = value, stored, left_out.get(stored, stored)
+        exact = {key: value for key, value in tensors.items() if _is_exact(value, opened.index, key_in[key])}
+        hashes = _hashes(exact, self._config.io_threads)
+        self._origins |= {key: _Origin(source, there[key], hashes.get(key)) for key in tensors}
 
     def agree(self, state: Flat, ranks: Ranks, path: Path, failure: Exception | None) -> LeftOut:
         """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
@@ -214,6 +220,8 @@ class Omission:
                 f"cannot save {path} with trainable_only=True: it is the base, which has the frozen parameters that "
                 f"this save leaves out. Save to a new name."
             )
+        if self._is_lost(base):
+            return LeftOut({})
         keys: dict[str, str] = {}
         changed: set[str] = set()
         for claim in claims:
@@ -225,6 +233,15 @@ class Omission:
         self._say(base, kept)
         left = {key: there for key, there in keys.items() if key not in changed}
         return LeftOut(left, base.path, base.fingerprint)
+
+    def _is_lost(self, base: _Source) -> bool:
+        """Whether the base has been deleted, moved or overwritten since it was read: then a save without the frozen
+        parameters could never be loaded."""
+        reason = _reason_it_is_lost(base)
+        if reason and reason != self._lost:
+            logger.warning("everything is saved, also what is frozen: %s.", reason)
+        self._lost = reason
+        return bool(reason)
 
     def _say(self, base: _Source, saved: list[str]) -> None:
         said = some(saved, 5) if saved else ""
@@ -243,11 +260,14 @@ class Omission:
             raise CheckpointMismatch(
                 f"{reader.path} is no base: it leaves out frozen parameters itself. Name the base that it has."
             )
-        source = _Source(local_path(reader.path), reader.fingerprint)
+        source = _Source(Path(os.path.realpath(local_path(reader.path))), reader.fingerprint)
         known = {origin.source.fingerprint for origin in self._origins.values()}
         if source.fingerprint not in known:
             names = _names_in(frozen, reader)
-            for batch in _batches({key: value for key, value in frozen.items() if key in names}):
+            inside = {key: value for key, value in frozen.items() if key in names}
+            exact = {key: value for key, value in inside.items() if _is_exact(value, reader.index, names[key])}
+            self._origins |= {key: _Origin(source, names[key], None) for key in inside}
+            for batch in _batches(exact):
                 copies = {key: _like(value) for key, value in batch.items()}
                 planner = ShardedLoadPlanner(strict=False)
                 planner.use_index(dict(copies), reader.index, names)
@@ -255,6 +275,17 @@ class Omission:
                 hashes = _hashes(copies, self._config.io_threads)
                 self._origins |= {key: _Origin(source, names[key], hashes[key]) for key in batch}
         self._named = source
+
+
+def _reason_it_is_lost(base: _Source) -> str:
+    try:
+        found = open_alone(base.path)
+        found.check_files()
+    except (CheckpointError, OSError) as error:
+        return f"the base {base.path} cannot be read any more ({error})"
+    if found.fingerprint != base.fingerprint:
+        return f"{base.path} has been overwritten since it was read, and is another checkpoint now"
+    return ""
 
 
 def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]:
@@ -291,12 +322,22 @@ def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict
                 f"prefix{nearest(next(iter(frozen)), reader.index)}. Load it with PartialLoad(rename=...) first."
             )
         names = {key: prefix.stored(key) for key in frozen if prefix.stored(key) in reader.index}
-    return {key: there for key, there in names.items() if _fits(frozen[key], reader, there)}
+    return {key: there for key, there in names.items() if _fits(frozen[key], reader.index, there)}
 
 
-def _fits(value: ShardedValue, reader: ShardedReader, key: str) -> bool:
-    slot = reader.index.slots[key]
-    return reader.index.table.dtype_of(slot) is not None and reader.index.table.shape_of(slot) == value.shape
+def _fits(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
+    slot = index.slots[key]
+    return index.table.dtype_of(slot) is not None and index.table.shape_of(slot) == value.shape
+
+
+def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
+    """Whether the stored numbers are the value's, not rounded to its dtype: then they can stand for it whatever dtype
+    it will be loaded into."""
+    stored, here = index.table.dtype_of(index.slots[key]), value.dtype
+    if stored is None or stored == here:
+        return stored == here
+    widened = stored.is_floating_point and here.is_floating_point and stored.itemsize < here.itemsize
+    return widened and here in (torch.float32, torch.float64)
 
 
 def _like(value: ShardedValue) -> ShardedValue:

@@ -198,6 +198,9 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.load({"n": 0}, dcp.latest(tmp_path))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not dict"):
         dcp.load(tmp_path, {"n": 0})  # type: ignore[arg-type]
+    dcp.save({"n": 0}, tmp_path / "n")
+    with pytest.raises(TypeError, match="PartialLoad, not a dict"):
+        dcp.load({"n": 0}, tmp_path / "n", partial={"include": "*"})  # type: ignore[arg-type]
     with pytest.raises(dcp.CheckpointError, match="this is a Linear"):
         dcp.save(torch.nn.Linear(2, 2), tmp_path / "bare")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no field chekcsum"):
@@ -217,6 +220,22 @@ def _different_checkpoints(root: Path) -> None:
 
 def test_ranks_that_load_different_checkpoints_are_stopped(tmp_path: Path) -> None:
     launch.run(_different_checkpoints, 2, tmp_path)
+
+
+def _different_configurations(root: Path) -> None:
+    first = dist.get_rank() == 0
+    for options in ({"trainable_only": first}, {"exclude": ["u"] if first else []}, {"async_save": first}):
+        ours = dcp.Checkpointer(timeout=60, **options)
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(dcp.CheckpointMismatch, match="configured differently: " + next(iter(options))):
+                ours.save({"t": torch.ones(3), "u": 1}, root / "ck")
+        assert time.monotonic() - began < 30
+    dcp.save({"t": torch.ones(3)}, root / "ck", progress=first, io_threads=1 + first)
+
+
+def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    launch.run(_different_configurations, 2, tmp_path)
 
 
 def _told_through_the_handle_on_one_rank(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from safetensors.numpy import load_file
 from torch import nn
+from xxhash import xxh3_128_digest
 
 import dcp_plugin as dcp
 from dcp_plugin import progress
@@ -260,6 +262,52 @@ def test_a_file_that_somebody_has_written_to_is_not_linked(tmp_path: Path, caplo
         ours.save(_state(model, optimizer), tmp_path / "1")
     assert "written to since" in caplog.text
     _check_alone(tmp_path / "1", model)
+
+
+def test_a_loaded_checkpoint_whose_bytes_are_not_what_its_hashes_say_is_not_linked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that forgets, or somebody who wants other weights in the next checkpoint than those in memory."""
+    model, optimizer = build()
+    for name in ("rotten", "forged"):
+        dcp.save(_state(model, optimizer), tmp_path / name)
+    _damage_stable_file(tmp_path / "rotten")
+    _forge(tmp_path / "forged", model)
+    assert dcp.verify(tmp_path / "forged").ok, "its checksums are those of the forged bytes"
+    for name in ("rotten", "forged"):
+        caplog.clear()
+        ours = dcp.Checkpointer(base=tmp_path / name)
+        with caplog.at_level(logging.WARNING, "dcp_plugin"):
+            ours.save(_state(model, optimizer), tmp_path / f"after {name}")
+        assert "are not the bytes" in caplog.text
+        assert dcp.verify(tmp_path / f"after {name}").ok
+        assert_same(_loaded_by_stock(tmp_path / f"after {name}", model), full_state(model.state_dict()))
+
+
+def _damage_stable_file(path: Path) -> None:
+    largest = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with open(largest, "r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _forge(path: Path, model: nn.Module) -> None:
+    """Other weights in the place of the frozen ones, with right checksums, under the hashes of the right ones."""
+    evil, _ = build(seed=66)
+    dcp.save({"model": evil}, path)
+    index = CheckpointIndex.read(path / commit.INDEX, dcp_sha(path))
+    chunks = {key: int(index.table.chunk_starts[slot]) for key, slot in index.slots.items()}
+    hashes = index.columns["hash"].copy()
+    for row, chunk in enumerate(index.columns["hashed"].tolist()):
+        key = next(key for key, number in chunks.items() if number == chunk)
+        right = xxh3_128_digest(model.get_parameter(key.removeprefix("model.")).detach().numpy().tobytes())
+        hashes[row] = np.frombuffer(right, np.uint64)
+    forged = CheckpointIndex(index.table, {**index.columns, "hash": hashes}, index.files).encode()
+    (path / commit.INDEX).write_bytes(forged)
+    said = json.loads((path / commit.SUMMARY).read_text())
+    (path / commit.SUMMARY).write_text(json.dumps({**said, "index_sha256": _sha256(path / commit.INDEX)}))
 
 
 def test_another_file_system_gets_a_copy_and_that_is_said_once(

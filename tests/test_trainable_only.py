@@ -215,6 +215,119 @@ def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
     _check(tmp_path / "2", model)
 
 
+def test_a_base_that_was_loaded_through_a_link_is_still_found_when_the_link_has_moved_on(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "0")
+    last = tmp_path / "last"
+    last.symlink_to("0")
+    ours, model, optimizer = _tuned_on(last)
+    for name in ("1", "2"):
+        ours.save(_state(model, optimizer), tmp_path / name)
+        last.unlink()
+        last.symlink_to(name)
+    assert dcp.inspect(tmp_path / "2").base == tmp_path / "0"
+    ours.remove(tmp_path / "0")
+    _check(tmp_path / "2", model)
+
+
+@pytest.mark.parametrize(
+    ("fate", "named"),
+    [("deleted", False), ("overwritten", True), ("cut", False)],
+    ids=["deleted", "overwritten", "cut"],
+)
+def test_all_is_saved_once_the_base_cannot_complete_it_any_more(
+    tmp_path: Path, fate: str, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _pretrained(tmp_path / "base")
+    if named:
+        model, optimizer = build(seed=7)
+        ours = dcp.Checkpointer(trainable_only=True, base=tmp_path / "base")
+    else:
+        ours, model, optimizer = _tuned_on(tmp_path / "base")
+    ours.save(_state(model, optimizer), tmp_path / "run" / "0")
+    assert len(dcp.inspect(tmp_path / "run" / "0").left_out) == 16
+    if fate == "deleted":
+        shutil.rmtree(tmp_path / "base")
+    elif fate == "overwritten":
+        dcp.save(_state(*build(seed=9)), tmp_path / "base")
+    else:
+        max((tmp_path / "base").glob("*.distcp"), key=lambda file: file.stat().st_size).write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "dcp_plugin"):
+        for step in (1, 2):
+            ours.save(_state(model, optimizer), tmp_path / "run" / str(step))
+    assert caplog.text.count("everything is saved") == 1 and str(tmp_path / "base") in caplog.text
+    assert dcp.inspect(tmp_path / "run" / "2").base is None
+    _check(tmp_path / "run" / "2", model)
+
+
+def test_a_safetensors_base_with_one_other_tensor_is_another_base(tmp_path: Path) -> None:
+    """Found by a few bytes of each tensor: such files have no checksums."""
+    source, _ = build(seed=7)
+    held = {key: value.clone() for key, value in source.state_dict().items()}
+    save_file(held, tmp_path / "pre.safetensors")
+    model, optimizer = build(seed=1)
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model}, tmp_path / "pre.safetensors")
+    ours.save(_state(model, optimizer), tmp_path / "run")
+    _check(tmp_path / "run", model)
+    for key in held:
+        if key.startswith("backbone"):
+            save_file({**held, key: held[key] * 1.5}, tmp_path / "pre.safetensors")
+            with pytest.raises(dcp.CheckpointMismatch, match="is not that base"):
+                _check(tmp_path / "run", model)
+
+
+def test_what_was_rounded_when_it_was_loaded_is_saved(tmp_path: Path) -> None:
+    """Loaded as float32, the checkpoint is what was trained, not what the base had before it was rounded."""
+    _pretrained(tmp_path / "exact")
+    rounded, _ = build(seed=7)
+    dcp.save({"model": rounded.to(torch.float16)}, tmp_path / "rounded")
+    for base, dtype, left_out in (
+        ("exact", torch.bfloat16, 0),
+        ("rounded", torch.bfloat16, 0),
+        ("rounded", torch.float32, 16),
+    ):
+        for named in (False, True):
+            model, _ = build(seed=7)
+            if named:
+                dcp.load({"model": model}, tmp_path / base)
+            model.to(dtype)
+            ours = dcp.Checkpointer(trainable_only=True, base=tmp_path / base if named else None)
+            if not named:
+                ours.load({"model": model}, tmp_path / base)
+            ours.save({"model": model}, tmp_path / "run")
+            assert len(dcp.inspect(tmp_path / "run").left_out) == left_out, (base, dtype, named)
+            other = build(seed=2)[0]
+            dcp.load({"model": other}, tmp_path / "run")
+            assert_same(dict(other.state_dict()), {key: value.float() for key, value in model.state_dict().items()})
+
+
+def test_a_checkpoint_that_completes_its_neighbour_is_not_overwritten_by_anybody(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "last")
+    ours, model, optimizer = _tuned_on(tmp_path / "last")
+    ours.save(_state(model, optimizer), tmp_path / "0")
+    with pytest.raises(dcp.SaveFailed, match=r"/0 leaves out.*new name"):
+        dcp.save(_state(*build(seed=9)), tmp_path / "last")
+    assert not (tmp_path / commit.WORKSPACE).exists()
+    _check(tmp_path / "0", model)
+    ours.remove(tmp_path / "0")
+    dcp.save(_state(*build(seed=9)), tmp_path / "last")
+
+
+def test_a_base_that_moved_with_its_run_is_still_not_pruned_or_overwritten(tmp_path: Path) -> None:
+    _pretrained(tmp_path / "a" / "base")
+    ours, model, optimizer = _tuned_on(tmp_path / "a" / "base")
+    ours.save(_state(model, optimizer), tmp_path / "a" / "0")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    ours.remove(tmp_path / "b" / "base")
+    with pytest.raises(dcp.SaveFailed, match="leaves out"):
+        dcp.save(_state(*build(seed=9)), tmp_path / "b" / "base")
+    _check(tmp_path / "b" / "0", model)
+    shutil.rmtree(tmp_path / "b" / "base")
+    dcp.save(_state(*build(seed=9)), tmp_path / "b" / "base")
+    ours.remove(tmp_path / "b" / "base")  # another checkpoint, which nobody needs
+    assert not (tmp_path / "b" / "base").exists()
+
+
 def test_a_checkpoint_with_a_base_is_no_base(tmp_path: Path) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
@@ -273,7 +386,9 @@ def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
     assert small <= 0.03 * first
 
 
-@pytest.mark.parametrize("left_out", ["[1]", "{", '{"model.head.bias": "x"}'], ids=["no object", "cut", "stored too"])
+@pytest.mark.parametrize(
+    "left_out", ["[1]", "{", '{"model.head.bias": "x"}', "[" * 99_999], ids=["no object", "cut", "stored too", "deep"]
+)
 def test_a_list_of_what_is_left_out_that_contradicts_itself_is_refused(tmp_path: Path, left_out: str) -> None:
     _pretrained(tmp_path / "base")
     file = tmp_path / "base" / commit.INDEX
@@ -294,6 +409,10 @@ def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path
     said["base"] = {"path": str(tmp_path / "run"), "relative": ".", "fingerprint": said["index_sha256"]}
     file.write_text(json.dumps(said))
     with pytest.raises(dcp.CheckpointMismatch, match=r"has no model\.backbone"):
+        _check(tmp_path / "run", model)
+    said["base"] |= {"path": "no name\0", "relative": "neither\0"}
+    file.write_text(json.dumps(said))
+    with pytest.raises(dcp.CheckpointNotFound, match="is not there"):
         _check(tmp_path / "run", model)
     del said["base"]
     file.write_text(json.dumps(said))

@@ -52,6 +52,24 @@ def test_code_in_stock_metadata_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.parametrize("name", [".metadata", "dcp_plugin.index", "dcp_plugin.json"])
+def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    (_stock_save if name == ".metadata" else dcp.save)({"t": torch.ones(3)}, tmp_path / "ck")
+    (tmp_path / "ck" / name).unlink()
+    os.mkfifo(tmp_path / "ck" / name)
+    with pytest.raises(dcp.CheckpointCorrupt, match="no regular file"):
+        dcp.load({"t": torch.zeros(3)}, tmp_path / "ck")
+    assert dcp.latest(tmp_path) is None
+
+
+def test_a_summary_nested_too_deep_is_damage(tmp_path: Path) -> None:
+    dcp.save({"t": torch.ones(3)}, tmp_path / "ck")
+    (tmp_path / "ck" / "dcp_plugin.json").write_text("[" * 99_999)
+    with pytest.raises(dcp.CheckpointCorrupt, match="damaged"):
+        dcp.load({"t": torch.zeros(3)}, tmp_path / "ck")
+    assert dcp.latest(tmp_path) is None
+
+
 def test_code_in_a_stock_value_is_not_executed_unless_allowed(tmp_path: Path) -> None:
     _stock_save({"n": Attack(tmp_path / "owned")}, tmp_path / "ck")
     with pytest.raises(dcp.UnsafeCheckpoint, match="allow_pickle"):

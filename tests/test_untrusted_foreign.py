@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import json
 import os
+import pickle
 import shutil
 import struct
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import dcp_plugin as dcp
 
@@ -42,6 +47,106 @@ def test_code_in_a_torch_file_is_not_executed_and_the_way_out_is_said(tmp_path: 
     torch.save({"state_dict": STATE, "note": Attack(tmp_path / "owned")}, tmp_path / "file")
     _refused(tmp_path / "file", dcp.UnsafeCheckpoint, "mkdir.*weights_only=False")
     assert not (tmp_path / "owned").exists()
+
+
+class Command(Attack):
+    """The same through a name that torch does not block, but only does not know."""
+
+    def __reduce__(self) -> Any:
+        return subprocess.call, (["mkdir", str(self.proof)],)
+
+
+class Evaluated(Attack):
+    def __reduce__(self) -> Any:
+        return eval, (f"__import__('os').mkdir({str(self.proof)!r})",)
+
+
+class Settings:
+    """A class of the authors of a file, which nobody else has."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.loop = tensor, [self]
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("executed")
+
+
+LIGHTNING = {"pytorch-lightning_version": "2.6.6", "epoch": 3}
+
+
+@pytest.mark.parametrize("beside", [{}, LIGHTNING], ids=["torch.save", "lightning"])
+def test_weights_are_loaded_from_beside_objects_of_which_nothing_is_executed(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    proof = tmp_path / "owned"
+    objects = {"hparams": argparse.Namespace(lr=1), "own": Settings(torch.ones(3)), "command": Command(proof)}
+    torch.save(
+        {**beside, "state_dict": STATE, "step": 7, "hyper_parameters": objects, "code": Evaluated(proof)},
+        tmp_path / "file",
+    )
+    target: dict[str, Any] = {"model": {key: torch.zeros_like(value) for key, value in STATE.items()}, "step": 0}
+    dcp.load(target, tmp_path / "file")
+    assert target["step"] == 7 and all(torch.equal(target["model"][key], value) for key, value in STATE.items())
+    asked: dict[str, Any]
+    for asked, match in (
+        ({"hyper_parameters": {"hparams": None}}, r"hyper_parameters\.hparams is.* argparse\.Namespace"),
+        ({"hyper_parameters": {}}, "only executing code would restore"),
+        ({"code": None}, r"code is.* builtins\.eval"),
+    ):
+        before = {key: torch.zeros_like(value) for key, value in STATE.items()}
+        with pytest.raises(dcp.UnsafeCheckpoint, match=match):
+            dcp.load({**asked, "model": before}, tmp_path / "file")
+        assert all((value == 0).all() for value in before.values())
+    assert not proof.exists()
+    with pytest.raises(pickle.UnpicklingError):  # torch itself refuses as before
+        torch.load(tmp_path / "file", weights_only=True)
+
+
+def test_an_extra_state_with_an_object_in_it_is_refused_when_a_module_asks_for_it(tmp_path: Path) -> None:
+    class Head(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return [torch.ones(1), {"x": argparse.Namespace(a=1)}]
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state == self.get_extra_state(), "its own"
+
+    torch.save({"state_dict": Head(2, 2).state_dict()}, tmp_path / "file")
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"_extra_state.*argparse\.Namespace"):
+        dcp.load({"model": Head(2, 2)}, tmp_path / "file")
+    partial = dcp.PartialLoad(exclude="*_extra_state")
+    dcp.load({"model": Head(2, 2)}, tmp_path / "file", partial)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": Settings(torch.ones(1)), "ema": STATE},
+        {"model": {**STATE, "c": Settings(torch.ones(1))}, "ema": {"state_dict": STATE}},
+        {"only": STATE, "args": argparse.Namespace()},
+        {**STATE, "args": argparse.Namespace()},
+        Settings(torch.ones(1)),
+        {"state_dict": STATE, "args": collections.defaultdict(list, a=argparse.Namespace())},
+    ],
+    ids=["module and average", "damaged and average", "no usual name", "among tensors", "object", "filled like a dict"],
+)
+def test_where_objects_leave_a_doubt_which_tensors_are_the_model_nothing_is_loaded(
+    tmp_path: Path, content: Any
+) -> None:
+    torch.save(content, tmp_path / "file")
+    _refused(tmp_path / "file", dcp.UnsafeCheckpoint, "weights_only=False")
+
+
+def test_containers_that_contain_themselves_are_no_trap(tmp_path: Path) -> None:
+    loop: list[Any] = [argparse.Namespace()]
+    loop.append(loop)
+    deep: Any = ()
+    for _ in range(900):
+        deep = (deep,)
+    state = {"a": torch.ones(2), "x._extra_state": loop, "y._extra_state": deep}
+    torch.save({"state_dict": state}, tmp_path / "file")
+    target = {"a": torch.zeros(2)}
+    dcp.load({"model": target}, tmp_path / "file", dcp.PartialLoad(include="model.a"))
+    assert (target["a"] == 1).all()
 
 
 @pytest.mark.parametrize("save", [save_file, torch.save], ids=["safetensors", "torch.save"])

@@ -243,15 +243,15 @@ def _keep_other_files(old: Path, new: Path) -> None:
 def _attached(checkpoint: Path) -> list[str]:
     """What the summary lists besides the checkpoint's own files."""
     try:
-        return [str(name) for name in json.loads((checkpoint / SUMMARY).read_bytes())["attached"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [str(name) for name in json.loads(files.read_regular(checkpoint / SUMMARY))["attached"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
 def _identity(checkpoint: Path) -> str:
     """Tells one save from any other; empty if this is no checkpoint of ours."""
     try:
-        return hashlib.sha256((checkpoint / SUMMARY).read_bytes()).hexdigest()
+        return hashlib.sha256(files.read_regular(checkpoint / SUMMARY)).hexdigest()
     except OSError:
         return ""
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from pathlib import Path
 
 _RENAME_EXCHANGE = 2
@@ -36,6 +37,15 @@ def make_directories(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for created in reversed(missing):
         sync_directory(created.parent)
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """What is in a file, or its first bytes. A named pipe, which would be waited for for ever, is an error."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read(most)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -46,6 +46,7 @@ from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.storage.checksums import LARGEST_BLOCK, SMALLEST_BLOCK
+from dcp_plugin.storage.files import read_regular
 from dcp_plugin.storage.table import (
     NO_TENSOR,
     Column,
@@ -331,7 +332,10 @@ class CheckpointIndex(Mapping[str, Entry]):
         Raises:
             CheckpointCorrupt: It is another file, no index, or contradicts itself.
         """
-        data = path.read_bytes()
+        try:
+            data = read_regular(path)
+        except OSError as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != sha256:
             raise CheckpointCorrupt(f"{path} is not the index that was saved (its SHA-256 differs)")
         try:
@@ -347,6 +351,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             index = cls._checked(columns, about)
         except (
             SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError,
+            RecursionError,
         ) as error:  # fmt: skip
             raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
         index.validate(path.parent)

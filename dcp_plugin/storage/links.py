@@ -11,7 +11,8 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dcp_plugin.storage import files
 from dcp_plugin.storage.commit import DATA_SUFFIX
 
 _HOMES = 4
+_GONE = "its files are gone, or were written to since"
 _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
 
 
@@ -40,7 +42,8 @@ class _Identity:
 class LinkableFile:
     """A data file of published checkpoints, under the names that we know, newest first: any may be deleted.
 
-    ``identity`` is None for a file that another process has written; then its size is all that is known.
+    ``identity`` is None for a file that another process has written: then it has to be read first, see
+    :mod:`~dcp_plugin.storage.confirming`.
     """
 
     homes: tuple[Path, ...]
@@ -58,21 +61,41 @@ class LinkableFile:
         others = [path for path in self.homes[1:] if path != home]
         return replace(self, homes=(home, *others)[:_HOMES])
 
+    @contextmanager
+    def opened(self) -> Iterator[tuple[int, LinkableFile]]:
+        """The file, open for reading, and itself as the very file that was opened.
+
+        Raises:
+            CannotLink: It is not there.
+        """
+        for home in filter(self._is_at, self.homes):
+            try:
+                fd = os.open(home, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                yield fd, replace(self, identity=_Identity.of(os.fstat(fd)))
+            finally:
+                os.close(fd)
+            return
+        raise CannotLink(_GONE)
+
     def link_to(self, target: Path) -> LinkableFile:
         """Make ``target`` this file, or one that shares its blocks.
 
         Raises:
             CannotLink: In words: why that cannot be.
         """
-        reason = "its files are gone, or were written to since"
+        reason = _GONE
         for home in self.homes:
             if not self._is_at(home):
                 continue
             try:
                 os.link(home, target)
             except OSError as error:
-                if _reflink(home, target):
+                if _reflink(home, target) and self._is_at(home):
                     return LinkableFile.written(target)
+                files.delete(target)
                 if error.errno != errno.ENOENT:  # not deleted just now
                     reason = f"the file system makes no hard links there ({error.strerror})"
                 continue

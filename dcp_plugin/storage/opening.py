@@ -91,7 +91,7 @@ def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
     for place in [moved] if moved else [said.path, opened.path / said.relative]:
         try:
             found = open_alone(Path(os.path.realpath(place)))
-        except (CheckpointNotFound, OSError):
+        except (CheckpointNotFound, OSError, ValueError):  # no name of a file at all
             continue
         if found.fingerprint == said.fingerprint:
             return found
@@ -121,7 +121,7 @@ def open_alone(path: Path) -> Opened:
         return Opened(path, path, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if dcp_folder.is_of_accelerate(path) and (path.parent / commit.INDEX).exists():
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
-    said = fingerprint((path / commit.METADATA).read_bytes())
+    said = fingerprint(stock.read_bytes(path))
     if dcp_folder.is_of_lightning(path):
         index, kinds = dcp_folder.lightning_index(path)
         return Opened(path, path, index, said, "lightning", kinds)
@@ -132,9 +132,9 @@ def _open_foreign(path: Path, reason: str) -> Opened:
     folders = dcp_folder.accelerate_folders(path) if path.is_dir() else []
     if folders:
         index, kinds = dcp_folder.accelerate_index(path, folders)
-        said = fingerprint(b"".join((path / folder / commit.METADATA).read_bytes() for folder in folders))
+        said = fingerprint(b"".join(stock.read_bytes(path / folder) for folder in folders))
         return Opened(path, path, index, said, "accelerate", kinds)
     directory, contents = detect.read(path, reason)
     index = contents.index(directory)
-    said = fingerprint_of(directory, contents.files)
+    said = fingerprint_of(directory, contents)
     return Opened(path, directory, index, said, contents.format, contents.kinds, links=True)

@@ -26,9 +26,10 @@ from torch.futures import Future
 
 from dcp_plugin._torch import load_bytes, undo_transforms
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.storage import fetch, read_files, stock
 from dcp_plugin.storage.fetch import Fetch
+from dcp_plugin.storage.foreign.standins import Refused
 from dcp_plugin.storage.hostmemory import finish_device_work
 from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
 from dcp_plugin.storage.metadata import metadata_of
@@ -224,7 +225,13 @@ class ShardedReader(StorageReader):
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
         key = read.item.storage_index.fqn
         if key in self.index.values_here:
-            return encode(self.index.values_here[key])
+            value = self.index.values_here[key]
+            if isinstance(value, Refused):
+                raise UnsafeCheckpoint(
+                    f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would "
+                    f"restore; nothing was executed. The rest can be loaded without it: PartialLoad(exclude=...)."
+                )
+            return encode(value)
         return self._plain(values[read.location.file, read.location.offset], read.location)
 
     def _fetch_of_value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> Iterator[Fetch]:

@@ -7,7 +7,7 @@ takes nothing from another. Links are made of files, so what is stable lies in f
 - An item is unchanged if key, box, dtype and the 128-bit hash of its bytes are those of the last checkpoint. Nothing
   else is believed: that a parameter is frozen only says that looking at it will be worth it.
 - A file is linked if it is the one that was written then, and holds nothing but unchanged items, or almost. The
-  unchanged items of any other are written again.
+  unchanged items of any other are written again. One that another process has written is read before.
 - Each rank decides about what it writes itself, without asking anybody. What goes wrong here is never an error: the
   bytes are in memory, and are written.
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.storage.confirming import confirmed
 from dcp_plugin.storage.framing import padded
 from dcp_plugin.storage.hashing import hashes_of, sample_of
 from dcp_plugin.storage.hostmemory import finish_device_work
@@ -145,7 +146,7 @@ class Reuse:
             self._pending[one.item] = after
             if expected:
                 stable.add(slot)
-        linked, reason = _link(same, directory, rank)
+        linked, reason = _link(same, {slot: asked[slot].item for slot in same}, directory, rank)
         for slot, (file, location) in linked.items():
             self._pending[asked[slot].item] = replace(same[slot], file=file, location=location)
         stable -= linked.keys()
@@ -215,7 +216,7 @@ def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
 
 
 def _link(
-    same: Mapping[int, _Known], directory: Path, rank: int
+    same: Mapping[int, _Known], item_at: Mapping[int, Item], directory: Path, rank: int
 ) -> tuple[dict[int, tuple[LinkableFile, Location]], str]:
     """Link the files of which enough is unchanged. Where each item is then; and why not more."""
     items_of: dict[LinkableFile, dict[int, Location]] = {}
@@ -231,6 +232,9 @@ def _link(
             continue
         name = free_name(rank, names, wanted=next(iter(locations.values())).file)
         try:
+            if file.identity is None:
+                claims = {slot: (item_at[slot].dtype, item_at[slot].sizes, at) for slot, at in locations.items()}
+                file, locations = confirmed(file, claims)
             there = file.link_to(directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)

@@ -7,6 +7,7 @@ that loads it. Here an unpickler knows the classes that DCP's metadata consists 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pickle
 from collections import defaultdict
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dcp_plugin._torch import transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.storage.commit import METADATA
+from dcp_plugin.storage.files import read_regular
 from dcp_plugin.storage.framing import Frame, frame_if_possible
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
@@ -67,8 +69,7 @@ def read_metadata(directory: Path) -> Metadata:
     """
     path = directory / METADATA
     try:
-        with open(path, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        metadata = _MetadataUnpickler(io.BytesIO(read_bytes(directory))).load()
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{path} {error}") from None
     except Exception as error:
@@ -76,6 +77,18 @@ def read_metadata(directory: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointCorrupt(f"{path} holds a {type(metadata).__name__}, not the metadata of a DCP checkpoint")
     return metadata
+
+
+def read_bytes(directory: Path) -> bytes:
+    """``.metadata`` as it is.
+
+    Raises:
+        CheckpointCorrupt: It cannot be read.
+    """
+    try:
+        return read_regular(directory / METADATA)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{directory / METADATA} cannot be read: {error.strerror}") from error
 
 
 def read_index(directory: Path) -> CheckpointIndex:

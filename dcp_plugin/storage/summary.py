@@ -14,6 +14,7 @@ import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
 from dcp_plugin.storage.commit import SUMMARY
+from dcp_plugin.storage.files import read_regular
 from dcp_plugin.storage.index import FORMAT_VERSION
 
 _MAX_SIZE = 1 << 20
@@ -90,8 +91,7 @@ class Summary:
     def read(cls, path: Path) -> Summary:
         """Raises CheckpointCorrupt if the file is no summary."""
         try:
-            with open(path, "rb") as file:
-                data = file.read(_MAX_SIZE + 1)
+            data = read_regular(path, _MAX_SIZE + 1)
             said = json.loads(data)
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
             summary = cls(**known)
@@ -103,7 +103,7 @@ class Summary:
                 raise ValueError("exclude is a list of text, base an object")
             if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(f"{path} is damaged: {error}") from error
         return summary
 

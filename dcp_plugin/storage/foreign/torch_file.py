@@ -2,7 +2,8 @@
 
 ``torch.load(map_location="meta", weights_only=True)`` gives the structure; it reads the pickle only, and executes
 nothing. Torch notes in each storage where its record begins; that has to be a stored record of the zip's directory,
-and the tensor has to lie inside of it.
+and the tensor has to lie inside of it. Objects that torch refuses are left out (:mod:`.standins`), as long as there is
+no doubt which tensors are the model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from dcp_plugin._torch import load_mapped, load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.storage.foreign.contents import Contents, View
+from dcp_plugin.storage.foreign.standins import Refused, StandIn, leaves_of, load_with_stand_ins, refused_in
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""
@@ -43,13 +45,16 @@ def read_file(path: Path) -> Contents:
     Optimizers are left out: their states are numbered, and only the framework that wrote them knows the order.
 
     Raises:
-        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or wants code executed.
+        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or its weights want code
+            executed.
     """
     records = _records(path)
-    tree = _checked_load(path, load_structure)
-    if isinstance(tree, torch.Tensor) or not isinstance(tree, Mapping):
+    tree, refusal = _checked_load(path, load_structure)
+    if not isinstance(tree, Mapping):
+        if refusal is not None:
+            raise refusal
         raise CheckpointMismatch(f"{path} holds a {type(tree).__name__}, not a state dict or a dictionary with one")
-    named = _modules(path, tree)
+    named = _modules(path, tree, refusal)
     written_by = "lightning" if LIGHTNING in tree else "torch.save"
     contents = Contents(written_by, {path.name: path.stat().st_size}, shares_bytes=True)
     for name, state in named.items():
@@ -59,15 +64,17 @@ def read_file(path: Path) -> Contents:
     for key, leaf in _other_leaves(tree, {id(state) for state in named.values()}):
         if key.partition(".")[0] not in named:
             _put(contents, path, records, key, leaf)
-    if any(map(_holds_tensors, contents.values.values())):
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
         _read_values(contents, path)
     return contents
 
 
-def _modules(path: Path, tree: Tree) -> dict[str, Tree]:
+def _modules(path: Path, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
     if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
         return {"model": tree["state_dict"]}
     found = modules_in(tree)
+    if refusal is not None and not _is_certain(tree, found.get("model")):
+        raise refusal
     if not found:
         raise CheckpointMismatch(f"{path} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}")
     return found
@@ -84,6 +91,13 @@ def modules_in(tree: Tree) -> dict[str, Tree]:
     usual = [path for name in _MODEL_NAMES for path in found if path and path[-1] == name]
     model = next(iter(found)) if len(found) == 1 else usual[0] if usual else None
     return {"model" if path == model else ".".join(path): state for path, state in found.items()}
+
+
+def _is_certain(tree: Tree, model: Tree | None) -> bool:
+    """Whether the model is where models are, and nothing in another such place was refused: an average of the weights,
+    for one, is not to be taken for them because the module itself was pickled."""
+    named = [tree[name] for name in _MODEL_NAMES if name in tree]
+    return any(state is model for state in named) and not any(refused_in(one) for one in named if one is not model)
 
 
 def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tuple[tuple[str, ...], Tree]]:
@@ -111,28 +125,23 @@ def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _D
             continue
         if isinstance(value, Mapping):
             yield from _other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
-        elif isinstance(value, (torch.Tensor, *_PLAIN)):
+        elif isinstance(value, (torch.Tensor, StandIn, *_PLAIN)):
             yield prefix + key, value
 
 
 def _put(contents: Contents, path: Path, records: dict[int, int], key: str, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         contents.views[key] = _view(path, records, key, leaf)
-    elif key.endswith(_EXTRA_STATE) or isinstance(leaf, _PLAIN):
-        contents.values[key] = leaf
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    return any(map(_holds_tensors, value)) if isinstance(value, (list, tuple)) else isinstance(value, torch.Tensor)
+    elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
+        refused = refused_in(leaf)
+        contents.values[key] = Refused(refused) if refused else leaf
 
 
 def _read_values(contents: Contents, path: Path) -> None:
     """Extra states with tensors in them: these are read at once, from the mapped file."""
-    for name, state in _modules(path, _checked_load(path, load_mapped)).items():
+    for name, state in _modules(path, *_checked_load(path, load_mapped)).items():
         for key, leaf in state.items():
-            if f"{name}.{key}" in contents.values:
+            if not isinstance(contents.values.get(f"{name}.{key}", Refused("")), Refused):
                 contents.values[f"{name}.{key}"] = leaf
 
 
@@ -157,19 +166,24 @@ def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -
     return view
 
 
-def _checked_load(path: Path, load: Callable[[Path], Any]) -> Any:
+def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeCheckpoint | None]:
+    """What a file holds; and why not all of it, if there are stand-ins in it."""
     try:
-        return load(path)
+        return load(path), None
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
-        raise UnsafeCheckpoint(
+        refusal = UnsafeCheckpoint(
             f"{path} can only be loaded by executing code that it names ({found[1] if found else error}); nothing was "
             f"executed. If you trust its origin, write the weights to a file of their own, once: "
             f"held = torch.load({path.name!r}, weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), "
             f"or held.state_dict() if it is a module."
-        ) from None
+        )
     except Exception as error:
         raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    try:
+        return load_with_stand_ins(path, load), refusal
+    except Exception:
+        raise refusal from None
 
 
 def _records(path: Path) -> dict[int, int]:
