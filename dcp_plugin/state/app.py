@@ -174,8 +174,8 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
             return module
     raise CheckpointMismatch(
         f"the parameters of the optimizer {name!r} are in no single module of the state "
-        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put several modules "
-        f"that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
+        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put "
+        f"several modules that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
     )
 
 
