@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dcp_plugin._python import before_threads_end
+from dcp_plugin.errors import SaveFailed
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -120,17 +121,18 @@ class Background:
                 if before is not None:
                     before.join()
                 write()
-            except Exception as error:
-                logger.error("the background save of %s failed: %s", handle.path, error)
-                handle._end(error)
+            except BaseException as error:  # nobody else would end what others wait for
+                failure = error if isinstance(error, Exception) else _ended_by(error, handle.path)
+                logger.error("the background save of %s failed: %s", handle.path, failure)
+                handle._end(failure)
             else:
                 handle._end()
 
         thread = threading.Thread(target=run, name=THREAD)
-        self._saves.append((handle, thread))
-        _unattended.add(self)
         _attend_when_the_program_ends()
         thread.start()
+        self._saves.append((handle, thread))
+        _unattended.add(self)
 
     def wait_for_all_but(self, count: int) -> list[SaveHandle]:
         """Wait for the oldest saves until ``count`` are left; for all of them if one of those failed.
@@ -163,6 +165,12 @@ class Background:
             if handle.exception() is not None and not handle._told:
                 handle._told = True
                 logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, handle._error)
+
+
+def _ended_by(error: BaseException, path: Path) -> SaveFailed:
+    failure = SaveFailed(f"cannot save {path}: {type(error).__name__} was raised in the thread that saves ({error})")
+    failure.__cause__ = error
+    return failure
 
 
 def _let_training_go_first() -> None:

@@ -1,11 +1,11 @@
 """Save and load live objects: the one thing that every door talks to.
 
-A save goes one way: gather the state, (stage it on the host,) plan, write, publish. With ``async_save`` everything
-after staging runs in a background thread. A load goes one way: open, want, plan, read, take.
+A save goes one way: gather the state (and stage it on the host, :mod:`~dcp_plugin.gathered`), then plan, write and
+publish it (:mod:`~dcp_plugin.saving`). With ``async_save`` everything after staging runs in a background thread
+(:mod:`~dcp_plugin.background`). A load goes one way, too (:mod:`~dcp_plugin.loading`): open, want, plan, read, take.
 
-Ranks meet twice in a save: to plan (a second time if the plan is not the last one's), and when all have written, to
-learn that it is published. In a load they agree on each step that can fail: to open, to compare, to read, to take. No
-rank's part of a load depends on another's, unless they share the reading.
+In a load ranks agree on each step that can fail: to open, to compare, to read, to take. No rank's part of it depends on
+another's, unless they share the reading. Where they meet in a save is said there.
 """
 
 from __future__ import annotations
@@ -16,87 +16,30 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_plugin import lifecycle, preemption, progress
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.background import Background, SaveHandle, raise_first_untold
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.gathered import Gathered
 from dcp_plugin.loading import Loading
-from dcp_plugin.omission import LeftOut, Omission
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.planning.exchange import Exchange, in_table_order
-from dcp_plugin.planning.holdings import Holding
-from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
+from dcp_plugin.planning.save import encode_state
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.staging.guard import Guard, take_off_hooks, wait_until_copied
+from dcp_plugin.saving import Saving
+from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.staging.snapshot import Snapshot
-from dcp_plugin.state.app import gather_state, layouts_of, parts_of
-from dcp_plugin.state.still import StillMemory, live_objects
+from dcp_plugin.state.app import gather_state, parts_of
+from dcp_plugin.state.still import live_objects
 from dcp_plugin.storage.opening import Opened
-from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.table import Location, Places
 from dcp_plugin.storage.views import Aliases, Views
-from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
-from dcp_plugin.types import Flat, KeyPath, LoadReport, ShardedValue
+from dcp_plugin.types import LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What one rank tells rank 0 when it has written its part."""
-
-    places: Places
-    items_reused: int
-    bytes_reused: int
-    why_not: str
-
-
-@dataclass
-class _Job:
-    """What is left to do when the state is gathered, on one rank."""
-
-    path: Path
-    step: int | None
-    writer: ShardedWriter
-    began: float
-    state: Flat = field(default_factory=dict)
-    paths: dict[str, KeyPath] = field(default_factory=dict)
-    failure: Exception | None = None
-    """Gathering or copying has failed here; told when all ranks meet."""
-    snapshot: Snapshot | None = None
-    guard: Guard | None = None
-    blocked: float | None = None
-    """Seconds that the caller waited; None if for all of it."""
-    copied: float = 0.0
-    """Seconds that the copy to host memory took."""
-
-    def copy(self) -> None:
-        """Finish the copy; from now on the state may change."""
-        began = time.monotonic()
-        try:
-            if self.snapshot is not None:
-                self.state = self.snapshot.finish()
-        except Exception as error:
-            self.failure = error
-        finally:
-            self.snapshot = None
-            self.release()
-        self.copied += time.monotonic() - began
-
-    def release(self) -> None:
-        """Nothing that changes the state needs to wait any longer."""
-        if self.guard is not None:
-            self.guard.release()
 
 
 class Checkpointer:
@@ -115,11 +58,7 @@ class Checkpointer:
         self._aside: Ranks | None = None
         self._pools = [HostPool() for _ in range(1 + self._may_wait_in_line)]
         self._saves = 0
-        self._exchange = Exchange()
-        self._reuse = Reuse() if self.config.reuse else None
-        if self._reuse is not None and self.config.base is not None:
-            self._reuse.loaded(local_path(self.config.base))
-        self._omission = Omission(self.config)
+        self._saving = Saving(self.config)
         self._background = Background()
 
     def save(
@@ -165,12 +104,13 @@ class Checkpointer:
         writer = self._writer(place, step, views, aliases)
         if files is not None:
             self._add_files(writer, self._front(ranks), files)
-        job = _Job(writer.path, step, writer, began)
+        job = Gathered(self.config, writer.path, step, writer, began)
         handle = SaveHandle(writer.path, step)
         if not self.config.async_save:
             with _collector_paused(), progress.progress_line(writer.path, self._shows_progress(ranks)):
-                self._gather(job, state)
-                self._write(job, ranks)
+                job.gather(state, self._saving.omission)
+                job.describe()
+                self._saving.write(job, ranks)
             handle._end()
             return handle
         self._save_in_background(handle, job, ranks, state, owners)
@@ -208,9 +148,9 @@ class Checkpointer:
         with _collector_paused():
             loading = Loading(ranks, self.config, local_path(path), partial, strict)
             report = loading.run(state)
-        if self._reuse is not None:
-            self._reuse.loaded(loading.opened.path)
-        if self._omission.remembers:
+        if self._saving.reuse is not None:
+            self._saving.reuse.loaded(loading.opened.path)
+        if self._saving.omission.remembers:
             ranks.agree(f"remember what {path} has", lambda: self._remember(state, report, loading.opened))
         return report
 
@@ -221,7 +161,7 @@ class Checkpointer:
             {k: leaf for k, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
         )
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in flat}
-        self._omission.loaded(flat, names, opened)
+        self._saving.omission.loaded(flat, names, opened)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
@@ -266,7 +206,7 @@ class Checkpointer:
             preemption.forget(self._background)
             for pool in self._pools:
                 pool.free()
-            self._exchange = Exchange()
+            self._saving.forget_plan()
             for ranks in (self._ranks, self._aside):
                 if ranks is not None:
                     ranks.close()
@@ -349,61 +289,30 @@ class Checkpointer:
             direct_io=config.direct_io,
             checksum=config.checksum,
             views=views,
-            reuse=self._reuse,
+            reuse=self._saving.reuse,
             aliases=aliases,
         )
 
     def _save_in_background(
-        self, handle: SaveHandle, job: _Job, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
+        self, handle: SaveHandle, job: Gathered, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
     ) -> None:
         if self.config.finish_on_sigterm:
             preemption.watch(self._background)
         pool = self._pools[self._saves % len(self._pools)]
-        self._saves += 1
         self._background.speaks = ranks.rank == 0
         try:
             with _collector_paused():
-                self._gather(job, state)
-                self._snapshot(job, pool, [*live_objects(state), *owners] if self._lazy else [])
+                job.gather(state, self._saving.omission)
+                job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
                 job.copy()
                 handle._staged.set()
             job.blocked = time.monotonic() - job.began
             self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))
+            self._saves += 1  # and not before: the next one takes the other pool, which may be in use
         except BaseException:  # nobody will make the copy that others wait for
             job.release()
             raise
-
-    def _gather(self, job: _Job, state: Mapping[str, Any]) -> None:
-        """This rank's part of the state. A failure is kept until all ranks meet."""
-        try:
-            parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
-            leaves, job.paths = gather_state(parts)
-            job.state = self._omission.without_excluded(encode_state(leaves, self.config.allow_pickle))
-            job.writer.frozen = {k for k, one in job.state.items() if isinstance(one, ShardedValue) and one.frozen}
-            job.writer.facts = {
-                "kinds": {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")},
-                "layouts": layouts_of(leaves),
-            }
-        except Exception as error:
-            job.failure = error
-
-    @staticmethod
-    def _snapshot(job: _Job, pool: HostPool, owners: list[Any]) -> None:
-        """Copy what was gathered, but for what stays as it is until the next step of an optimizer: memory of
-        ``owners``. A failure is kept, too."""
-        if job.failure is not None:
-            return
-        began = time.monotonic()
-        try:
-            still = StillMemory(owners)
-            job.snapshot = Snapshot(job.state, pool, still)
-            if not job.snapshot.complete:
-                job.guard = Guard(still.modules)
-        except Exception as error:
-            job.failure = error
-        job.state = {}
-        job.copied = time.monotonic() - began
 
     @staticmethod
     def _add_files(writer: ShardedWriter, ranks: Ranks, files: Callable[[Path], None]) -> None:
@@ -415,99 +324,9 @@ class Checkpointer:
             writer.discard()
             raise
 
-    def _write_in_background(self, job: _Job, ranks: Ranks) -> None:
+    def _write_in_background(self, job: Gathered, ranks: Ranks) -> None:
         with progress.progress_notes(job.path, self._shows_progress(ranks)):
-            self._write(job, ranks)
-
-    def _write(self, job: _Job, ranks: Ranks) -> None:
-        """Plan, write, publish. On every rank, or on none."""
-        began = time.monotonic()
-        planner, writer = ShardedSavePlanner(), job.writer
-
-        def hold() -> Holding:
-            if job.failure is not None:
-                raise job.failure
-            planner.set_up_planner(self._leave_out(job.state, left_out, writer), None, ranks.rank == 0)
-            planner.use_paths(job.paths)
-            return planner.holding()
-
-        def write() -> _Written:
-            progress.emit(progress.SaveStarted(job.path, job.step))
-            plan = SavePlan(planned.items, storage_data=WhereToWrite(ranks.rank, directory))
-            results = writer.write_data(plan, planner).wait()
-            locations: dict[MetadataIndex, Location] = {result.index: result.storage_data for result in results}
-            found = writer.findings
-            places = Places.of([locations[item.index] for item in plan.items])
-            return _Written(places, found.items, found.bytes, found.why_not)
-
-        def publish(results: list[_Written]) -> None:
-            assert planned.assignment is not None, "rank 0 has made it"
-            places = Places.joined([result.places for result in results]).take(in_table_order(planned.assignment))
-            self._note_reuse(writer, results)
-            writer.finish_columns(planned.assignment.table, places, ranks.size)
-            if self.config.keep_last is not None:
-                try:
-                    lifecycle.prune(job.path, self.config.keep_last)
-                except (OSError, SaveFailed) as error:  # the new checkpoint is published; old ones that stay do no harm
-                    logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
-
-        try:
-            left_out = self._omission.agree(job.state, ranks, job.path, job.failure)
-            step = f"plan the save of {job.path}"
-            planned, directory = self._exchange.plan(step, ranks, hold, lambda: _reserve(writer))
-            ranks.combine(f"write {job.path}", write, publish)
-        except Exception as error:
-            writer.discard()
-            self._tell(progress.SaveAborted(job.path, job.step, ranks.rank, f"{type(error).__name__}: {error}"))
-            if type(error) is CheckpointError:  # not one of ours on some rank, told to all
-                raise SaveFailed(str(error)) from (error.__cause__ or error)
-            if isinstance(error, CheckpointError):
-                raise
-            raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
-        if self._reuse is not None:
-            self._reuse.published(job.path)
-        now = time.monotonic()
-        self._tell(
-            progress.SaveFinished(
-                job.path,
-                job.step,
-                writer.bytes_written,
-                seconds=now - job.began,
-                blocked_seconds=now - job.began if job.blocked is None else job.blocked,
-                staging_seconds=job.copied,
-                write_seconds=now - began,
-                rank=ranks.rank,
-                bytes_reused=writer.findings.bytes,
-            )
-        )
-
-    def _tell(self, event: progress.SaveFinished | progress.SaveAborted) -> None:
-        """How a save has ended. What goes wrong with telling it is not the save's failure."""
-        try:
-            progress.emit(event)
-            if self.config.events is not None and event.rank == 0:
-                progress.append_json(Path(self.config.events), event)
-        except Exception:
-            logger.exception("a subscriber failed after the save of %s had ended", event.path)
-
-    def _leave_out(self, state: Flat, left_out: LeftOut, writer: ShardedWriter) -> Flat:
-        if self.config.exclude:
-            writer.facts["exclude"] = list(self.config.exclude)
-        if not left_out.keys:
-            return state
-        writer.left_out = left_out.keys
-        writer.facts["base"] = left_out.base_of(writer.path)
-        return {key: value for key, value in state.items() if key not in left_out.keys}
-
-    def _note_reuse(self, writer: ShardedWriter, results: list[_Written]) -> None:
-        """For the summary, on rank 0; and say what stood in the way of more."""
-        if self._reuse is None:
-            return
-        items = sum(one.items_reused for one in results)
-        saved = sum(one.bytes_reused for one in results)
-        if items:
-            writer.facts["reused"] = {"bytes": saved, "items": items, "from": str(self._reuse.base)}
-        self._reuse.say(next((one.why_not for one in results if one.why_not), ""))
+            self._saving.write(job, ranks)
 
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
@@ -533,16 +352,6 @@ def _all_the_same(said: list[dict[str, Any]]) -> None:
         differ = [f"{name}={said[0][name]!r} and {value!r}" for name, value in other.items() if value != said[0][name]]
         if differ:
             raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")
-
-
-def _reserve(writer: ShardedWriter) -> Path:
-    dependent = lifecycle.completed_by(writer.path)
-    if dependent is not None:
-        raise SaveFailed(
-            f"cannot save {writer.path}: the checkpoint there has the frozen parameters that {dependent} leaves out. "
-            f"Save to a new name, or delete {dependent} first."
-        )
-    return writer.reserve()
 
 
 def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:

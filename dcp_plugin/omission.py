@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,12 +115,12 @@ class Omission:
         """Whether to tell of loads."""
         return self._config.trainable_only
 
-    def without_excluded(self, state: Flat) -> Flat:
+    def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state without what nobody wants."""
         globs = self._config.exclude
         if not globs:
             return state
-        kept: Flat = {}
+        kept = {}
         for key, value in state.items():
             hits = [number for number, glob in enumerate(globs) if fnmatchcase(key, glob)]
             self._matched.update(hits)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from dcp_plugin import progress
 from dcp_plugin.staging import snapshot
 
@@ -15,19 +17,17 @@ from dcp_plugin.staging import snapshot
 @contextmanager
 def slow_copies(before_each: Callable[[], Any]) -> Iterator[None]:
     """Call ``before_each`` before every copy that lazy staging makes later than at the call."""
-    copy = snapshot._Copy
-    start = copy.start
+    copy_later = snapshot._copy_later
 
-    def start_late(self: snapshot._Copy) -> None:
-        if self.version is not None:
-            before_each()
-        start(self)
+    def copy_slowly(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+        before_each()
+        copy_later(copy, tensor)
 
-    copy.start = start_late  # type: ignore[method-assign]
+    snapshot._copy_later = copy_slowly
     try:
         yield
     finally:
-        copy.start = start  # type: ignore[method-assign]
+        snapshot._copy_later = copy_later
 
 
 @contextmanager

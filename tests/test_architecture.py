@@ -19,7 +19,7 @@ FLOORS = [
     ("state", "partial", "hints"),
     (
         *("lifecycle", "inspection", "matching", "loading", "omission", "attached", "conventions"),
-        *("background", "preemption", "checkpointer", "api", "restart"),
+        *("gathered", "saving", "background", "preemption", "checkpointer", "api", "restart"),
     ),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),
 ]

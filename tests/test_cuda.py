@@ -115,15 +115,17 @@ def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path
 def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> None:
     model = nn.Linear(1000, 1000).cuda()
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    slab = ours._pools[0]._pinned
+    pool = ours._pools[0]
     places = set()
     for number in range(3):
         ours.save({"model": model}, tmp_path / str(number)).wait()
-        assert slab.memory.is_pinned()
-        places.add(slab.memory.data_ptr())
+        (slab,) = pool.slabs
+        assert slab.is_pinned()
+        places.add(slab.data_ptr())
+        del slab
     assert len(places) == 1
     ours.close()
-    assert not slab.memory.numel()
+    assert not pool.nbytes
     target = nn.Linear(1000, 1000).cuda()
     dcp.load({"model": target}, tmp_path / "2")
     assert_same(target.state_dict(), model.state_dict())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -327,3 +330,118 @@ def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
         assert child.exitcode == 0
         held.open()
     ours.close()
+
+
+def _replace_a_parameter(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    old, new = model.block[0].weight, nn.Parameter(torch.ones_like(model.block[0].weight))
+    model.block[0].weight = new
+    optimizer.state[new] = optimizer.state.pop(old)
+    optimizer.param_groups[0]["params"] = [new if one is old else one for one in optimizer.param_groups[0]["params"]]
+
+
+def _add_a_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.more = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model.more.parameters()), "lr": 0.5})
+
+
+def _freeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.block[0].weight.requires_grad_(False)
+
+
+def _register_a_buffer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.block.register_buffer("late", torch.arange(5.0))
+
+
+def _swap_a_module(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.block[1] = nn.BatchNorm1d(5)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    for parameter in set(optimizer.state).difference(model.parameters()):
+        del optimizer.state[parameter]
+
+
+def _tie(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.block.again = model.block[0].weight
+
+
+def _untie(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    _tie(model, optimizer)
+    model.block.again = nn.Parameter(torch.zeros(3))
+
+
+def _hook_the_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.register_state_dict_post_hook(lambda module, state, *rest: state.update(extra=torch.full((2,), 7.0)))
+
+
+def _move_the_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone().double()
+
+
+BETWEEN_SAVES = [
+    _replace_a_parameter, _add_a_group, _freeze, _register_a_buffer, _swap_a_module, _tie, _untie,
+    _hook_the_state_dict, _move_the_data,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BETWEEN_SAVES, ids=lambda change: change.__name__.strip("_"))
+def test_what_changes_between_two_saves_is_in_the_second(change: Callable[..., Any], tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    ours.save({"model": model, "optim": optimizer}, tmp_path / "first")
+    change(model, optimizer)
+    ours.wait()
+    ours.save({"model": model, "optim": optimizer}, tmp_path / "second")
+    ours.close()
+    fresh = dcp.Checkpointer()
+    fresh.save({"model": model, "optim": optimizer}, tmp_path / "expected")
+    assert_same(_saved(tmp_path / "second"), _saved(tmp_path / "expected"))
+
+
+_TASKS = """
+import os, sys, torch, dcp_plugin as dcp
+from dcp_plugin import progress
+
+def tasks(event=None):
+    if event is None or isinstance(event, progress.SaveStarted):
+        counted.append(len(os.listdir("/proc/self/task")))
+
+torch.set_num_threads(4)
+model = torch.nn.Linear(2048, 2048)
+model(torch.ones(64, 2048)).sum().backward()  # the training has its threads
+counted = []
+progress.subscribe(tasks)  # called in the thread that has copied
+tasks()
+ours = dcp.Checkpointer(async_save=True, staging="lazy", io_threads=1)
+ours.save({"model": model}, sys.argv[1])
+ours.close()
+print(counted[1] - counted[0])
+"""
+
+
+def test_the_later_copy_starts_no_threads_that_compete_with_those_of_the_training(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _TASKS, str(tmp_path / "ck")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment, "PYTHONPATH": os.getcwd()},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) == 1, "the one that saves"
+
+
+def test_the_copy_is_of_the_memory_at_the_call_whatever_the_parameters_point_to_later(tmp_path: Path) -> None:
+    model, optimizer = build("plain")
+    train(model, optimizer, 1)
+    expected = _tensors(whole_state(model, optimizer))
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := _Held()):
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        model.double()
+        for slots in optimizer.state.values():
+            slots["exp_avg"].data = torch.zeros_like(slots["exp_avg"])
+        held.open()
+        ours.close()
+    assert_same(_tensors(_saved(tmp_path / "ck")), expected)

@@ -66,7 +66,7 @@ def _save_with_changes(root: Path) -> None:
                     change(state)
                 path = root / f"{change.__name__}-{name}"
                 ours.save(state, path)
-                assert not ours._exchange.repeated, change
+                assert not ours._saving.exchange.repeated, change
                 _check(state, path)
 
 
@@ -88,23 +88,23 @@ def _repeat(root: Path) -> None:
     with dcp_checkpointer() as ours:
         state = _state()
         ours.save(state, root / "first")
-        assert not ours._exchange.repeated
+        assert not ours._saving.exchange.repeated
         for text in ("a longer text", "a text that is longer still" * 100):
             state["text"] = text
             state["shared"].chunks[0].tensor.add_(1)
             ours.save(state, root / "again")
-            assert ours._exchange.repeated
+            assert ours._saving.exchange.repeated
             target = {"text": "", "shared": torch.zeros(700, 300)}
             dcp.Checkpointer(solo=True).load(target, root / "again")
             assert target["text"] == text
             assert same_bytes(target["shared"], state["shared"].chunks[0].tensor)  # type: ignore[arg-type]
             dist.barrier()
         if dist.get_rank() == 1:
-            ours._exchange._last = None  # as after a failure that only this rank has seen
+            ours._saving.exchange._last = None  # as after a failure that only this rank has seen
         ours.save(state, root / "forgotten")
-        assert not ours._exchange.repeated
+        assert not ours._saving.exchange.repeated
         ours.save(state, root / "remembered")
-        assert ours._exchange.repeated
+        assert ours._saving.exchange.repeated
 
 
 def _training(root: Path) -> None:
@@ -113,7 +113,7 @@ def _training(root: Path) -> None:
         for step in range(3):
             train(model, optimizer, 1)
             ours.save({"model": model, "optim": optimizer, "step": step}, root / f"step{step}")
-            assert ours._exchange.repeated == (step > 0)
+            assert ours._saving.exchange.repeated == (step > 0)
             assert dcp.verify(root / f"step{step}").ok
 
 

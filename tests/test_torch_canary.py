@@ -49,6 +49,13 @@ def test_torch_notes_where_the_record_of_a_meta_storage_begins(tmp_path: Path) -
         assert data[begin : begin + expected.nbytes] == expected.numpy().tobytes()
 
 
+def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False))
+    for child in model.modules():
+        assert list(_torch.own_parameters(child)) == list(child.named_parameters(recurse=False))
+        assert list(_torch.own_buffers(child)) == list(child.named_buffers(recurse=False))
+
+
 class _Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def _queue(root: Path, staging: str) -> None:
         ours.wait()
     for number in range(3):
         assert_same(_restored(root / str(number)), expected[number])
-    assert len({pool._host.memory.data_ptr() for pool in ours._pools}) == 2
+    assert all(pool.nbytes for pool in ours._pools)
     ours.close()
 
 
@@ -319,3 +319,65 @@ def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd
     said = capfd.readouterr().err
     assert "saving ck in the background: " in said and "of 8 MiB on rank 0" in said
     assert said.endswith("s\n") and "\r" not in said.replace("\r\x1b", "")
+
+
+class _Interrupted:
+    """Ctrl-C in the middle of a call."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_an_interrupted_call_leaves_the_host_copy_of_the_save_in_flight_alone(tmp_path: Path) -> None:
+    tensor = torch.ones(1000)
+    ours = dcp.Checkpointer(async_save=True, when_busy="queue")
+    gate = _Gate()
+    with slow_writes(gate):
+        gate.close()
+        first = ours.save({"t": tensor}, tmp_path / "first")
+        with pytest.raises(KeyboardInterrupt):
+            ours.save({"t": tensor, "x": _Interrupted()}, tmp_path / "second")
+        tensor.zero_()
+        ours.save({"t": tensor}, tmp_path / "third")
+        assert not first.done()
+        gate.open()
+        ours.close()
+    for name, expected in (("first", 1.0), ("third", 0.0)):
+        loaded = {"t": torch.full((1000,), 7.0)}
+        dcp.load(loaded, tmp_path / name)
+        assert_same(loaded, {"t": torch.full((1000,), expected)})
+
+
+def test_a_save_that_something_ends_by_an_exit_has_failed_and_is_said_to(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    for slowly in (slow_writes, slow_copies):
+        with slowly(leave):
+            handle = ours.save({"model": model}, tmp_path / "ck")
+            with pytest.raises(dcp.SaveFailed, match="SystemExit"):
+                handle.wait(20)
+        optimizer.step()  # nothing waits for a copy that nobody makes
+    ours.save({"model": model}, tmp_path / "ck").wait(20)
+    ours.close()
+
+
+def test_a_save_whose_thread_cannot_start_is_not_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            ours.save({"n": 1}, tmp_path / "ck")
+    ours.wait()
+    ours.save({"n": 1}, tmp_path / "ck").wait(20)
+    ours.close()

@@ -25,6 +25,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from dcp_plugin._torch import own_parameters
+
 _under_way: list[Guard] = []
 os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait for ever
 
@@ -44,7 +46,7 @@ class Guard:
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
             for root in modules
             for module in root.modules()
-            if next(module.parameters(recurse=False), None) is not None
+            if next(own_parameters(module), None) is not None
         ]
         _under_way.append(self)
 

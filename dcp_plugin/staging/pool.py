@@ -1,6 +1,7 @@
 """Host memory for copies of the local shard: sized once, filled again by every save, given back by ``free``.
 
-One slab holds all tensors that come from the host, another, pinned one those that come from a device. A slab is as
+One slab holds all tensors that come from the host, another, pinned one those that come from a device; what is copied
+at the call and what is copied later lie apart, since the one is copied before the other is even listed. A slab is as
 large as what is copied into it and is replaced, the old one first, when that grows, or shrinks by more than a fifth:
 never is there more than one copy. Memory is pinned by registering it, because torch's own pinned memory comes in
 powers of two and is never given back.
@@ -33,28 +34,57 @@ class HostPool:
     """The host memory of one save at a time."""
 
     def __init__(self) -> None:
-        self._host = _Slab(pinned=False)
-        self._pinned = _Slab(pinned=True)
+        self._at_the_call, self._later = _Slabs(), _Slabs()
 
     def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """A place for each tensor. All places given out before are used again."""
+        """A place for each tensor. All places given out before, by either method, are used again."""
+        if sum(tensor.nbytes for tensor in tensors) > self._at_the_call.nbytes:
+            self._later.free()  # what comes here now may have been there before
+        return self._at_the_call.places(tensors)
+
+    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+        """The same for those that are copied after the call."""
+        return self._later.places(tensors)
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """What the pool holds now."""
+        slabs = [slab.memory for both in (self._at_the_call, self._later) for slab in (both.host, both.pinned)]
+        return [slab for slab in slabs if slab.nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def free(self) -> None:
+        self._at_the_call.free()
+        self._later.free()
+
+
+class _Slabs:
+    """One slab for what comes from the host, and one for what comes from devices."""
+
+    def __init__(self) -> None:
+        self.host = _Slab(pinned=False)
+        self.pinned = _Slab(pinned=True)
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
             start = ends[tensor.is_cuda]
             starts.append(start)
             ends[tensor.is_cuda] = start + tensor.nbytes + -tensor.nbytes % _ALIGNMENT
-        slabs = {False: self._host.of_size(ends[False]), True: self._pinned.of_size(ends[True])}
+        slabs = {False: self.host.of_size(ends[False]), True: self.pinned.of_size(ends[True])}
         return [Place(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """What the pool holds now."""
-        return self._host.memory.nbytes + self._pinned.memory.nbytes
+        return self.host.memory.nbytes + self.pinned.memory.nbytes
 
     def free(self) -> None:
-        self._host.free()
-        self._pinned.free()
+        self.host.free()
+        self.pinned.free()
 
 
 class _Slab:

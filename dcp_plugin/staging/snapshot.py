@@ -12,67 +12,70 @@ Tied tensors stay tied in the copy. Copies from a device run on a stream of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from dcp_plugin._torch import version_of
+from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.staging.pool import HostPool, Place
-from dcp_plugin.types import EncodedValue, Flat, LocalChunk, memory_of
+from dcp_plugin.storage.hostmemory import is_plain_memory
+from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
 
-class _Copy(NamedTuple):
-    """One tensor to copy. ``version``: what it was at the call; None if it is copied at the call."""
+class _Later(NamedTuple):
+    """A tensor to copy later."""
 
     key: str
-    source: torch.Tensor
-    whole: torch.Tensor
-    place: Place
-    version: tuple[int, int] | None
+    leaf: Any
+    memory: tuple[torch.Tensor, ...]
+    """Its memory on this rank, as it was at the call."""
+    versions: tuple[int | None, ...]
 
     @property
     def changed(self) -> bool:
-        return _version_of(self.source, self.whole) != self.version
-
-    def start(self) -> None:
-        if self.source.numel():
-            self.place.like(self.source).copy_(self.source, non_blocking=self.source.is_cuda)
+        return _versions_of(self.leaf, self.memory) != self.versions
 
 
 class Snapshot:
     """The copy of one save.
 
+    What is copied later is not even described at the call: that would take more time than anything else there.
+
     Args:
-        state: What to copy.
+        leaves: What to copy.
         pool: Where to; everything that is in it is overwritten.
-        still: Whether a tensor stays as it is until the next optimizer step, so that it can be copied later.
+        encode: Describes leaves as what this rank has of them.
+        still: Whether memory stays as it is until the next optimizer step, so that it can be copied later.
     """
 
     def __init__(
-        self, state: Flat, pool: HostPool, still: Callable[[torch.Tensor], bool] = lambda tensor: False
+        self,
+        leaves: Mapping[str, Any],
+        pool: HostPool,
+        encode: Callable[[Mapping[str, Any]], Flat],
+        still: Callable[[torch.Tensor], bool] = lambda tensor: False,
     ) -> None:
-        sources: dict[Any, tuple[str, torch.Tensor, torch.Tensor]] = {}
-        for key, value in state.items():
-            if isinstance(value, EncodedValue):
-                continue
-            for number, chunk in enumerate(value.chunks):
-                identity = memory_of(chunk.tensor) if chunk.tensor.numel() else (key, number)
-                whole = chunk.tensor if value.whole is None else value.whole
-                sources.setdefault(identity, (key, chunk.tensor, whole))
-        places = dict(zip(sources, pool.places([tensor for _, tensor, _ in sources.values()]), strict=True))
-        copies = [
-            _Copy(key, source, whole, places[identity], _version_of(source, whole) if still(source) else None)
-            for identity, (key, source, whole) in sources.items()
-        ]
-        self._original: Flat = state
-        self._places = places
-        self._later = [copy for copy in copies if copy.version is not None]
-        self._streams = _Streams(copy.source for copy in copies)
-        self._copy([copy for copy in copies if copy.version is None])
+        self._keys = list(leaves)
+        self._pool, self._encode = pool, encode
+        self._later: list[_Later] = []
+        now: dict[str, Any] = {}
+        with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
+            for key, leaf in leaves.items():
+                memory = _memory_on_this_rank(leaf)
+                if memory and all(map(still, memory)) and None not in (versions := _versions_of(leaf, memory)):
+                    if type(leaf) in _PLAIN:
+                        leaf = leaf.detach()  # is what it is now, whatever the other's .data will be
+                        memory = (leaf,)
+                    self._later.append(_Later(key, leaf, memory, versions))
+                else:
+                    now[key] = leaf
+        self._streams = _Streams(tensor for one in self._later for tensor in one.memory)
+        self._copied = self._copy(encode(now), pool.places, _copy_now)
 
     @property
     def complete(self) -> bool:
@@ -86,39 +89,87 @@ class Snapshot:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
         """
         later, self._later = self._later, []
-        self._copy(later)
-        changed = [copy.key for copy in later if copy.changed]
-        original, self._original = self._original, {}
+        described = self._encode({one.key: one.leaf for one in later})
+        copied = self._copied | self._copy(described, self._pool.places_for_later, _copy_later, self._streams)
+        changed = [one.key for one in later if one.changed]
         if changed:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise SaveFailed(
                 f"{', '.join(changed[:5])}{more} changed while being copied, by something else than a step of an "
                 f"optimizer. Save with staging='blocking', or call handle.wait_staged() before changing it."
             )
-        return {
-            key: value if isinstance(value, EncodedValue) else self._moved(key, value)
-            for key, value in original.items()
-        }
+        return {key: copied[key] for key in self._keys}
 
-    def _moved(self, key: str, value: Any) -> Any:
-        chunks = []
-        for number, chunk in enumerate(value.chunks):
-            identity = memory_of(chunk.tensor) if chunk.tensor.numel() else (key, number)
-            chunks.append(LocalChunk(chunk.offsets, chunk.sizes, self._places[identity].like(chunk.tensor)))
-        return replace(value, chunks=tuple(chunks), whole=None)  # lets go of the memory on the device
+    @staticmethod
+    def _copy(
+        state: Flat,
+        places_for: Callable[[list[torch.Tensor]], list[Place]],
+        copy_one: Callable[[torch.Tensor, torch.Tensor], None],
+        streams: _Streams | None = None,
+    ) -> Flat:
+        sources: dict[Any, torch.Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, ShardedValue):
+                for number, chunk in enumerate(value.chunks):
+                    sources.setdefault(_identity(key, number, chunk.tensor), chunk.tensor)
+        tensors = list(sources.values())
+        copies = [place.like(tensor) for place, tensor in zip(places_for(tensors), tensors, strict=True)]
+        streams = streams or _Streams(tensors)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            with streams.of(tensor):
+                copy_one(copy, tensor)
+        streams.synchronize()
+        copy_of = dict(zip(sources, copies, strict=True))
+        copied: Flat = {}
+        for key, value in state.items():
+            if isinstance(value, ShardedValue):
+                chunks = (
+                    LocalChunk(chunk.offsets, chunk.sizes, copy_of[_identity(key, number, chunk.tensor)])
+                    for number, chunk in enumerate(value.chunks)
+                )
+                value = replace(value, chunks=tuple(chunks), whole=None)  # lets go of the memory on the device
+            copied[key] = value
+        return copied
 
-    def _copy(self, copies: list[_Copy]) -> None:
-        for copy in copies:
-            with self._streams.of(copy.source):
-                copy.start()
-        if copies:
-            self._streams.synchronize()
+
+def _copy_now(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
-def _version_of(local: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
-    one = version_of(local)
-    other = one if whole is local else version_of(whole)
-    return None if one is None or other is None else (one, other)
+def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """In this thread alone. Torch would start a team of threads for it, which compete with those of the training, and
+    go on spinning for a while: twice the CPU seconds, and no sooner done."""
+    if is_plain_memory(tensor):
+        ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    else:
+        _copy_now(copy, tensor)
+
+
+def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
+    """Equal for tied tensors; empty ones have no memory to tell them by."""
+    return memory_of(tensor) if tensor.numel() else (key, number)
+
+
+def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
+    """That of a kind of tensor that can be copied later; nothing for any other."""
+    if isinstance(leaf, ShardedValue):
+        return tuple(chunk.tensor for chunk in leaf.chunks)
+    if isinstance(leaf, DTensor):
+        return (leaf.to_local(),)
+    return (leaf,) if type(leaf) in _PLAIN and leaf.layout is torch.strided else ()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
+    """In-place operations on a DTensor are counted on it, and not on its local tensor."""
+    if isinstance(leaf, DTensor):
+        memory = (*memory, leaf)
+    elif isinstance(leaf, ShardedValue) and leaf.whole is not None:
+        memory = (*memory, leaf.whole)
+    return tuple(map(version_of, memory))
 
 
 class _Streams:

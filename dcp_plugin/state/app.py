@@ -58,7 +58,7 @@ class Part(Protocol):
         """The module that a part is, or whose parameters it optimizes."""
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        """Leaves by key relative to the name, and their paths below it."""
+        """Leaves by key relative to the name, and their paths below it, but for those that are ``(key,)``."""
 
     def names(self) -> list[str]:
         """The keys it has, relative to the name; an optimizer gives a prefix, up to the dot, for each parameter.
@@ -110,7 +110,8 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
 
 
 def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """All leaves by key, and the path of each. Collective if a module contains FSDP1.
+    """All leaves by key, and the paths of those that are not at the one that their key suggests
+    (:func:`~dcp_plugin.storage.table.default_path`). Collective if a module contains FSDP1.
 
     Raises:
         CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
@@ -121,14 +122,16 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for part in parts:
-        mine, mine_paths = part.gather()
+        mine, unusual = part.gather()
+        here = {join(part.name, key): leaf for key, leaf in mine.items()}
+        twice = leaves.keys() & here.keys()
+        if twice:
+            raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
+        leaves |= here
         above = tuple(part.name.split("."))
-        for key, leaf in mine.items():
-            full = join(part.name, key)
-            if full in leaves:
-                raise CheckpointMismatch(f"two values of the state have the key {full!r}")
-            leaves[full] = leaf
-            paths[full] = above + mine_paths[key]
+        if len(above) > 1:
+            unusual = {key: unusual.get(key, (key,)) for key in mine}
+        paths |= {join(part.name, key): above + path for key, path in unusual.items()}
     return leaves, paths
 
 
@@ -188,8 +191,7 @@ class _ModulePart:
         self._template: dict[str, Any] = {}
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        state = mark_parameters(self.module, gather_module(self.module))
-        return state, {key: (key,) for key in state}
+        return mark_parameters(self.module, gather_module(self.module)), {}
 
     def names(self) -> list[str]:
         self._template = self._template or gather_module(self.module)
@@ -238,13 +240,11 @@ class _OptimizerPart:
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self._optimizer)
         state = mark_slots(self.module, flatten_optimizer(nested))
-        paths: dict[str, KeyPath] = {key: (key,) for key in state}
         if self._stock_aliases:
-            listed, listed_paths = group_list(nested)
+            listed, paths = group_list(nested)
             if not listed.keys() & state.keys():  # a parameter may really be called "0"
-                state.update(listed)
-                paths.update(listed_paths)
-        return state, paths
+                return state | listed, paths
+        return state, {}
 
     def names(self) -> list[str]:
         trained = trained_names(self.module, self._optimizer)

@@ -57,8 +57,8 @@ def flatten_optimizer(nested: Nested) -> dict[str, Any]:
     """``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``: how it is stored."""
     flat = {f"state.{fqn}.{slot}": value for fqn, slots in nested["state"].items() for slot, value in slots.items()}
     for group in nested["param_groups"]:
-        for fqn in group["params"]:
-            flat.update({f"param_groups.{fqn}.{field}": value for field, value in _fields(group).items()})
+        fields = _fields(group).items()
+        flat |= {f"param_groups.{fqn}.{field}": value for fqn in group["params"] for field, value in fields}
     return flat
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, own_parameters, sharded_value
 from dcp_plugin.state.fsdp1 import flat_parameter_names
-from dcp_plugin.state.names import CleanNames, parameters_by_name
+from dcp_plugin.state.names import CleanNames, is_ddp, parameters_by_name
 from dcp_plugin.types import ShardedValue
 
 
@@ -32,7 +31,7 @@ def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def frozen_names(module: nn.Module) -> set[str]:
     """The clean FQNs of the parameters that are not trained, tied ones under each of their names."""
-    if all(parameter.requires_grad for parameter in module.parameters()):
+    if all(parameter.requires_grad for child in module.modules() for _, parameter in own_parameters(child)):
         return set()
     names = flat_parameter_names(module)
     clean = CleanNames(module)
@@ -68,19 +67,20 @@ def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         return state
     marked = {}
     for key, value in state.items():
-        fqn = key.removeprefix("state.").rpartition(".")[0]
-        marked[key] = _marked(value) if key.startswith("state.") and _is_replica(value, shapes.get(fqn)) else value
+        if key.startswith("state.") and _is_replica(value, shapes.get(key[6:].rpartition(".")[0])):
+            value = _marked(value)
+        marked[key] = value
     return marked
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
-    if not any(isinstance(child, DistributedDataParallel) for child in module.modules()):
+    if not any(map(is_ddp, module.modules())):
         return {}
     clean = CleanNames(module)
     inside = {
         clean(f"{prefix}.{name}" if prefix else name)
         for prefix, child in module.named_modules()
-        if isinstance(child, DistributedDataParallel)
+        if is_ddp(child)
         for name, _ in child.named_parameters(remove_duplicate=False)
     }
     return {name: p.shape for name, p in parameters_by_name(module).items() if name in inside}

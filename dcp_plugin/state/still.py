@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dcp_plugin._torch import DTensor, is_tensor
+from dcp_plugin._torch import DTensor, is_tensor, own_buffers, own_parameters
 
 
 class StillMemory:
@@ -32,9 +32,10 @@ class StillMemory:
         for one in objects:
             if isinstance(one, nn.Module):
                 self.modules.append(one)
-                trained.update(_memory(p for p in one.parameters() if p.requires_grad))
-                moving.update(_memory(one.buffers()))
-                for averaged in (child for child in one.modules() if isinstance(child, AveragedModel)):
+                children = list(one.modules())
+                trained.update(_memory(p for child in children for _, p in own_parameters(child) if p.requires_grad))
+                moving.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
+                for averaged in (child for child in children if isinstance(child, AveragedModel)):
                     moving.update(_memory(averaged.parameters()))
             elif isinstance(one, torch.optim.Optimizer):
                 trained.update(_memory(slot for slots in one.state.values() for slot in _tensors(slots)))
@@ -58,9 +59,7 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
     return (slot for slot in slots.values() if is_tensor(slot)) if isinstance(slots, Mapping) else iter(())
 
 
-def _memory(tensors: Iterable[Any]) -> Iterator[int]:
-    for tensor in tensors:
-        local: Any = tensor
-        if isinstance(tensor, DTensor):
-            local = local.detach().to_local()
-        yield local.untyped_storage().data_ptr()
+def _memory(tensors: Iterable[Any]) -> list[int]:
+    with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
+        locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [one.untyped_storage().data_ptr() for one in locals_ if one.layout is torch.strided]
