@@ -194,8 +194,16 @@ def local_path(path: PathLike) -> Path:
     """An absolute path, links kept.
 
     Raises:
+        TypeError: It is no path at all.
         ValueError: It is a URL. Without this, ``s3://bucket/x`` would become a directory called ``s3:``.
     """
-    if "://" in os.fspath(path):
-        raise ValueError(f"{os.fspath(path)} is a URL; checkpoints need a file system that all ranks mount.")
+    try:
+        text = os.fspath(path)
+    except TypeError as error:
+        what = "None: dcp_plugin.latest() gives that where there is no checkpoint"
+        raise TypeError(
+            f"a path is a str or a pathlib.Path, not {what if path is None else type(path).__name__}"
+        ) from error
+    if "://" in text:
+        raise ValueError(f"{text} is a URL; checkpoints need a file system that all ranks mount.")
     return Path(os.path.abspath(path))

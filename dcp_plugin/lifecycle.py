@@ -5,6 +5,7 @@ How it becomes real, and how a crash is recovered from, is told in :mod:`dcp_plu
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -109,11 +110,15 @@ def remove(path: PathLike) -> None:
     One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
     """
     path = local_path(path)
-    dependent = completed_by(path)
-    if dependent is not None:
-        logger.warning("%s is not deleted: it has the frozen parameters that %s leaves out", path, dependent)
+    if completed_by(path) is not None:
+        _say_kept(path)
     else:
         commit.remove(path)
+
+
+@functools.cache  # once: ``keep_last`` comes by after every save
+def _say_kept(base: Path) -> None:
+    logger.warning("%s is not deleted: it has the frozen parameters that checkpoints beside it leave out", base)
 
 
 def completed_by(base: Path) -> Path | None:

@@ -71,8 +71,11 @@ def locate(partial: PartialLoad, parts: list[Part]) -> PartialLoad:
     """The partial load with its sub-module found, if it is about one. No communication.
 
     Raises:
+        TypeError: It is none; settings that come from a file are not what annotations say.
         CheckpointMismatch: The sub-module is in no module of the state.
     """
+    if not isinstance(partial, PartialLoad):
+        raise TypeError(f"partial is a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
     if partial.of is None:
         return partial
     modules = [part for part in parts if part.kind == "module" and part.module is not None]
@@ -272,8 +275,10 @@ class Matching:
         if unexpected:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
         if len(self._match.problems) > before:
-            policies = "strict=False loads" if self._given is None else 'missing="ignore" and unexpected="ignore" load'
-            self._match.problems.append(f"{policies} what fits")
+            policies = 'missing="ignore" and unexpected="ignore" load what fits'
+            if self._given is None:
+                policies = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
+            self._match.problems.append(policies)
         elif self._given is not None and self._missing and not self._match.targets:
             advice = some(about_missing(self._missing, renames, self._index, self._of_submodule), 3, "; ")
             self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")

@@ -110,6 +110,7 @@ def test_wrong_arguments_are_told(path: Path, arguments: tuple[str, ...], said: 
 
 def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
     assert "step 7" in _run("inspect", path).stdout and "model.inp.weight" in _run("inspect", path).stdout
+    assert "│ n " not in _run("inspect", path).stdout and "│ n " in _run("inspect", path, "--values").stdout
     listed = _run("list", path.parent)
     assert str(path) in listed.stdout and "committed" in listed.stdout
     result = _run("verify", path)

@@ -192,8 +192,17 @@ def test_strict_false_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> No
 
 
 def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> None:
-    with pytest.raises(dcp.CheckpointNotFound, match="no such directory"):
+    with pytest.raises(dcp.CheckpointNotFound, match="nothing is there"):
         dcp.load({"n": 0}, tmp_path / "nowhere")
+    with pytest.raises(TypeError, match="not None: "):
+        dcp.load({"n": 0}, dcp.latest(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not dict"):
+        dcp.load(tmp_path, {"n": 0})  # type: ignore[arg-type]
+    dcp.save({"n": 0}, tmp_path / "n")
+    with pytest.raises(TypeError, match="PartialLoad, not a dict"):
+        dcp.load({"n": 0}, tmp_path / "n", partial={"include": "*"})  # type: ignore[arg-type]
+    with pytest.raises(dcp.CheckpointError, match="this is a Linear"):
+        dcp.save(torch.nn.Linear(2, 2), tmp_path / "bare")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no field chekcsum"):
         dcp.Checkpointer(chekcsum=True)
     with pytest.raises(ValueError, match="io_threads must be at least 1"):

@@ -279,7 +279,7 @@ def test_a_save_of_a_fresh_optimizer_under_fsdp1_does_not_step_it(tmp_path: Path
 
 def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    with pytest.raises(dcp.CheckpointMismatch, match="Save the module with it"):
+    with pytest.raises(dcp.CheckpointMismatch, match="Have the module in the state with it"):
         dcp.save({"model": Net(), "optim": optimizer}, tmp_path / "ck")
 
 

@@ -211,7 +211,7 @@ def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
             ours.save(_state(model, optimizer), tmp_path / str(step))
         ours.remove(tmp_path / "base")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "base"]
-    assert "is not deleted" in caplog.text
+    assert caplog.text.count("is not deleted") == 1  # not after every save
     _check(tmp_path / "2", model)
 
 

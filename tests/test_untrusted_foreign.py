@@ -312,9 +312,14 @@ def test_what_is_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name, match in (
         ("text.safetensors", "Looked for"), ("empty.pt", "Looked for"), ("lfs.bin", "git lfs pull"),
-        ("old.pt", "before torch 1.6"), (".", "Looked for"), ("nowhere", "Looked for"),
+        ("old.pt", "before torch 1.6"), (".", "Looked for"), ("nowhere", "nothing is there"),
     ):  # fmt: skip
         _refused(tmp_path / name, dcp.CheckpointNotFound, match)
+
+
+def test_the_directory_of_a_run_names_the_checkpoints_in_it(tmp_path: Path) -> None:
+    dcp.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step-1")
+    _refused(tmp_path, dcp.CheckpointNotFound, "checkpoints in it, such as .*step-1.*latest")
 
 
 def test_zips_and_pickles_of_other_things_are_refused(tmp_path: Path) -> None:

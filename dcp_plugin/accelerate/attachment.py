@@ -30,7 +30,7 @@ from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, keys_by_name
-from dcp_plugin.errors import CheckpointError
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.lifecycle import resolve_resume
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.restart import Restart, decide, load_from
@@ -168,7 +168,7 @@ class Attachment(Attached):
     ) -> Restart:
         """``load_state`` of the run's own newest checkpoint; else its models' weights from ``init_from``. Collective.
 
-        Call it after ``prepare``.
+        Call it after ``prepare``: nothing else tells which models there are.
 
         Args:
             root: Where this run's checkpoints are; if omitted, those of the project with automatic naming.
@@ -180,8 +180,13 @@ class Attachment(Attached):
         Raises:
             CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
                 there.
-            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
+            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried. Or no
+                model is prepared.
         """
+        if not Training.of(self._accelerator).models:
+            raise CheckpointError(
+                "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
+            )
         self.wait()
         by_number = root is None and projects.is_automatic(self._accelerator)
         folder = Path() if by_number else _given(root)
@@ -306,7 +311,12 @@ class Attachment(Attached):
 
     def _load(self, path: Path, training: Training, taken: list[str], strict: bool) -> None:
         def stored() -> list[str]:
-            return keys_by_name(path).get(EXTRA, [])
+            there = keys_by_name(path)
+            if strict and "model" in there and not training.models:
+                raise CheckpointMismatch(
+                    f"{path} has a model, and the accelerator has none: call load_state after accelerator.prepare(…)."
+                )
+            return there.get(EXTRA, [])
 
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
         restoring = extras.Restoring(self._accelerator, self._tracked(), training.registered, keys)

@@ -26,11 +26,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_PATH = Annotated[Path, typer.Argument(help="The directory of a checkpoint.")]
+_PATH = Annotated[Path, typer.Argument(help="A checkpoint: its directory, or a file of another tool.")]
 
 
 @app.command("inspect")
-def inspect_command(path: _PATH) -> None:
+def inspect_command(
+    path: _PATH, values: Annotated[bool, typer.Option("--values", help="List what is no tensor, too.")] = False
+) -> None:
     """What is in a checkpoint."""
     with _told():
         info = inspect(path)
@@ -38,7 +40,7 @@ def inspect_command(path: _PATH) -> None:
     table = Table("key", "shape", "dtype", "bytes")
     for tensor in info.tensors:
         table.add_row(tensor.key, _shape(tensor.shape), tensor.dtype, f"{tensor.nbytes:,}")
-    for key in info.values:
+    for key in info.values if values else ():
         table.add_row(key, "", "", "")
     out.print(table)
     _say(out, str(info))

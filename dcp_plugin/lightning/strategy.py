@@ -120,8 +120,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 came = io.checkpointer(self.world_size).all_ranks_come_to(purpose, limit)
                 if not came:
                     warnings.warn(
-                        f"Rank {self.global_rank} saves no checkpoint of its exception, because not all ranks had one "
-                        "at the same step: the others could not take part.",
+                        f"Rank {self.global_rank} saves no checkpoint of its exception: all ranks would have to take "
+                        "part, and it is not known that all of them had one at the same step.",
                         stacklevel=2,
                     )
                 self._dcp_all_came = came

@@ -81,8 +81,11 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
 
     Raises:
+        TypeError: It is no mapping.
         CheckpointMismatch: An optimizer's parameters are in no module of the state, or two objects have one name.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
     found = list(_objects((), state))
     named = [".".join(map(str, path)) for path, _, _ in found]
     if len(set(named)) < len(named):
@@ -174,8 +177,8 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
             return module
     raise CheckpointMismatch(
         f"the parameters of the optimizer {name!r} are in no single module of the state "
-        f"({', '.join(modules) or 'which has none'}). Save the module with it, under any name; put several modules "
-        f"that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
+        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put "
+        f"several modules that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
     )
 
 

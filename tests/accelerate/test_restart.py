@@ -128,3 +128,21 @@ def _project(root: Path) -> None:
         run.attached.resume_or_init(init_from=root / "pretrained")
     with pytest.raises(ValueError, match="A directory is needed"):
         t.start("single").attached.resume_or_init()
+
+
+def test_nothing_is_resumed_before_the_model_is_prepared(tmp_path: Path) -> None:
+    launch.run(_too_early, 1, tmp_path)
+
+
+def _too_early(root: Path) -> None:
+    from accelerate import Accelerator
+
+    from dcp_plugin.accelerate import attach
+    from tests.accelerate import training as t
+
+    t.start("single").accelerator.save_state(str(root / "step-1"))
+    attached = attach(Accelerator(cpu=True))
+    with pytest.raises(dcp.CheckpointError, match=r"call resume_or_init after accelerator\.prepare"):
+        attached.resume_or_init(root)
+    with pytest.raises(dcp.CheckpointMismatch, match=r"call load_state after accelerator\.prepare"):
+        attached.load_state(root / "step-1")

@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dcp_plugin as dcp
 from tests import launch
 from tests.example.test_train import ROOT, TINY, compose, losses
@@ -38,6 +40,13 @@ def test_the_settings_compose() -> None:
     cfg = compose("strategy=fsdp2", "init_from=here", config="finetune")
     assert cfg.partial.exclude == "*.lora_*"
     assert (cfg.resume, cfg.init_from, cfg.run_dir) == ("auto", "here", "outputs/finetune")
+
+
+def test_a_backbone_that_nobody_has_trained_is_not_fine_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    main: Any = importlib.import_module("finetune").main
+    with pytest.raises(SystemExit, match="init_from=PATH is missing"):
+        main.__wrapped__(compose(config="finetune"))
 
 
 def test_the_same_command_starts_it_and_restarts_it_after_a_kill(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
+from dcp_plugin.storage import commit
 from dcp_plugin.storage.foreign import safetensors_file, torch_file
 from dcp_plugin.storage.foreign.contents import Contents
 
@@ -191,4 +193,20 @@ def _renamed(contents: Contents, old: str, new: str) -> Contents:
 
 
 def _not_found(path: Path, reason: str) -> CheckpointNotFound:
+    if not os.path.lexists(path):
+        return CheckpointNotFound(f"{path} is not a checkpoint: nothing is there.")
+    inside = next(_checkpoints_in(path), None)
+    if inside is not None:
+        return CheckpointNotFound(
+            f"{path} is not a checkpoint: it has checkpoints in it, such as {inside}. Name one of them; "
+            f"dcp_plugin.latest({str(path)!r}) finds the newest."
+        )
     return CheckpointNotFound(f"{path} is not a checkpoint: {reason}. Looked for {LOOKED_FOR}.")
+
+
+def _checkpoints_in(path: Path) -> Iterator[Path]:
+    """What the directory of a run has: it is named easily in place of the checkpoint."""
+    if path.is_dir():
+        for child in sorted(path.iterdir())[:_MOST_LISTED]:
+            if child.name != commit.WORKSPACE and commit.looks_like_checkpoint(child):
+                yield child
