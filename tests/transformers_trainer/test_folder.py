@@ -42,7 +42,8 @@ def _train_and_die(root: Path, kind: str, victims: list[int], options: dict[str,
             super()._save_rng_state(output_dir)
 
     def die(event: progress.Event) -> None:
-        if trainer.dies and isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total:
+        half_written = isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total
+        if half_written and trainer.dies and event.path.name == "checkpoint-6":  # not the one before, still in flight
             os.kill(os.getpid(), signal.SIGKILL)
 
     progress.subscribe(die)
