@@ -244,12 +244,15 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
 
 
 _PREEMPTED = """
-import multiprocessing, signal, sys, time, torch, dcp_plugin as dcp
+import multiprocessing, os, signal, sys, time, torch, dcp_plugin as dcp
 from dcp_plugin import progress
+
+def say(what):  # whole lines, whichever thread
+    os.write(1, (what + chr(10)).encode())
 
 def slowly(event):
     if isinstance(event, progress.SaveStarted):
-        print("saving", flush=True)
+        say("saving")
         time.sleep(2.0)
 
 path, handler, staging = sys.argv[1:]
@@ -269,10 +272,10 @@ worker.start()
 ready.wait()
 worker.terminate()  # it has inherited the handler, and a copy of what is in flight
 worker.join(20)
-print("worker", worker.exitcode, flush=True)
+say(f"worker {worker.exitcode}")
 for _ in range(300):
     time.sleep(0.1)
-print("trained on", flush=True)
+say("trained on")
 """
 
 
