@@ -27,13 +27,9 @@ from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.sampler import data_rank
-from dcp_plugin.storage import commit
+from dcp_plugin.storage.foreign.dcp_folder import META
 
 logger = logging.getLogger("dcp_plugin")
-
-METADATA_OF_FABRIC = "meta.pt"
-"""What Fabric itself puts beside a sharded checkpoint: everything but modules and optimizers. The Trainer's, which the
-Lightning door writes too, has the same name."""
 
 T = TypeVar("T")
 
@@ -87,7 +83,7 @@ def look(path: Path, wanted: list[str]) -> Contents:
         sharded=[top for top in keys if top in with_tensors],
         extras=extras,
         names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
-        made_by_fabric=(path / METADATA_OF_FABRIC).is_file() and not (path / commit.INDEX).exists(),
+        made_by_fabric=info.format != "dcp_plugin" and (path / META).is_file(),
     )
 
 
@@ -230,7 +226,7 @@ def _load_made_by_fabric(
     metadata: dict[str, Any] = _from_rank_0(
         strategy,
         path,
-        lambda: torch.load(path / METADATA_OF_FABRIC, map_location="cpu", weights_only=weights_only is not False),
+        lambda: torch.load(path / META, map_location="cpu", weights_only=weights_only is not False),
     )
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:

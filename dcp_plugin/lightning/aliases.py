@@ -21,11 +21,12 @@ from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning._packages import has_base
-from dcp_plugin.lightning.native import META, MODEL_NAMES, OPTIMIZER, Checkpoint
+from dcp_plugin.lightning.native import MODEL_NAMES, OPTIMIZER, Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state.optimizer import GROUPS, Nested, group_list
 from dcp_plugin.storage import values
+from dcp_plugin.storage.foreign.dcp_folder import META
 from dcp_plugin.storage.views import Aliases
 from dcp_plugin.types import KeyPath
 

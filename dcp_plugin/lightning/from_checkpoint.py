@@ -95,7 +95,7 @@ def _read(path: Path, package: Package, module_class: Any, weights_only: bool | 
     Checkpointer(solo=True, allow_pickle=allow_pickle).load(state, path)
     checkpoint = layout.from_state(state)
     if native.is_directory_of_lightning(path):
-        checkpoint = {**native.read(path / native.META, weights_only), **checkpoint}
+        checkpoint = {**native.read_meta(path, weights_only), **checkpoint}
     checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if saved by another door
     return _lightning.migrated(package, without_own_state(checkpoint), path)
 

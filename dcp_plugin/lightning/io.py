@@ -178,7 +178,7 @@ class DCPCheckpointIO:
         self._alone().load(state, path)
         checkpoint = layout.from_state(state)
         if native.is_directory_of_lightning(Path(path)):
-            return {**native.read(Path(path) / native.META, weights_only), **checkpoint}
+            return {**native.read_meta(Path(path), weights_only), **checkpoint}
         return without_own_state(checkpoint)
 
     def remove_checkpoint(self, path: PathLike) -> None:

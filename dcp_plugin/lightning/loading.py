@@ -13,7 +13,7 @@ previous values are kept until it has run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Loaded:
     """What the model has been given, to tell what hooks replaced."""
     before: Locals | None
     """The model's values before the load, if a hook may want them; freed when they are not needed any more."""
+    optimizer_names: list[str] = field(default_factory=list)
+    """Of the optimizers whose state is there to be loaded; none if it has only the weights, and of a file."""
     optimizers: list[dict[str, Any]] | None = None
     """What each optimizer has been given, flat; None if they are not loaded yet."""
     report: LoadReport | None = None
@@ -63,7 +65,7 @@ class Loaded:
         known = gather_module(model)
         names = {key: key if key in known else without_wrappers(key) for key in checkpoint["state_dict"]}
         state_dict = {names[key]: value for key, value in checkpoint["state_dict"].items()}
-        return cls(path, {**checkpoint, "state_dict": state_dict}, {}, {}, [])
+        return cls(path, {**checkpoint, "state_dict": state_dict}, model={}, before={}, optimizers=[])
 
 
 def load(
@@ -83,7 +85,7 @@ def load(
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: model}
     if native.is_directory_of_lightning(path):
-        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path / native.META, weights_only))
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read_meta(path, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)
@@ -95,7 +97,7 @@ def load(
     missing = set(report.missing)
     given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
     checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
-    return Loaded(path, checkpoint, given, before, report=report)
+    return Loaded(path, checkpoint, given, before, among(OPTIM, keys), report=report)
 
 
 def load_optimizers(
@@ -111,7 +113,7 @@ def load_optimizers(
     Raises:
         CheckpointMismatch: The checkpoint does not fit the optimizers.
     """
-    path, names = loaded.path, optimizers_in(loaded.path)
+    path, names = loaded.path, loaded.optimizer_names
     _refuse_other_number(path, names, optimizers)
     # The model tells the names of the parameters, also if the checkpoint's have a prefix.
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
@@ -125,16 +127,11 @@ def load_optimizers(
     loaded.optimizers = [flatten_optimizer(nested) for nested in states]
 
 
-def optimizers_in(path: Path) -> list[str]:
-    """The names of the optimizers in a checkpoint; none if it has only the weights."""
-    return among(OPTIM, keys_by_name(path))
-
-
-def peek_at_optimizers(path: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
+def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
     """The whole state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
     optimizers. Collective."""
-    state: dict[str, Any] = {name: {} for name in optimizers_in(path)}
-    checkpointer.load(state, path)
+    state: dict[str, Any] = {name: {} for name in loaded.optimizer_names}
+    checkpointer.load(state, loaded.path)
     return [layout.optimizer_of(tree) for tree in state.values()]
 
 

@@ -18,10 +18,10 @@ import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.storage import commit
+from dcp_plugin.storage.foreign.dcp_folder import META
 
 Checkpoint = dict[str, Any]
 
-META = "meta.pt"
 MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
 """Under which name each of the sharded strategies stores the model."""
 OPTIMIZER = "optimizer"
@@ -31,6 +31,11 @@ OPTIMIZER = "optimizer"
 def is_directory_of_lightning(path: Path) -> bool:
     """Whether a sharded strategy saved this without us."""
     return (path / META).is_file() and not (path / commit.SUMMARY).exists()
+
+
+def read_meta(directory: Path, weights_only: bool | None) -> Checkpoint:
+    """What a sharded strategy saved beside model and optimizers; raises as :func:`read` does."""
+    return read(directory / META, weights_only)
 
 
 def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:

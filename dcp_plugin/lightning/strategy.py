@@ -189,14 +189,14 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             checkpoint = loaded.checkpoint
             if fitting:
                 io.restart = Restart("resumed", path, checkpoint.get("global_step"), loaded.report)
-            if fitting and (names := loading.optimizers_in(path)):
+            if fitting and loaded.optimizer_names:
                 if self._dcp_set_up:
                     _lightning.restore_groups(module.trainer, checkpoint)
                     self._dcp_load_optimizers(loaded)
                 elif _lightning.hooks_into_load(module.trainer, pytorch):
-                    checkpoint["optimizer_states"] = loading.peek_at_optimizers(path, checkpointer)
+                    checkpoint["optimizer_states"] = loading.peek_at_optimizers(loaded, checkpointer)
                 else:
-                    checkpoint["optimizer_states"] = [_UNREAD] * len(names)
+                    checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
             checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if saved by another door
             if native.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
                 return checkpoint
@@ -222,7 +222,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             if loaded is None:
                 super().load_optimizer_state_dict(checkpoint)
                 return
-            if loaded.optimizers is None and loading.optimizers_in(loaded.path):
+            if loaded.optimizers is None and loaded.optimizer_names:
                 self._dcp_load_optimizers(loaded)
             _lightning.groups_are_restored(self.lightning_module.trainer, self._dcp_groups_made)
             if not any(state is _UNREAD for state in states):
@@ -230,10 +230,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 loading.apply_optimizers(self.model, self.optimizers, loaded, states, strict=strict)
 
         def _dcp_load_optimizers(self, loaded: Loaded) -> None:
-            checkpointer, strict = (
-                self.dcp_checkpoint_io.checkpointer(self.world_size),
-                self.lightning_module.strict_loading,
-            )
+            checkpointer = self.dcp_checkpoint_io.checkpointer(self.world_size)
+            strict = self.lightning_module.strict_loading
             loading.load_optimizers(loaded, checkpointer, self.model, self.optimizers, strict=strict)
 
         # A fit without a checkpoint: its model may start from another's.

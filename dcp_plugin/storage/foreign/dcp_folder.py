@@ -16,6 +16,9 @@ from dcp_plugin.types import KeyPath
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
+META = "meta.pt"
+"""What Lightning and Fabric put beside a sharded checkpoint: everything but modules and optimizers."""
+
 Kinds = dict[str, str]
 Rename = Callable[[str], str]
 
@@ -39,8 +42,8 @@ def _lightning_name(name: str, optimizers: int) -> str:
 
 
 def is_of_lightning(directory: Path) -> bool:
-    """Whether Lightning wrote it; Fabric's have a ``meta.pt`` too, and the user's own names."""
-    return torch_file.mentions(directory / "meta.pt", torch_file.LIGHTNING)
+    """Whether Lightning wrote it; Fabric's have such a file too, and the user's own names."""
+    return torch_file.mentions(directory / META, torch_file.LIGHTNING)
 
 
 def lightning_index(directory: Path) -> tuple[CheckpointIndex, Kinds]:
