@@ -97,11 +97,6 @@ class Background:
         """Whether this rank warns at the end of a program that does not wait."""
 
     @property
-    def latest(self) -> SaveHandle | None:
-        """The newest save that nobody has waited for."""
-        return self._saves[-1][0] if self._saves else None
-
-    @property
     def handles(self) -> list[SaveHandle]:
         """Every save that nobody has waited for."""
         return [handle for handle, _ in self._saves]
