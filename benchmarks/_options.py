@@ -7,6 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks._machine import file_system_of
 
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -34,3 +37,29 @@ def scratch(where: Path) -> Iterator[Path]:
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=where) as directory:
         yield Path(directory)
+
+
+class LoadCase(NamedTuple):
+    """One table of a benchmark that loads."""
+
+    state: str
+    world: int
+    cold: bool
+    root: Path
+    """Empty, and gone after the case."""
+    title: str
+
+
+def load_cases(options: argparse.Namespace) -> Iterator[LoadCase]:
+    """Every combination that was asked for. A file system in memory has no cold files, small states need none."""
+    for where in options.where:
+        for state in options.state:
+            for world in options.ranks:
+                for cold in (False, True):
+                    with scratch(where) as root:
+                        kept = file_system_of(root)
+                        if cold and (kept.startswith("tmpfs") or state != "mixed"):
+                            continue
+                        size = f"{options.mib} MiB in 200 tensors" if state == "mixed" else f"{state} tensors of 4 KiB"
+                        title = f"{'cold' if cold else 'warm'}, {size}, {world} rank(s), {where} ({kept})"
+                        yield LoadCase(state, world, cold, root, title)

@@ -94,6 +94,7 @@ def _among_steps(saver: Saver | None, training: Training, steps: int, path: Path
 
 def _measure(savers: list[Saver], training: Training, steps: int, repeats: int, root: Path) -> Figures:
     figures: Figures = defaultdict(lambda: defaultdict(list))
+    began = time.monotonic()
     for repetition in range(repeats + 1):
         shift = repetition % len(savers)
         for saver in savers[shift:] + savers[:shift]:
@@ -110,6 +111,8 @@ def _measure(savers: list[Saver], training: Training, steps: int, repeats: int, 
             alone["lost"] = saving["steps"] - usual["steps"]
             for name, value in alone.items():
                 figures[saver.name][name].append(value)
+        said = "warmed up" if repetition == 0 else f"{repetition} of {repeats} repetitions"
+        print(f"{said} after {time.monotonic() - began:.0f} s", flush=True)
     return figures
 
 
@@ -127,11 +130,15 @@ def _growth(saver: Saver, training: Training, saves: int, root: Path) -> float:
     return largest / 2**20
 
 
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.4f} ({min(values):.3f}-{max(values):.3f})"
+
+
 def _print(figures: Figures) -> None:
     columns = list(next(iter(figures.values())))
-    print(f"\n{'medians, seconds':32}" + "".join(f"{name:>20}" for name in columns))
+    print(f"\n{'seconds: median, least to most':32}" + "".join(f"{name:>26}" for name in columns))
     for name, runs in figures.items():
-        print(f"{name:32}" + "".join(f"{statistics.median(runs[column]):20.4f}" for column in columns))
+        print(f"{name:32}" + "".join(f"{_spread(runs[column]):>26}" for column in columns))
     if "memcpy" in figures and OURS in figures:
         floor = statistics.median(figures["memcpy"]["blocked"])
         print(f"\nblocked, ours ÷ memcpy: {statistics.median(figures[OURS]['blocked']) / floor:.2f}")

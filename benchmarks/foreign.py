@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import dcp_plugin
 from benchmarks._harness import Report, Samples, barrier, build, check, forget, interleaved, local_of, on_ranks, remove
-from benchmarks._machine import file_system_of
-from benchmarks._options import parser, scratch, with_state
+from benchmarks._options import load_cases, parser, with_state
 from benchmarks._peer import IO_THREADS, OURS, Peer, State
 from benchmarks.peers import ceiling
 from dcp_plugin._torch import DTensor
@@ -95,19 +94,10 @@ def _measure(name: str, world: int, kind: str, mib: int, repeats: int, root: Pat
 def main() -> None:
     options = with_state(parser("foreign", __doc__)).parse_args()
     report = Report("foreign", options)
-    for where in options.where:
-        for name in _FORMATS:
-            for kind in options.state:
-                for world in options.ranks:
-                    with scratch(where) as root:
-                        kept = file_system_of(root)
-                    for cold in (False,) if kept.startswith("tmpfs") or kind != "mixed" else (False, True):
-                        with scratch(where) as root:
-                            arguments = (name, world, kind, options.mib, options.repeats, root, cold)
-                            samples = on_ranks(world, _measure, *arguments)
-                        size = f"{options.mib} MiB in 200 tensors" if kind == "mixed" else f"{kind} tensors of 4 KiB"
-                        title = f"{name}, {'cold' if cold else 'warm'}, {size}, {world} rank(s), {where} ({kept})"
-                        report.table(title, samples)
+    for name in _FORMATS:
+        for case in load_cases(options):
+            arguments = (name, case.world, case.state, options.mib, options.repeats, case.root, case.cold)
+            report.table(f"{name}, {case.title}", on_ranks(case.world, _measure, *arguments))
     report.close()
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks._harness import Report, Samples, assert_same, build, check, forget, interleaved, on_ranks, remove
-from benchmarks._machine import file_system_of
-from benchmarks._options import parser, scratch, with_state
+from benchmarks._options import load_cases, parser, with_state
 from benchmarks._peer import Peer, find
 
 
@@ -40,18 +39,9 @@ def _measure(
 def main() -> None:
     options = with_state(parser("load", __doc__)).parse_args()
     report = Report("load", options)
-    for where in options.where:
-        for kind in options.state:
-            for world in options.ranks:
-                with scratch(where) as root:
-                    kept = file_system_of(root)
-                for cold in (False,) if kept.startswith("tmpfs") or kind != "mixed" else (False, True):
-                    with scratch(where) as root:
-                        arguments = (world, kind, options.mib, options.repeats, root, options.peers, cold)
-                        samples = on_ranks(world, _measure, *arguments)
-                    size = f"{options.mib} MiB in 200 tensors" if kind == "mixed" else f"{kind} tensors of 4 KiB"
-                    title = f"load, {'cold' if cold else 'warm'}, {size}, {world} rank(s), {where} ({kept})"
-                    report.table(title, samples)
+    for case in load_cases(options):
+        arguments = (case.world, case.state, options.mib, options.repeats, case.root, options.peers, case.cold)
+        report.table(f"load, {case.title}", on_ranks(case.world, _measure, *arguments))
     report.close()
 
 
