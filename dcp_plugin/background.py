@@ -107,8 +107,10 @@ class Background:
         ``copy`` says nothing of its failure: ``write`` does, which all ranks learn of together.
         """
         before = self._saves[-1][1] if self._saves else None
+        returning = threading.Event()
 
         def run() -> None:
+            returning.wait()  # else this takes the interpreter's lock while start() waits for a sign of life
             try:
                 copy()
                 handle._staged.set()
@@ -125,9 +127,12 @@ class Background:
 
         thread = threading.Thread(target=run, name=THREAD)
         _attend_when_the_program_ends()
-        thread.start()
-        self._saves.append((handle, thread))
-        _unattended.add(self)
+        try:
+            thread.start()
+            self._saves.append((handle, thread))
+            _unattended.add(self)
+        finally:
+            returning.set()
 
     def wait_for_all_but(self, count: int) -> list[SaveHandle]:
         """Wait for the oldest saves until ``count`` are left; for all of them if one of those failed.

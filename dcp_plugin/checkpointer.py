@@ -34,6 +34,7 @@ from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.pool import HostPool
 from dcp_plugin.state.app import gather_state, parts_of
 from dcp_plugin.state.still import live_objects
+from dcp_plugin.state.walk import walked_once
 from dcp_plugin.storage.opening import Opened
 from dcp_plugin.storage.views import Aliases, Views
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
@@ -108,7 +109,8 @@ class Checkpointer:
         handle = SaveHandle(writer.path, step)
         if not self.config.async_save:
             with _collector_paused(), progress.progress_line(writer.path, self._shows_progress(ranks)):
-                job.gather(state, self._saving.omission)
+                with walked_once():
+                    job.gather(state, self._saving.omission)
                 job.describe()
                 self._saving.write(job, ranks)
             handle._end()
@@ -301,7 +303,7 @@ class Checkpointer:
         pool = self._pools[self._saves % len(self._pools)]
         self._background.speaks = ranks.rank == 0
         try:
-            with _collector_paused():
+            with _collector_paused(), walked_once():
                 job.gather(state, self._saving.omission)
                 job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:

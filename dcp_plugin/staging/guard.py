@@ -25,8 +25,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dcp_plugin._torch import own_parameters
-
 _under_way: list[Guard] = []
 os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait for ever
 
@@ -35,7 +33,7 @@ class Guard:
     """One copy under way. From its making until :meth:`release`, what would change the state waits.
 
     Args:
-        modules: Their ``load_state_dict`` waits, too.
+        modules: To load into one of them, alone or as a part of another, waits, too.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -44,9 +42,7 @@ class Guard:
         self._copied = threading.Event()
         self.hooks: list[RemovableHandle] = [
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-            for root in modules
-            for module in root.modules()
-            if next(own_parameters(module), None) is not None
+            for module in modules
         ]
         _under_way.append(self)
 

@@ -50,7 +50,8 @@ class Snapshot:
         leaves: What to copy.
         pool: Where to; everything that is in it is overwritten.
         encode: Describes leaves as what this rank has of them.
-        still: Whether memory stays as it is until the next optimizer step, so that it can be copied later.
+        still: Whether a leaf, and its memory on this rank, stay as they are until the next optimizer step, so that it
+            can be copied later.
     """
 
     def __init__(
@@ -58,16 +59,20 @@ class Snapshot:
         leaves: Mapping[str, Any],
         pool: HostPool,
         encode: Callable[[Mapping[str, Any]], Flat],
-        still: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        still: Callable[[Any, tuple[torch.Tensor, ...]], bool] = lambda leaf, memory: False,
     ) -> None:
         self._keys = list(leaves)
         self._pool, self._encode = pool, encode
+        self._constant: dict[str, Any] = {}
         self._later: list[_Later] = []
         now: dict[str, Any] = {}
         with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
             for key, leaf in leaves.items():
+                if type(leaf) in _CONSTANT:
+                    self._constant[key] = leaf
+                    continue
                 memory = _memory_on_this_rank(leaf)
-                if memory and all(map(still, memory)) and None not in (versions := _versions_of(leaf, memory)):
+                if memory and still(leaf, memory) and None not in (versions := _versions_of(leaf, memory)):
                     if type(leaf) in _PLAIN:
                         leaf = leaf.detach()  # is what it is now, whatever the other's .data will be
                         memory = (leaf,)
@@ -89,7 +94,7 @@ class Snapshot:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
         """
         later, self._later = self._later, []
-        described = self._encode({one.key: one.leaf for one in later})
+        described = self._encode({**self._constant, **{one.key: one.leaf for one in later}})
         copied = self._copied | self._copy(described, self._pool.places_for_later, _copy_later, self._streams)
         changed = [one.key for one in later if one.changed]
         if changed:
@@ -153,18 +158,24 @@ def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
 
 def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
     """That of a kind of tensor that can be copied later; nothing for any other."""
+    if type(leaf) in _PLAIN:
+        return (leaf,) if leaf.layout is torch.strided else ()
     if isinstance(leaf, ShardedValue):
         return tuple(chunk.tensor for chunk in leaf.chunks)
     if isinstance(leaf, DTensor):
         return (leaf.to_local(),)
-    return (leaf,) if type(leaf) in _PLAIN and leaf.layout is torch.strided else ()
+    return ()
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CONSTANT = (float, int, bool, str, bytes, type(None))
+"""Values of these types cannot change. An optimizer has a dozen for every parameter."""
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
     """In-place operations on a DTensor are counted on it, and not on its local tensor."""
+    if type(leaf) in _PLAIN:
+        return (version_of(leaf),)
     if isinstance(leaf, DTensor):
         memory = (*memory, leaf)
     elif isinstance(leaf, ShardedValue) and leaf.whole is not None:
@@ -177,7 +188,8 @@ class _Streams:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda} if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        for device in devices:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
             self._streams[device] = stream

@@ -15,15 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin._torch import is_tensor, own_parameters, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import finish_in_place, gather_module, same_parameter, split_tensors
-from dcp_plugin.state.names import parameter_names
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
+from dcp_plugin.state.walk import named_modules
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath, ShardedValue
 
@@ -123,7 +122,8 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
     paths: dict[str, KeyPath] = {}
     for part in parts:
         mine, unusual = part.gather()
-        here = {join(part.name, key): leaf for key, leaf in mine.items()}
+        prefix = f"{part.name}."
+        here = {prefix + key if key else part.name: leaf for key, leaf in mine.items()}
         twice = leaves.keys() & here.keys()
         if twice:
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
@@ -172,8 +172,7 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
     """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for module in modules.values():
-        known = fsdp1.flat_parameter_names(module) if fsdp1.contains_fsdp1(module) else parameter_names(module)
-        if wanted <= known.keys():
+        if wanted <= {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
             return module
     raise CheckpointMismatch(
         f"the parameters of the optimizer {name!r} are in no single module of the state "

@@ -34,10 +34,11 @@ from torch.distributed.fsdp import (
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames
+from dcp_plugin.state.walk import named_modules
 
 
 def contains_fsdp1(module: nn.Module) -> bool:
-    return any(isinstance(child, FullyShardedDataParallel) for child in module.modules())
+    return any(isinstance(child, FullyShardedDataParallel) for _, child in named_modules(module))
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin._torch import own_parameters
+from dcp_plugin.state.walk import named_modules
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 _ANY_OF_THEM = re.compile("|".join(sorted(_WRAPPER_SEGMENTS)))
@@ -21,7 +22,7 @@ class CleanNames:
     """Maps the names that a wrapped module gives to its parameters and state to clean ones."""
 
     def __init__(self, module: nn.Module) -> None:
-        wrapped = [name for name, child in module.named_modules() if is_ddp(child)]
+        wrapped = [name for name, child in named_modules(module) if is_ddp(child)]
         # Outermost first: the prefix of an inner one is clean only after the outer one's segment is gone.
         self._ddp_prefixes: list[str] = []
         for name in sorted(wrapped, key=len):
@@ -70,7 +71,7 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     clean = CleanNames(module)
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    for prefix, child in module.named_modules():
+    for prefix, child in named_modules(module):
         for name, parameter in own_parameters(child):
             if id(parameter) not in seen:
                 seen.add(id(parameter))

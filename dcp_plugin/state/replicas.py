@@ -16,6 +16,7 @@ from torch import nn
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, own_parameters, sharded_value
 from dcp_plugin.state.fsdp1 import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, is_ddp, parameters_by_name
+from dcp_plugin.state.walk import named_modules
 from dcp_plugin.types import ShardedValue
 
 
@@ -31,7 +32,7 @@ def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def frozen_names(module: nn.Module) -> set[str]:
     """The clean FQNs of the parameters that are not trained, tied ones under each of their names."""
-    if all(parameter.requires_grad for child in module.modules() for _, parameter in own_parameters(child)):
+    if all(parameter.requires_grad for _, child in named_modules(module) for _, parameter in own_parameters(child)):
         return set()
     names = flat_parameter_names(module)
     clean = CleanNames(module)
@@ -74,12 +75,12 @@ def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
-    if not any(map(is_ddp, module.modules())):
+    if not any(is_ddp(child) for _, child in named_modules(module)):
         return {}
     clean = CleanNames(module)
     inside = {
         clean(f"{prefix}.{name}" if prefix else name)
-        for prefix, child in module.named_modules()
+        for prefix, child in named_modules(module)
         if is_ddp(child)
         for name, _ in child.named_parameters(remove_duplicate=False)
     }

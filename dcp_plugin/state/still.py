@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_plugin._torch import DTensor, is_tensor, own_buffers, own_parameters
+from dcp_plugin.state.walk import named_modules
 
 
 class StillMemory:
@@ -26,24 +27,27 @@ class StillMemory:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
-        self.modules = []
+        self.modules: list[nn.Module] = []
+        """Those with parameters of their own: to load into one of them changes some of this."""
+        self._slots: dict[int, torch.Tensor] = {}
         trained: set[int] = set()
         moving: set[int] = set()
         for one in objects:
             if isinstance(one, nn.Module):
-                self.modules.append(one)
-                children = list(one.modules())
+                children = [child for _, child in named_modules(one)]
+                self.modules += [child for child in children if next(own_parameters(child), None) is not None]
                 trained.update(_memory(p for child in children for _, p in own_parameters(child) if p.requires_grad))
                 moving.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
                 for averaged in (child for child in children if isinstance(child, AveragedModel)):
                     moving.update(_memory(averaged.parameters()))
             elif isinstance(one, torch.optim.Optimizer):
-                trained.update(_memory(slot for slots in one.state.values() for slot in _tensors(slots)))
+                slots = (slot for slots in one.state.values() for slot in _tensors(slots))
+                self._slots.update((id(slot), slot) for slot in slots)
         self._still = trained - moving - {0}  # where nothing is
 
-    def __call__(self, tensor: torch.Tensor) -> bool:
-        """Whether a local tensor is still."""
-        return tensor.untyped_storage().data_ptr() in self._still
+    def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
+        """Whether a leaf of the state is still, and what this rank has of it."""
+        return id(leaf) in self._slots or all(one.untyped_storage().data_ptr() in self._still for one in memory)
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:
