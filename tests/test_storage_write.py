@@ -8,16 +8,21 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import load as stock_load
 
 import dcp_plugin as dcp
+from dcp_plugin import progress
 from dcp_plugin.storage import direct, hostmemory, values
 from dcp_plugin.storage.checksums import RunningCrc, block_size
 from dcp_plugin.storage.direct import BUFFER, BlockFile
+from dcp_plugin.storage.index import StoredTensor
+from dcp_plugin.storage.reader import ShardedReader
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
 
@@ -94,6 +99,54 @@ def test_every_way_to_write_gives_the_same_files(directory: Path, direct_io: Any
     target = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
     dcp.load({"t": target}, directory / "ck")
     assert_same(target, {key: value.resolve_conj().resolve_neg() for key, value in state.items()})
+
+
+def _aligned(size: int, by: int = 0) -> torch.Tensor:
+    """Random bytes that begin ``by`` bytes behind a page."""
+    memory = torch.randint(256, (size + 2 * direct.ALIGNMENT,), dtype=torch.uint8)
+    return memory[-memory.data_ptr() % direct.ALIGNMENT + by :][:size]
+
+
+@pytest.mark.parametrize(
+    ("before", "by", "in_place"), [(0, 0, True), (4096, 0, True), (BUFFER, 0, True), (64, 0, False), (0, 64, False)]
+)
+def test_aligned_memory_is_written_from_where_it_is(tmp_path: Path, before: int, by: int, in_place: bool) -> None:
+    if not _takes_direct(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    head, body = random.Random(0).randbytes(before), _aligned(5 * BUFFER + 100, by)
+    written: list[int] = []
+    with BlockFile(tmp_path / "file", before + body.nbytes + 7, "auto", written.append) as file:
+        file.write(head)
+        assert file.takes_in_place(body.data_ptr()) == in_place
+        file.write(hostmemory.memory_view(body))
+        file.write(b"the end")
+    assert (5 * BUFFER in written) == in_place, "as a whole, and not through the buffer"
+    assert (tmp_path / "file").read_bytes() == head + body.numpy().tobytes() + b"the end"
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_large_payloads_begin_at_pages_of_the_file(tmp_path: Path, async_save: bool) -> None:
+    sizes = [3, MIB, 70_001, MIB // 4, 2 * MIB + 1, MIB // 4 - 1]  # fp32
+    state = {str(number): torch.randn(size) for number, size in enumerate(sizes)}
+    finished: list[int] = []
+    unsubscribe = progress.subscribe(
+        lambda event: finished.append(event.bytes) if isinstance(event, progress.SaveFinished) else None
+    )
+    with closing(dcp.Checkpointer(async_save=async_save)) as ours:
+        ours.save(state, tmp_path / "ck").wait()
+    unsubscribe()
+    index = ShardedReader(tmp_path / "ck").index
+    for key, tensor in state.items():
+        entry = index[key]
+        assert isinstance(entry, StoredTensor)
+        (chunk,) = entry.chunks
+        if tensor.nbytes >= direct.IN_PLACE:
+            assert (chunk.location.offset + chunk.location.payload_offset) % direct.ALIGNMENT == 0
+    assert dcp.verify(tmp_path / "ck").ok
+    assert finished == [sum(index.files.values())]
+    there = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    stock_load(there, checkpoint_id=tmp_path / "ck", no_dist=True)
+    assert_same(there, state)
 
 
 def _refuse_when_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from dcp_plugin.storage import direct
+
 _ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vector instructions
 _SLACK = 1.25
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -72,9 +74,10 @@ class _Slabs:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
-            start = ends[tensor.is_cuda]
+            alignment = direct.ALIGNMENT if tensor.nbytes >= direct.IN_PLACE else _ALIGNMENT
+            start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
             starts.append(start)
-            ends[tensor.is_cuda] = start + tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+            ends[tensor.is_cuda] = start + tensor.nbytes
         slabs = {False: self.host.of_size(ends[False]), True: self.pinned.of_size(ends[True])}
         return [Place(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
 
@@ -97,7 +100,8 @@ class _Slab:
     def of_size(self, nbytes: int) -> torch.Tensor:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+            memory = torch.empty(nbytes + direct.ALIGNMENT, dtype=torch.uint8)
+            memory = memory[-memory.data_ptr() % direct.ALIGNMENT :][:nbytes]
             if self._pinned:
                 _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory

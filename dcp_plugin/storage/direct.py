@@ -23,7 +23,10 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.storage import files
 
 BUFFER = 2 << 20
-_ALIGNMENT = 4096  # of memory, file offset and length; no device in use wants more
+ALIGNMENT = 4096
+"""Of memory, file offset and length; no device in use wants more."""
+IN_PLACE = 1 << 20
+"""From this size on, what is aligned already is written from where it is, without passing through the buffer."""
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 
@@ -71,12 +74,21 @@ class BlockFile:
     def tell(self) -> int:
         return self._position + self._filled
 
+    def takes_in_place(self, address: int) -> bool:
+        """Whether bytes at this address, if appended now, are written without being copied."""
+        return self.direct and address % ALIGNMENT == 0 and self.tell() % ALIGNMENT == 0
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append; ``data`` may change afterwards."""
         if len(data) >= _LARGE and not self.direct:
             self._flush(self._filled)
             self._write_all(memoryview(data))
             return
+        if len(data) >= IN_PLACE and self.takes_in_place(np.frombuffer(data, np.uint8).ctypes.data):
+            self._flush(self._filled)
+            aligned = len(data) - len(data) % ALIGNMENT
+            self._write_all(memoryview(data)[:aligned])
+            data = memoryview(data)[aligned:]
         while len(data) > BUFFER - self._filled:
             room = BUFFER - self._filled
             self._take(memoryview(data)[:room])
@@ -115,7 +127,7 @@ class BlockFile:
     def _finish(self) -> None:
         """Write what is left and make the file durable. A length that is not aligned goes through the page cache."""
         if self.direct:
-            self._flush(self._filled - self._filled % _ALIGNMENT)
+            self._flush(self._filled - self._filled % ALIGNMENT)
             self._switch(False)
         self._flush(self._filled)
         os.fsync(self._fd)

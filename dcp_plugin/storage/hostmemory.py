@@ -92,14 +92,14 @@ class Rings:
             self._rings[device] = Ring(device)
         return self._rings[device]
 
-    def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor in row-major order."""
+    def pieces(self, tensor: torch.Tensor, size: int = PIECE) -> Iterator[memoryview]:
+        """The bytes of a tensor in row-major order. ``size``: of a piece of what is plain memory already."""
         if not is_plain_memory(tensor):
             yield from self.of(tensor.device).pieces(tensor)
             return
         memory = memory_view(tensor)
-        for start in range(0, len(memory), PIECE):
-            yield memory[start : start + PIECE]
+        for start in range(0, len(memory), size):
+            yield memory[start : start + size]
 
     def wait(self) -> None:
         for ring in self._rings.values():

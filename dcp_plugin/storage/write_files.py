@@ -1,7 +1,8 @@
 """Writes the items of one rank into its data files: one thread per file, each from front to back.
 
 The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor
-memory to the file piece by piece, checksummed while it is in the processor's cache.
+memory to the file piece by piece, checksummed while it is in the processor's cache. A large one begins at a page of
+the file: if its memory does, too, as in the copy of an asynchronous save, the device reads it from there.
 
 Items that are expected not to change are hashed, too, and lie in files of their own, so that the next checkpoint can
 link these. They are cut in the order of the items: what starts to change together, a layer, say, lies together.
@@ -22,10 +23,10 @@ from isal.isal_zlib import crc32
 
 from dcp_plugin import progress
 from dcp_plugin.storage.checksums import RunningCrc, block_size
-from dcp_plugin.storage.direct import BlockFile
-from dcp_plugin.storage.framing import ALIGNMENT, frame, padded
+from dcp_plugin.storage.direct import ALIGNMENT, IN_PLACE, BlockFile
+from dcp_plugin.storage.framing import frame, padded
 from dcp_plugin.storage.hashing import RunningHash
-from dcp_plugin.storage.hostmemory import Rings, finish_device_work
+from dcp_plugin.storage.hostmemory import PIECE, Rings, finish_device_work
 from dcp_plugin.storage.index import Location
 from dcp_plugin.storage.links import free_name
 
@@ -34,6 +35,7 @@ _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
 _STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced
 _MOST_STABLE_FILES = 32
+_IN_PLACE_PIECE = 8 << 20  # as a system call for each is all that is done with it
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,20 @@ def write(
     names: list[str] = []
     for _ in buckets:
         names.append(free_name(to.rank, {*taken, *names}))
-    meter = _Meter(checkpoint, sum(map(padded, lengths)))
+    layouts = [_layout([items[slot] for slot in bucket]) for bucket in buckets]
+    meter = _Meter(checkpoint, sum(size for _, size in layouts))
     locations: dict[int, Location] = {}
 
-    def write_one(name: str, bucket: list[int]) -> None:
+    def write_one(name: str, bucket: list[int], layout: _Layout) -> None:
         hashed = bucket[0] in stable
-        written = _write_file(
-            to, name, [items[slot] for slot in bucket], [lengths[slot] for slot in bucket], meter, hashed
-        )
+        written = _write_file(to, name, [items[slot] for slot in bucket], layout, meter, hashed)
         locations.update(zip(bucket, written, strict=True))
 
     if len(buckets) == 1:
-        write_one(names[0], buckets[0])
+        write_one(names[0], buckets[0], layouts[0])
     elif buckets:
         with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
-            list(pool.map(write_one, names, buckets))
+            list(pool.map(write_one, names, buckets, layouts))
     return [locations[slot] for slot in range(len(items))]
 
 
@@ -129,21 +130,36 @@ def _buckets(lengths: list[int], count: int) -> list[list[int]]:
     return [sorted(bucket) for bucket in buckets if bucket]
 
 
+_Layout = tuple[list[int], int]
+"""Where each item of a file begins, and the size of the file."""
+
+
+def _layout(items: list[Data]) -> _Layout:
+    starts, end = [], 0
+    for data in items:
+        if isinstance(data, torch.Tensor) and data.nbytes >= IN_PLACE:
+            end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % ALIGNMENT
+        starts.append(end)
+        end += padded(_item_length(data))
+    return starts, end
+
+
 def _write_file(
-    to: Files, name: str, items: list[Data], lengths: list[int], meter: _Meter, hashed: bool
+    to: Files, name: str, items: list[Data], layout: _Layout, meter: _Meter, hashed: bool
 ) -> list[Location]:
-    size = sum(padded(length) for length in lengths)
+    starts, size = layout
     rings = Rings()
     locations = []
     with BlockFile(to.directory / name, size, to.direct_io, meter.add) as file:
-        for data, length in zip(items, lengths, strict=True):
+        for data, start in zip(items, starts, strict=True):
+            file.write(bytes(start - file.tell()))
             if hashed and isinstance(data, torch.Tensor):
                 running = RunningHash()
                 location = _write_item(file, name, data, to.checksum, rings, running.update)
                 locations.append(replace(location, hash=running.digest()))
             else:
                 locations.append(_write_item(file, name, data, to.checksum, rings))
-            file.write(bytes(-length % ALIGNMENT))
+        file.write(bytes(size - file.tell()))
     return locations
 
 
@@ -163,8 +179,8 @@ def _write_item(
     else:
         around = frame(data.dtype, tuple(data.shape))
         head, head_crc, length = around.head, around.head_crc, around.payload_length
-        pieces = rings.pieces(data)
         file.write(head)
+        pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
     running = RunningCrc(block_size(length))
     for piece in pieces:
         if checksum:

@@ -158,7 +158,8 @@ class ShardedWriter(StorageWriter):
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if self._reuse:
             self._remember(self._reuse, candidates, {slot: locations[slot] for slot in found.stable}, directory)
-        self.bytes_written = sum(padded(location.length) for location in written)
+        ends = {at.file: at.offset + padded(at.length) for at in sorted(written, key=lambda at: at.offset)}
+        self.bytes_written = sum(ends.values())
         self.findings = found
         return [locations[slot] for slot in range(len(items))]
 
