@@ -18,7 +18,7 @@ FLOORS = [
     ("planning", "staging"),
     ("state", "partial", "hints"),
     (
-        *("lifecycle", "inspection", "matching", "loading", "omission", "attached", "conventions"),
+        *("lifecycle", "inspection", "matching", "loading", "omission", "origins", "attached", "conventions"),
         *("gathered", "saving", "background", "preemption", "checkpointer", "api", "restart"),
     ),
     ("lightning", "fabric", "accelerate", "cli", "__main__"),

@@ -173,6 +173,7 @@ FORGERIES = {
     "path that is no path": (lambda columns, about: about.update(paths='{"a": [{"x": 1}]}'), "key path"),
     "no metadata": (lambda columns, about: about.clear(), "format"),
     "missing column": (lambda columns, about: columns.pop("box"), "damaged"),
+    "wrong column shape": (lambda columns, about: columns.update(block_ends=columns["block_ends"][:, None]), "2-dim"),
     "wrong column type": (lambda columns, about: columns.update(file=columns["file"].astype(np.int64)), "column file"),
 }
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate, extras, native, projects
-from dcp_plugin.accelerate.positions import Tracker, untracked_sampler
+from dcp_plugin.accelerate.order import untracked_sampler
+from dcp_plugin.accelerate.positions import Tracker
+from dcp_plugin.accelerate.support import refuse_silent_fallbacks
 from dcp_plugin.accelerate.training import Training
 from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
@@ -39,7 +40,6 @@ from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
 
-_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _ATTRIBUTE = "dcp_plugin_attachment"
 _REPLACED = ("save_state", "load_state", "prepare_data_loader", "skip_first_batches", "end_training")
 
@@ -74,7 +74,7 @@ class Attachment(Attached):
     """
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
-        _refuse_silent_fallbacks(accelerator)
+        refuse_silent_fallbacks(accelerator)
         self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
@@ -99,7 +99,7 @@ class Attachment(Attached):
         """
         self.wait()
         accelerator = self._accelerator
-        _refuse_silent_fallbacks(accelerator)
+        refuse_silent_fallbacks(accelerator)
         automatic = projects.is_automatic(accelerator)
         path = self._decide(lambda: projects.next_path(accelerator)) if automatic else _through_link(output_dir)
         step = self._step_to_save()
@@ -139,7 +139,7 @@ class Attachment(Attached):
         """
         self.wait()
         accelerator = self._accelerator
-        _refuse_silent_fallbacks(accelerator)
+        refuse_silent_fallbacks(accelerator)
         by_number = input_dir is None and projects.is_automatic(accelerator)
         path = self._decide(lambda: projects.newest(accelerator)) if by_number else _given(input_dir)
         strict = bool(load_model_func_kwargs.get("strict", True))
@@ -348,21 +348,3 @@ def _through_link(path: PathLike | None) -> Path:
     """A script that saves into a link to a directory has the checkpoint in that directory, and the link stays."""
     given = _given(path)
     return given.resolve() if given.is_symlink() else given
-
-
-def _refuse_silent_fallbacks(accelerator: Accelerator) -> None:
-    """Accelerate trains on, without a word, when it cannot do what it was asked for."""
-    kind = accelerator.distributed_type
-    if kind in _UNSUPPORTED:
-        raise CheckpointError(f"{kind.value} keeps or writes its state in a way of its own, which is not supported.")
-    if kind != DistributedType.FSDP and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise CheckpointError(
-            f"FSDP was asked for, but Accelerate has silently fallen back to {kind.value}: each process has the whole "
-            f"model. It does so on CPUs (cpu=True, use_cpu: true). Train on GPUs, or do not ask for FSDP."
-        )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and accelerator.num_processes == 1:
-        raise CheckpointError(
-            f"{launched} processes were launched, but Accelerate trains each on its own, without a word: they would "
-            f"all write the same checkpoint. On CPUs pass Accelerator(cpu=True)."
-        )

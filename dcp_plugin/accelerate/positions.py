@@ -4,8 +4,8 @@ Accelerate saves the position of a ``StatefulDataLoader`` only, all ranks into o
 a position is: the epoch, the state of the random generator from which the order of this epoch came, and the number of
 samples that all ranks together have consumed of it. From these any number of processes continues.
 
-- :class:`TrackedSampler`, around the innermost sampler, remembers where the order of an epoch came from, and can
-  give the rest of an epoch.
+- :class:`~dcp_plugin.accelerate.order.TrackedSampler`, around the innermost sampler, remembers where the order of an
+  epoch came from, and can give the rest of an epoch.
 - :class:`Tracker` counts what a loader has handed out. It sits below Accelerate's loader, which reads one batch
   ahead, in the ``__iter__`` of the ``DataLoader`` inside of it (whose class is replaced by a subclass: iteration is
   looked up on the class).
@@ -22,68 +22,17 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler
 
 from dcp_plugin.accelerate._accelerate import PreparedLoader
+from dcp_plugin.accelerate.order import TrackedSampler, generator_state, owner_of_sampler
 
 Position = dict[str, Any]
-
-
-class TrackedSampler(Sampler[int]):
-    """Yields what the sampler inside yields, and can do so from a given order and sample on, once."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.inside = sampler
-        self.order: torch.Tensor | None = None
-        """The state of the generator that gave the order of this epoch."""
-        self._next: tuple[torch.Tensor | None, int] = (None, 0)
-
-    def resume(self, order: torch.Tensor | None, skip: int) -> None:
-        self._next = (order, skip)
-
-    def __iter__(self) -> Iterator[int]:
-        (order, skip), self._next = self._next, (None, 0)
-        own = getattr(self.inside, "generator", None)
-        takes_generator = hasattr(self.inside, "generator")
-        if order is not None and takes_generator:
-            generator = own if own is not None else torch.Generator()
-            generator.set_state(order)
-            self.inside.generator = generator
-        elif order is not None:  # if it draws at all, then from the global one, which is set again at the first batch
-            torch.set_rng_state(order)
-        self.order = self._order_to_come()
-        try:
-            yield from islice(iter(self.inside), skip, None)
-        finally:
-            if order is not None and takes_generator:
-                self.inside.generator = own
-
-    def __len__(self) -> int:
-        return len(self.inside)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inside":
-            raise AttributeError(name)
-        return getattr(self.inside, name)
-
-    def _order_to_come(self) -> torch.Tensor:
-        """The state of the generator that the order comes from, or would come from if the sampler had its own."""
-        if getattr(self.inside, "generator", None) is not None:
-            return self.inside.generator.get_state()  # type: ignore[no-any-return]
-        state = torch.get_rng_state()
-        if isinstance(self.inside, RandomSampler):  # it seeds a generator with its first draw from the global one
-            peek = torch.Generator()
-            peek.set_state(state)
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=peek).item())
-            return torch.Generator().manual_seed(seed).get_state()
-        return state
 
 
 class Tracker:
@@ -105,7 +54,7 @@ class Tracker:
         self._first_batch: Callable[[], None] | None = None
         self.step_back = 0
         """Batches handed out that have to come again: their gradients are not saved."""
-        self._owner = _owner_of_sampler(loader)
+        self._owner = owner_of_sampler(loader)
         if self._owner is not None and not isinstance(self._owner.sampler, TrackedSampler):
             self._owner.sampler = TrackedSampler(self._owner.sampler)
         _track(loader.base_dataloader, self)
@@ -166,7 +115,7 @@ class Tracker:
             "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
             "batches": consumed,
             "samples": consumed * self._samples_per_batch(),
-            "order": None if sampler is None else sampler.order if within else _generator_state(sampler),
+            "order": None if sampler is None else sampler.order if within else generator_state(sampler),
             "seed": getattr(sampler, "initial_seed", None),
         }
 
@@ -286,40 +235,6 @@ class _Resumed:
     position: Position
     own_state: Any
     restore_rng: Callable[[], None] | None
-
-
-@contextmanager
-def untracked_sampler(loader: Any) -> Iterator[None]:
-    """Accelerate looks at the class of a sampler when it prepares a loader, which may have been prepared before."""
-    owner: Any = _owner_of_sampler(loader) if isinstance(loader, DataLoader) else None
-    sampler = getattr(owner, "sampler", None)
-    if not isinstance(sampler, TrackedSampler):
-        yield
-        return
-    owner.sampler = sampler.inside
-    try:
-        yield
-    finally:
-        if owner.sampler is sampler.inside:
-            owner.sampler = sampler
-
-
-def _owner_of_sampler(loader: Any) -> Any:
-    """What draws single samples: the innermost batch sampler. None where the dataset itself gives the order.
-
-    Accelerate's ``get_sampler`` does not see through the batch sampler that it puts around the user's.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    owner = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    while hasattr(owner, "batch_sampler"):
-        owner = owner.batch_sampler
-    return owner if hasattr(owner, "sampler") else None
-
-
-def _generator_state(sampler: TrackedSampler) -> torch.Tensor | None:
-    generator = getattr(sampler.inside, "generator", None)
-    return None if generator is None else generator.get_state()
 
 
 def _track(base: Any, tracker: Tracker) -> None:

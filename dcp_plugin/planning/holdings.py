@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from dcp_plugin.storage.index import default_path, path_to_json
-from dcp_plugin.storage.table import NO_TENSOR, Column, padded
+from dcp_plugin.storage.index_file import path_to_json
+from dcp_plugin.storage.table import NO_TENSOR, Column, default_path, padded
 from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, memory_of
 
 Entry = tuple[str, "torch.dtype | None", Shape, bool, list[tuple[Shape, Shape]]]

@@ -35,9 +35,8 @@ from dcp_plugin.planning.assignment import Share, assign
 from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.planning.holdings import Holding, ties_of
 from dcp_plugin.storage import values
-from dcp_plugin.storage.index import default_path
 from dcp_plugin.storage.metadata import state_metadata
-from dcp_plugin.storage.table import NO_TENSOR
+from dcp_plugin.storage.table import NO_TENSOR, default_path
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
 

@@ -1,26 +1,7 @@
 """The item table of a checkpoint: which key is where, in which file, with which checksums.
 
-In memory it is a set of numpy columns, on disk the same columns in a safetensors file (no pickle). A million items
-open by mapping arrays; an entry becomes a Python object only when somebody asks for its key.
-
-The columns, for K keys, C chunks (each key's chunks are neighbours) and B blocks:
-
-======================  ========  =====================================================================
-``keys``, ``key_ends``  K         UTF-8 text of all keys, and where each ends
-``dtype``, ``ndim``     K         index into the dtype names (255: a value that is no tensor), dimensions
-``shape``               ragged    global shape, ``ndim`` numbers per key
-``chunk_ends``          K         running number of chunks
-``box``                 ragged    per chunk ``ndim`` offsets, then ``ndim`` sizes
-``file``                C         index into the files
-``place``               C x 4     offset and length of the item in its file; payload's offset and length in the item
-``frame_crc``           C         CRC32 of the item without its payload
-``block_ends``          C         running number of checksum blocks
-``block_crc``           B         running CRC32 of the payload at the end of each block
-``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these
-``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
-======================  ========  =====================================================================
-
-Blocks are described in :mod:`~dcp_plugin.storage.checksums`; their size follows from the payload's length.
+It is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.storage.index_file` describes them). A
+million items open by mapping arrays; an entry becomes a Python object only when somebody asks for its key.
 
 Two items may be the same bytes (tied weights, equal values): then all their columns agree. Any other overlap, and
 anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a byte is used.
@@ -29,8 +10,6 @@ anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import posixpath
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,33 +19,14 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_columns
-from safetensors.numpy import save as save_columns
 
-from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.storage.checksums import LARGEST_BLOCK, SMALLEST_BLOCK
-from dcp_plugin.storage.files import read_regular
-from dcp_plugin.storage.table import (
-    NO_TENSOR,
-    Column,
-    Location,
-    Places,
-    Table,
-    default_path,
-    dtype_named,
-    hash_in,
-    ranges,
-)
+from dcp_plugin.storage.checksums import SMALLEST_BLOCK
+from dcp_plugin.storage.index_file import IndexFile
+from dcp_plugin.storage.table import NO_TENSOR, Column, Location, Places, Table, default_path, hash_in, ranges
 from dcp_plugin.storage.validation import validate
 from dcp_plugin.types import KeyPath, Shape
 
-__all__ = [
-    "FORMAT_VERSION", "CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor",
-    "StoredValue", "default_path", "path_to_json",
-]  # fmt: skip
-
-FORMAT_VERSION = 2
+__all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
 
 
 @dataclass(frozen=True)
@@ -155,7 +115,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
-        self.slots = dict(zip(table.keys, range(len(table.keys)), strict=True))
+        self.slots = table.slots
         """The number of each key."""
         self._block_starts = np.concatenate(([0], columns["block_ends"]))
 
@@ -312,18 +272,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         return cls.of(Table(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
 
     def encode(self) -> bytes:
-        about = {
-            "format": "dcp_plugin",
-            "format_version": str(FORMAT_VERSION),
-            "smallest_block": str(self.smallest_block),
-            "dtypes": json.dumps(self.table.dtypes),
-            "files": json.dumps(self.files),
-            "paths": json.dumps({key: path_to_json(path) for key, path in self.table.paths.items()}),
-        }
-        columns = self.columns
-        if self.left_out:
-            columns = {**columns, "left_out": np.frombuffer(json.dumps(self.left_out).encode(), np.uint8)}
-        return save_columns(columns, metadata=about)
+        """What the file of the index holds."""
+        return IndexFile(self.table, self.columns, self.files, self.smallest_block, self.left_out).encode()
 
     @classmethod
     def read(cls, path: Path, sha256: str) -> CheckpointIndex:
@@ -332,74 +282,10 @@ class CheckpointIndex(Mapping[str, Entry]):
         Raises:
             CheckpointCorrupt: It is another file, no index, or contradicts itself.
         """
-        try:
-            data = read_regular(path)
-        except OSError as error:
-            raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise CheckpointCorrupt(f"{path} is not the index that was saved (its SHA-256 differs)")
-        try:
-            columns = load_columns(data)  # validates the header
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            about = header.get("__metadata__", {})
-            if about.get("format") != "dcp_plugin" or int(about["format_version"]) != FORMAT_VERSION:
-                raise CheckpointCorrupt(
-                    f"{path} is of format {about.get('format')!r} version {about.get('format_version')}; this version "
-                    f"of dcp_plugin reads version {FORMAT_VERSION}. Upgrade dcp_plugin if it is older, or delete the "
-                    f"file and dcp_plugin.json to read the checkpoint as a stock one."
-                )
-            index = cls._checked(columns, about)
-        except (
-            SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError,
-            RecursionError,
-        ) as error:  # fmt: skip
-            raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
+        file = IndexFile.read(path, sha256)
+        index = cls(file.table, file.columns, file.files, file.smallest_block)
+        index.left_out = file.left_out
         index.validate(path.parent)
-        return index
-
-    @classmethod
-    def _checked(cls, columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:
-        expected = {
-            "keys": np.uint8, "key_ends": np.int64, "dtype": np.uint8, "ndim": np.uint8, "shape": np.int64,
-            "chunk_ends": np.int64, "box": np.int64, "file": np.int32, "place": np.int64, "frame_crc": np.uint32,
-            "block_ends": np.int64, "block_crc": np.uint32,
-        }  # fmt: skip
-        for name, dtype in expected.items():
-            if columns[name].dtype != dtype:
-                raise ValueError(f"column {name} is {columns[name].dtype}")
-        count, chunks = len(columns["key_ends"]), len(columns["file"])
-        ends = (("key_ends", "keys"), ("chunk_ends", "file"), ("block_ends", "block_crc"))
-        for name, counted in ends:
-            _check_ends(name, columns[name], len(columns[counted]))
-        if not (len(columns["dtype"]) == len(columns["ndim"]) == len(columns["chunk_ends"]) == count):
-            raise ValueError("columns of keys differ in length")
-        if columns["place"].shape != (chunks, 4) or not (
-            len(columns["frame_crc"]) == len(columns["block_ends"]) == chunks
-        ):
-            raise ValueError("columns of chunks differ in length")
-        dtypes = json.loads(about["dtypes"])
-        for name in dtypes:
-            dtype_named(name)
-        if "hashed" in columns:
-            _check_hashes(columns["hashed"], columns["hash"], chunks)
-        if (columns["dtype"][columns["dtype"] != NO_TENSOR] >= len(dtypes)).any():
-            raise ValueError("a key has a dtype that is not listed")
-        files = {str(name): int(size) for name, size in json.loads(about["files"]).items()}
-        paths = {key: _path_from_json(value) for key, value in json.loads(about["paths"]).items()}
-        smallest_block = int(about["smallest_block"])
-        if not 4096 <= smallest_block <= LARGEST_BLOCK or smallest_block & (smallest_block - 1):
-            raise ValueError(f"block size {smallest_block}")
-        table = Table(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
-        index = cls(table, columns, files, smallest_block)
-        if len(index) != count:
-            raise ValueError("a key occurs twice")
-        if "left_out" in columns:
-            left_out = json.loads(columns["left_out"].tobytes())
-            index.left_out = {str(key): str(there) for key, there in left_out.items() if key not in index.slots}
-            if len(index.left_out) != len(left_out):
-                raise ValueError("a key is both stored and left out")
-        if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
-            raise ValueError("shapes and boxes do not fit the dimensions")
         return index
 
     def validate(self, directory: Path, shares_bytes: bool = False) -> None:
@@ -412,43 +298,3 @@ class CheckpointIndex(Mapping[str, Entry]):
             CheckpointCorrupt: Naming file and key.
         """
         validate(self.table, self.columns, self.files, self.smallest_block, directory, shares_bytes)
-
-
-def _split_keys(text: Column, ends: Column) -> list[str]:
-    data = text.tobytes()
-    decoded = data.decode()
-    spans = zip([0, *ends.tolist()], ends.tolist(), strict=False)
-    if len(decoded) == len(data):  # ASCII: characters are bytes
-        return [decoded[start:end] for start, end in spans]
-    return [data[start:end].decode() for start, end in spans]
-
-
-def _check_ends(name: str, ends: Column, total: int) -> None:
-    counts = np.diff(ends, prepend=0)
-    if (counts < 0).any() or (ends[-1] if len(ends) else 0) != total:
-        raise ValueError(f"column {name} does not count up to {total}")
-
-
-def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
-    if hashed.dtype != np.int64 or hashes.dtype != np.uint64 or hashes.shape != (len(hashed), 2):
-        raise ValueError("columns of hashes differ in length or type")
-    if len(hashed) and (hashed[0] < 0 or hashed[-1] >= chunks or (np.diff(hashed) <= 0).any()):
-        raise ValueError("hashes of chunks that do not exist, or are not in order")
-
-
-def path_to_json(path: KeyPath) -> list[Any]:
-    return [list(part) if isinstance(part, tuple) else part for part in path]
-
-
-def _path_from_json(parts: Any) -> KeyPath:
-    path = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
-    for part in path:
-        known = isinstance(part, (str, int)) or (
-            isinstance(part, tuple)
-            and len(part) == 2
-            and part[0] in ("t", "k")
-            and isinstance(part[1], (int, float, bool, str))
-        )
-        if not known:
-            raise ValueError(f"key path {parts!r}")
-    return path

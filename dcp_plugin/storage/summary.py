@@ -15,7 +15,7 @@ import torch
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
 from dcp_plugin.storage.commit import SUMMARY
 from dcp_plugin.storage.files import read_regular
-from dcp_plugin.storage.index import FORMAT_VERSION
+from dcp_plugin.storage.index_file import FORMAT_VERSION
 
 _MAX_SIZE = 1 << 20
 

@@ -57,6 +57,11 @@ class Table:
     columns: dict[str, Column]
 
     @functools.cached_property
+    def slots(self) -> dict[str, int]:
+        """The number of each key."""
+        return dict(zip(self.keys, range(len(self.keys)), strict=True))
+
+    @functools.cached_property
     def shape_starts(self) -> Column:
         """Where the shape of each key begins; one more for the end. So for chunks and boxes."""
         return np.concatenate(([0], np.cumsum(self.columns["ndim"], dtype=np.int64)))

@@ -1,0 +1,123 @@
+"""The README and docs/: their code runs, their options are those of CheckpointConfig, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dcp_plugin import CheckpointConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+
+MODEL = """
+import time, torch, torch.distributed.checkpoint, dcp_plugin as dcp
+started = time.time()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+def train():
+    model(torch.ones(1, 4)).sum().backward(), optimizer.step()
+"""
+PARTS = """
+model.backbone = model[0]
+dcp.save({"model": torch.nn.Linear(4, 4)}, "pretrained")
+"""
+TRAINER = """
+import functools, lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+Trainer = functools.partial(lightning.Trainer, accelerator="cpu", max_epochs=2, limit_val_batches=0,
+                            enable_progress_bar=False, enable_model_summary=False, logger=False)
+data = torch.utils.data.DataLoader(torch.ones(8, 32))
+model = BoringModel()
+"""
+TRANSFORMERS = """
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1,
+                                   bos_token_id=0, eos_token_id=0))
+data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 8
+args = TrainingArguments("run", use_cpu=True, max_steps=4, save_steps=2, report_to=[], disable_tqdm=True)
+"""
+SCRIPTS = {  # what is there before: a script that works without us
+    "Lightning: one argument": TRAINER,
+    "Accelerate: one line": "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\ntrain()",
+    "transformers.Trainer: one mixin": TRANSFORMERS,
+    "Plain PyTorch: one call": "train()",
+    "Fabric": "from lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu', devices=1)\ntrain()",
+    "Without a framework": "train()",
+    "Fine-tuning": PARTS + "train()",
+    "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
+}
+RESTARTED = {  # what holds when the same code runs a second time
+    "Lightning: one argument": "trainer.ckpt_path is not None and trainer.current_epoch == 2",
+    "Accelerate: one line": "checkpoints.last_load is not None",
+    "transformers.Trainer: one mixin": "trainer.state.global_step == 4 and dcp.latest('run').stat().st_mtime < started",
+    "Plain PyTorch: one call": "dcp.resume_or_init(state, 'run').how == 'resumed'",
+    "Fabric": "checkpoints.resume_or_init(state, 'run').how == 'resumed'",
+    "Without a framework": "report.loaded == ['model.0.weight', 'model.0.bias']",
+    "Fine-tuning": "start.how == 'warm-started'",
+    "What a checkpoint costs": "checkpointer.config.trainable_only",
+}
+CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"
+
+
+def _code() -> dict[str, str]:
+    """The Python blocks of all pages, those under one heading together."""
+    code: dict[str, str] = {}
+    for page in PAGES:
+        for heading, section in re.findall(r"^##+ (.*)\n((?:(?!^##+ ).*\n)*)", page.read_text(), re.M):
+            for block in re.findall(r"^```python\n(.*?)^```", section, re.M | re.S):
+                code[heading] = code.get(heading, "") + block
+    return code
+
+
+def test_every_block_of_code_is_run_by_a_test() -> None:
+    assert set(_code()) == set(SCRIPTS) == set(RESTARTED)
+
+
+@pytest.mark.parametrize("heading", SCRIPTS)
+def test_the_code_runs_as_it_stands_and_once_more_to_restart(tmp_path: Path, heading: str) -> None:
+    code = f"{MODEL}{SCRIPTS[heading]}\n{_code()[heading]}\n"
+    (tmp_path / "script.py").write_text(code)
+    both = f"import runpy; runpy.run_path('script.py'); globals().update(runpy.run_path('script.py')); {CHECKED}"
+    command = [sys.executable, "-c", both, RESTARTED[heading]]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def _options(page: Path) -> dict[str, object]:
+    """Field and default of each row of the table of options."""
+    table = page.read_text().split("| field | default | |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [re.match(r"\| `(\w+)` \| `([^`]+)` \| \S", line) for line in table.splitlines()]
+    assert all(rows)
+    return {row[1]: ast.literal_eval(row[2]) for row in rows if row}
+
+
+def test_docs_options_has_every_field_with_its_default_in_their_order() -> None:
+    known = [(field.name, field.default) for field in fields(CheckpointConfig)]
+    assert list(_options(ROOT / "docs/options.md").items()) == known
+
+
+def test_the_options_in_the_readme_are_some_of_these() -> None:
+    some = _options(ROOT / "README.md")
+    assert some and some.items() <= _options(ROOT / "docs/options.md").items()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_or_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if heading:
+            found = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert heading in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in found], target
