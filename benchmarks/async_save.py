@@ -5,7 +5,8 @@ One process trains a byte-level GPT with AdamW; the size is that of parameters a
 - blocked: what the call takes, with memory that earlier saves have warmed up;
 - complete: from the call until the checkpoint is published and durable, while nothing else runs;
 - step waits: how much longer than usual the first optimizer step after a save takes (lazy staging waits there);
-- lost: how much longer a fixed number of training steps takes if a save begins with them, less what the call blocked;
+- lost: how much longer training steps take if a save begins with them, less what the call blocked. As many steps as
+  the save needs, between two runs of as many without one. What *memcpy* seems to lose is noise: it does nothing then;
 - CPU: seconds of this process and its children for a save while nothing else runs;
 - growth: resident memory after fifty saves over that after three (``--saves``).
 """
@@ -13,6 +14,7 @@ One process trains a byte-level GPT with AdamW; the size is that of parameters a
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import statistics
@@ -56,7 +58,7 @@ class GPT(nn.Module):
 
 def _step(training: Training, saver: Saver | None = None) -> float:
     """One training step; the seconds of its optimizer step."""
-    tokens = torch.randint(256, (2, CONTEXT + 1))
+    tokens = torch.randint(256, (1, CONTEXT + 1))
     logits = training.model(tokens[:, :-1])
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     began = time.perf_counter()
@@ -81,19 +83,23 @@ def _alone(saver: Saver, path: Path) -> dict[str, float]:
     return {"blocked": blocked, "complete": time.perf_counter() - began, "CPU": _cpu() - cpu}
 
 
-def _among_steps(saver: Saver | None, training: Training, steps: int, path: Path) -> dict[str, float]:
-    """Saves and trains; without a saver, trains."""
-    began = time.perf_counter()
-    wait: Callable[[], None] = saver.save(path) if saver else lambda: None
-    blocked = time.perf_counter() - began
-    optimizer = [_step(training, saver) for _ in range(steps)]
-    took = time.perf_counter() - began
-    wait()
-    return {"blocked": blocked, "steps": took - blocked, "first": optimizer[0], "others": statistics.median(optimizer)}
+class _Steps:
+    """Training steps, with a save that begins with them or without one."""
+
+    def __init__(self, training: Training, count: int, saver: Saver | None = None, path: Path = Path()) -> None:
+        began = time.perf_counter()
+        wait: Callable[[], None] = saver.save(path) if saver else lambda: None
+        self.blocked = time.perf_counter() - began
+        optimizer = [_step(training, saver) for _ in range(count)]
+        self.took = time.perf_counter() - began - self.blocked
+        self.optimizer = optimizer[0]
+        """Seconds of the first step of the optimizer."""
+        wait()
 
 
-def _measure(savers: list[Saver], training: Training, steps: int, repeats: int, root: Path) -> Figures:
+def _measure(savers: list[Saver], training: Training, step: float, repeats: int, root: Path) -> Figures:
     figures: Figures = defaultdict(lambda: defaultdict(list))
+    counts: dict[str, int] = {}
     began = time.monotonic()
     for repetition in range(repeats + 1):
         shift = repetition % len(savers)
@@ -101,14 +107,16 @@ def _measure(savers: list[Saver], training: Training, steps: int, repeats: int, 
             _step(training)
             alone = _alone(saver, root / "alone")
             remove(root / "alone")
-            usual = _among_steps(None, training, steps, root)
-            saving = _among_steps(saver, training, steps, root / "among")
+            count = counts.setdefault(saver.name, 1 + math.ceil(alone["complete"] / step))
+            before = _Steps(training, count)
+            saving = _Steps(training, count, saver, root / "among")
             remove(root / "among")
+            after = _Steps(training, count)
             if repetition == 0:
                 continue
-            alone["blocked, training"] = saving["blocked"]
-            alone["step waits"] = saving["first"] - saving["others"] - (usual["first"] - usual["others"])
-            alone["lost"] = saving["steps"] - usual["steps"]
+            alone["blocked, training"] = saving.blocked
+            alone["step waits"] = saving.optimizer - (before.optimizer + after.optimizer) / 2
+            alone["lost"] = saving.took - (before.took + after.took) / 2
             for name, value in alone.items():
                 figures[saver.name][name].append(value)
         said = "warmed up" if repetition == 0 else f"{repetition} of {repeats} repetitions"
@@ -130,6 +138,11 @@ def _growth(saver: Saver, training: Training, saves: int, root: Path) -> float:
     return largest / 2**20
 
 
+def _ratio(theirs: list[float], ours: list[float]) -> str:
+    above, below = statistics.median(theirs), statistics.median(ours)
+    return f"{above / below:.2f}" if below > 0 else f"{above:.2f} s to nothing measurable"
+
+
 def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.4f} ({min(values):.3f}-{max(values):.3f})"
 
@@ -144,16 +157,12 @@ def _print(figures: Figures) -> None:
         print(f"\nblocked, ours ÷ memcpy: {statistics.median(figures[OURS]['blocked']) / floor:.2f}")
     for ours in (OURS, f"{OURS}, lazy"):
         for peer in (name for name in figures if name.startswith(("stock", "torch_", "Light")) and ours in figures):
-            ratios = (
-                statistics.median(figures[peer][what]) / max(1e-9, statistics.median(figures[ours][what]))
-                for what in ("complete", "lost")
-            )
-            print("{} ÷ {}: complete {:.2f}, lost {:.2f}".format(peer, ours, *ratios))
+            said = (f"{what} {_ratio(figures[peer][what], figures[ours][what])}" for what in ("complete", "lost"))
+            print(f"{peer} ÷ {ours}: {', '.join(said)}")
 
 
 def main() -> None:
     made = parser("async_save", __doc__)
-    made.add_argument("--steps", type=int, help="training steps beside a save (default: three seconds of them)")
     made.add_argument("--threads", type=int, default=1, help="torch's intra-op threads (default %(default)s)")
     made.add_argument("--saves", type=int, default=50, help="for the growth of memory (default %(default)s)")
     options = made.parse_args()
@@ -163,16 +172,18 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = GPT(options.mib)
     training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    for _ in range(2):
-        _step(training)
-    began = time.perf_counter()
     _step(training)
-    steps = options.steps or max(3, round(3.0 / (time.perf_counter() - began)))
+    began = time.perf_counter()
+    for _ in range(3):
+        _step(training)
+    step = (time.perf_counter() - began) / 3
     load = _machine.load_average()
     for line in (*(f"{key}: {value}" for key, value in _machine.describe().items()), _machine.busy(load)):
         print(line) if line else None
     size = sum(tensor.nbytes for tensor in training.tensors()) / 2**20
-    print(f"{size:.0f} MiB in {len(training.tensors())} tensors, {steps} steps of {options.threads} thread(s)")
+    print(
+        f"{size:.0f} MiB in {len(training.tensors())} tensors, steps of {step:.2f} s with {options.threads} thread(s)"
+    )
     with scratch(options.where[0]) as root:
         savers = []
         for name, make in all_savers(options.peers).items():
@@ -180,7 +191,7 @@ def main() -> None:
                 savers.append(make(training))
             except ImportError as error:
                 print(f"left out: {name} ({error})")
-        figures = _measure(savers, training, steps, options.repeats, root)
+        figures = _measure(savers, training, step, options.repeats, root)
         _print(figures)
         growth = {}
         for saver in savers:
@@ -191,7 +202,7 @@ def main() -> None:
     out: Path = options.json or Path("outputs/benchmark-async_save.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     said = {"machine": _machine.describe(), "load_before": load, "load_after": _machine.load_average()}
-    said |= {"mib": size, "steps": steps, "threads": options.threads, "figures": figures, "growth_mib": growth}
+    said |= {"mib": size, "step": step, "threads": options.threads, "figures": figures, "growth_mib": growth}
     out.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")
     dist.destroy_process_group()
 
