@@ -167,8 +167,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
 
     def rank_of_a_save(rank: int) -> None:
         planner = ShardedSavePlanner()
-        planner.set_up_planner(dict(_state(mesh, rank, ranks, tensors)), None, rank == 0)
-        planner.use_paths({})
+        planner.take(dict(_state(mesh, rank, ranks, tensors)), {})
         exchange = Exchange()
 
         def plan(box: _Mailbox) -> tuple[Planned, list[WriteItem]]:

@@ -66,8 +66,7 @@ class Saving:
         def hold() -> Holding:
             if job.failure is not None:
                 raise job.failure
-            planner.set_up_planner(self._leave_out(job.state, left_out, writer), None, ranks.rank == 0)
-            planner.use_paths(job.paths)
+            planner.take(self._leave_out(job.state, left_out, writer), job.paths)
             return planner.holding()
 
         def write() -> _Written:

@@ -64,13 +64,13 @@ class ShardedSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state: nested and of any content, or already flat and encoded by :func:`encode_state`."""
+        """Take the state, nested and of any content."""
         leaves, self._paths = flatten(state_dict)
         self._state = encode_state(leaves, self._allow_pickle)
 
-    def use_paths(self, paths: dict[str, KeyPath]) -> None:
-        """The paths of a state that was flattened before it was handed over."""
-        self._paths = paths
+    def take(self, state: Flat, paths: dict[str, KeyPath]) -> None:
+        """:meth:`set_up_planner` for what is flat and encoded already, and the paths that its keys do not tell."""
+        self._state, self._paths = state, paths
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self._state.items() for item in _items(key, value)]

@@ -9,6 +9,7 @@ as the rows of an array, and the integers are filled in by column. What comes ou
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Hashable, Sequence
@@ -109,12 +110,11 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
 def _stored(memo: _Memo, table: Table, slot: int, chunks: bytes) -> bytes:
     dtype = table.dtype_of(slot)
     if dtype is None:
-        fields = memo.instance(BytesStorageMetadata)
-    else:
-        size = torch.Size(table.shape_of(slot))
-        properties = memo.get(dtype, lambda: _plain(TensorProperties(dtype=dtype)))
-        listed: _Fields = [b"](", chunks, b"e"]
-        fields = memo.instance(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=listed)
+        return memo.any_value
+    size = torch.Size(table.shape_of(slot))
+    properties = memo.get(dtype, lambda: _plain(TensorProperties(dtype=dtype)))
+    listed: _Fields = [b"](", chunks, b"e"]
+    fields = memo.instance(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=listed)
     return b"".join(cast(list[bytes], fields))
 
 
@@ -144,6 +144,11 @@ class _Memo:
         for name, body in fields.items():
             state += [self.get(name), *body]
         return [self.get(cls), b")\x81", *(state if fields else []), *([b"ub"] if fields else [])]
+
+    @functools.cached_property
+    def any_value(self) -> bytes:
+        """What there is to say of each value that is no tensor. An optimizer has a dozen for every parameter."""
+        return b"".join(cast(list[bytes], self.instance(BytesStorageMetadata)))
 
     def sizes(self, rows: Column) -> _Fields:
         """A ``torch.Size`` in each record."""
