@@ -33,7 +33,7 @@ from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.progress import SaveFinished
-from dcp_plugin.restart import Restart, decide, load_from
+from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
@@ -52,6 +52,10 @@ class DCPCheckpointIO:
             one with ``ckpt_path=None``. Read when model and optimizers are set up and sharded, before anything runs.
         partial: Which keys of the model, such as ``model.backbone.*``, that fills, and from where; all if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
+
+    Raises:
+        ValueError: A value is out of range, or not for this door; or ``partial`` without ``init_from``.
+        TypeError: There is no field of this name.
     """
 
     @fields_in_signature
@@ -64,6 +68,7 @@ class DCPCheckpointIO:
         partial: PartialLoad | None = None,
         **overrides: Any,
     ) -> None:
+        refuse_partial_of_nothing(partial, init_from)
         _be_a_plugin_for_all()
         self.config = CheckpointConfig.merge(config, **overrides).that_waits("ModelCheckpoint")
         self.weights_only = weights_only
