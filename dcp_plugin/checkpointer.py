@@ -52,7 +52,7 @@ class Checkpointer:
     """
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
-        self.config = CheckpointConfig.merge(config, **overrides)
+        self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         self._solo = solo
         self._ranks: Ranks | None = None
         self._aside: Ranks | None = None

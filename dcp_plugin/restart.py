@@ -81,7 +81,8 @@ def resume_or_init(
     refuse_partial_of_nothing(partial, init_from)
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
-    used = checkpointer or Checkpointer(config, **overrides)
+    besides = ("resume", "init_from", "partial", "strict", "checkpointer")
+    used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
         start = decide(used.ranks, lambda: resolve_resume(resume, root), init_from)
         if start.how == "resumed":

@@ -70,7 +70,8 @@ class DCPCheckpointIO:
     ) -> None:
         refuse_partial_of_nothing(partial, init_from)
         _be_a_plugin_for_all()
-        self.config = CheckpointConfig.merge(config, **overrides).that_waits("ModelCheckpoint")
+        besides = ("weights_only", "init_from", "partial")
+        self.config = CheckpointConfig.merge(config, besides, **overrides).that_waits("ModelCheckpoint")
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
