@@ -120,7 +120,7 @@ class DCPCheckpointIO:
         expected = self.afterwards.expect(path)
         try:
             handle = expected.handle = self.checkpointer(world_size).save(
-                state, path, step, files=files, aliases=aliases, owners=owners
+                state, path, step, files, owners=owners, aliases=aliases, kinds=layout.kinds_of(state)
             )
         except BaseException:
             self.afterwards.forget()
@@ -169,7 +169,8 @@ class DCPCheckpointIO:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
         self._say_if_not_promoted()
-        self._alone().save(layout.to_state(checkpoint, self.config.allow_pickle), path)
+        state = layout.to_state(checkpoint, self.config.allow_pickle)
+        self._alone().save(state, path, kinds=layout.kinds_of(state))
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
