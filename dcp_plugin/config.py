@@ -157,6 +157,8 @@ class CheckpointConfig:
                 near = difflib.get_close_matches(name, known, n=1)
                 said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
             raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
+        if config is not None and not isinstance(config, cls):
+            raise TypeError(f"config is a CheckpointConfig, not a {type(config).__name__}; a dict of settings: **it.")
         return replace(config or cls(), **overrides)
 
     def of_all_ranks(self) -> dict[str, Any]:

@@ -31,6 +31,8 @@ def _misspell() -> None:
         (dcp.resume_or_init, ({}, "nowhere"), "parital", "partial"),
     ]
     for door, arguments, typo, meant in doors:
+        with pytest.raises(TypeError, match="config is a CheckpointConfig, not a dict"):
+            door(*arguments, config={"async_save": True})
         with pytest.raises(TypeError) as caught:
             door(*arguments, asinc_save=True, **{typo: 1}, qux=1)
         said = f"no setting 'asinc_save' (did you mean 'async_save'?), '{typo}' (did you mean '{meant}'?), 'qux'. "
