@@ -22,7 +22,7 @@ def save(
 
     See :meth:`Checkpointer.save`. For saves in the background keep a :class:`Checkpointer`.
     """
-    checkpointer = Checkpointer(config, **overrides)
+    checkpointer = Checkpointer(CheckpointConfig.merge(config, ("step",), **overrides))
     if checkpointer.config.async_save:
         raise ValueError("dcp_plugin.save() waits for the disk. For async_save=True keep a Checkpointer.")
     try:
@@ -40,7 +40,7 @@ def load(
     **overrides: Any,
 ) -> LoadReport:
     """Load the checkpoint ``path`` into ``state``, in place. Collective. See :meth:`Checkpointer.load`."""
-    checkpointer = Checkpointer(config, **overrides)
+    checkpointer = Checkpointer(CheckpointConfig.merge(config, ("partial", "strict"), **overrides))
     try:
         return checkpointer.load(state, path, partial, strict)
     finally:

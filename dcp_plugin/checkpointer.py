@@ -53,7 +53,7 @@ class Checkpointer:
     """
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
-        self.config = CheckpointConfig.merge(config, **overrides)
+        self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         self._solo = solo
         self._ranks: Ranks | None = None
         self._aside: Ranks | None = None
@@ -71,6 +71,7 @@ class Checkpointer:
         views: Views | None = None,
         owners: Iterable[Any] = (),
         aliases: Aliases | None = None,
+        kinds: Mapping[str, str] | None = None,
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -85,6 +86,8 @@ class Checkpointer:
             owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
                 ``staging="lazy"``: what is theirs may be copied later, too.
             aliases: More keys for stock loaders, see there too.
+            kinds: Which names of ``state`` are state dicts of a ``"module"`` or an ``"optimizer"``, so that a load
+                finds them under other names, as it does those of live objects.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -105,7 +108,7 @@ class Checkpointer:
         writer = self._writer(place, step, views, aliases)
         if files is not None:
             self._add_files(writer, self._front(ranks), files)
-        job = Gathered(self.config, writer.path, step, writer, began)
+        job = Gathered(self.config, writer.path, step, writer, began, dict(kinds or {}))
         handle = SaveHandle(writer.path, step)
         if not self.config.async_save:
             with _collector_paused(), progress.progress_line(writer.path, self._shows_progress(ranks)):

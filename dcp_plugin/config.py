@@ -5,6 +5,7 @@ A field is documented once, here, as the text under its definition.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable
@@ -139,12 +140,25 @@ class CheckpointConfig:
             object.__setattr__(self, "base", os.fspath(self.base))
 
     @classmethod
-    def merge(cls, config: CheckpointConfig | None, **overrides: Any) -> CheckpointConfig:
-        """``config`` (or the defaults) with the fields named in ``overrides`` replaced."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(overrides) - known)
+    def merge(
+        cls, config: CheckpointConfig | None, besides: tuple[str, ...] = (), /, **overrides: Any
+    ) -> CheckpointConfig:
+        """``config`` (or the defaults) with the fields named in ``overrides`` replaced.
+
+        Args:
+            besides: What the door that was given the ``overrides`` takes by name besides them, for the error.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in overrides if name not in names]
         if unknown:
-            raise TypeError(f"CheckpointConfig has no field {', '.join(unknown)}. Fields: {', '.join(sorted(known))}.")
+            known = ["config", *besides, *names]
+            said = []
+            for name in unknown:
+                near = difflib.get_close_matches(name, known, n=1)
+                said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+            raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
+        if config is not None and not isinstance(config, cls):
+            raise TypeError(f"config is a CheckpointConfig, not a {type(config).__name__}; a dict of settings: **it.")
         return replace(config or cls(), **overrides)
 
     def of_all_ranks(self) -> dict[str, Any]:

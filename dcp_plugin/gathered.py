@@ -32,6 +32,8 @@ class Gathered:
     step: int | None
     writer: ShardedWriter
     began: float
+    kinds: dict[str, str]
+    """Of the names under which there are only state dicts."""
     leaves: dict[str, Any] = field(default_factory=dict)
     """What was gathered, until it is described."""
     state: Flat = field(default_factory=dict)
@@ -51,8 +53,8 @@ class Gathered:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, self.paths = gather_state(parts)
             self.leaves = omission.without_excluded(leaves)
-            kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
-            self.writer.facts["kinds"] = kinds
+            live = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
+            self.writer.facts["kinds"] = {**self.kinds, **live}
         except Exception as error:
             self.failure = error
 

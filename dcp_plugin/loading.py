@@ -21,7 +21,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.matching import Match, Matching, locate
 from dcp_plugin.omission import about_excluded
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.planning.load import ShardedLoadPlanner, some
+from dcp_plugin.planning.load import ShardedLoadPlanner, first, some
 from dcp_plugin.planning.sharing import SharedReading
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.app import Part, parts_of
@@ -143,8 +143,8 @@ class Loading:
         self._planner.use_index(self._targets, self._reader.index, match.stored)
         try:
             return self._planner.create_local_plan()
-        except CheckpointMismatch as error:
-            match.problems.insert(0, str(error))
+        except CheckpointMismatch:
+            match.problems[:0] = first(self._planner.misfits)
             return LoadPlan([])
 
     def _read_values(self, parts: list[Part], match: Match) -> None:

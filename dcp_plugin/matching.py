@@ -28,16 +28,13 @@ from dcp_plugin.hints import (
     taken_by,
 )
 from dcp_plugin.partial import PartialLoad, Policy
-from dcp_plugin.planning.load import some
+from dcp_plugin.planning.load import first, some
 from dcp_plugin.state.app import Part, Wanted
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.renaming import Rename, Renaming
 from dcp_plugin.state.source import Prefix, Source, find_prefix, join
 from dcp_plugin.storage.index import CheckpointIndex, Entry
 from dcp_plugin.types import KeyPath, LoadReport, ShardedValue
-
-MOST_PROBLEMS = 20
-"""That an error spells out; more is not read by anybody."""
 
 
 class _Place(Protocol):
@@ -287,10 +284,7 @@ class Matching:
         if policy == "warn":
             self._say(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
-            more = len(lines) - MOST_PROBLEMS
-            self._match.problems.extend(lines[:MOST_PROBLEMS])
-            if more > 0:
-                self._match.problems.append(f"and {more} more like this")
+            self._match.problems.extend(first(lines))
 
     @property
     def _of_submodule(self) -> bool:

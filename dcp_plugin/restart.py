@@ -73,13 +73,16 @@ def resume_or_init(
             ``overrides`` are those of a new one.
 
     Raises:
+        ValueError: ``partial`` without ``init_from``; a checkpointer and settings.
         CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not there.
         CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
         RankFailure: A rank died, or did not answer within the timeout.
     """
+    refuse_partial_of_nothing(partial, init_from)
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
-    used = checkpointer or Checkpointer(config, **overrides)
+    besides = ("resume", "init_from", "partial", "strict", "checkpointer")
+    used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
         start = decide(used.ranks, lambda: resolve_resume(resume, root), init_from)
         if start.how == "resumed":
@@ -90,6 +93,15 @@ def resume_or_init(
     finally:
         if checkpointer is None:
             used.close()
+
+
+def refuse_partial_of_nothing(partial: PartialLoad | None, init_from: PathLike | None) -> None:
+    """Raises ValueError for a ``partial`` that nothing would heed: a resume takes all of its checkpoint."""
+    if partial is not None and init_from is None:
+        raise ValueError(
+            "partial says what is taken from init_from, which is not given: name the pre-trained checkpoint as "
+            "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
+        )
 
 
 def decide(ranks: Ranks, own: Callable[[], Path | None], init_from: PathLike | None) -> Restart:

@@ -67,6 +67,14 @@ def test_a_plan_fails_as_the_load_would(path: Path) -> None:
     assert "missing: model.pretrain.inp.weight" in result.stdout
 
 
+@pytest.mark.parametrize("policy", ["error", "warn", "ignore"])
+def test_a_plan_names_what_is_missing_once(path: Path, policy: str) -> None:
+    result = _run("load-plan", path, *INTO, *BACKBONE, "--include", "model.head.*", "--missing", policy)
+    assert result.exit_code == (1 if policy == "error" else 0)
+    for key in ("model.head.weight", "model.head.bias"):
+        assert result.output.count(key) == 1, result.output
+
+
 def test_a_plan_needs_no_memory(tmp_path: Path) -> None:
     dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "ck")
     result = _run("load-plan", tmp_path / "ck", "--into", "tests.test_cli:huge", "--unexpected", "ignore")

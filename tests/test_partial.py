@@ -429,6 +429,18 @@ def test_everything_that_is_wrong_is_in_one_error_of_bounded_length(tmp_path: Pa
     assert len(said) < 3000
 
 
+def test_another_width_is_a_line_for_each_of_the_first_keys(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))}, tmp_path / "ck")
+    said = _message({"model": nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))}, tmp_path / "ck", None)
+    head, *lines = said.splitlines()
+    assert head == "CKPT does not fit the state:"
+    assert lines[:2] == [
+        "  model.0.weight has shape (2, 2) here and (4, 4) in the checkpoint",
+        "  model.0.bias has shape (2,) here and (4,) in the checkpoint",
+    ]
+    assert len(lines) == 21 and lines[-1] == "  and 20 more like this"
+
+
 def test_a_sub_module_that_is_not_there_is_told_with_what_is(pretrained: Any) -> None:
     path, _, _ = pretrained
     said = _message({"model": FineTune()}, path, PartialLoad.submodule(Net()))

@@ -137,6 +137,13 @@ def test_only_modules_are_warm_started_wherever_they_are_in_the_state(tmp_path: 
     assert fresh["step"] == 2
 
 
+def test_a_partial_load_of_nothing_is_refused_also_where_it_would_not_be_needed(tmp_path: Path) -> None:
+    dcp.save(_run(5), tmp_path / "run" / "step-1")
+    for root in (tmp_path / "run", tmp_path / "fresh"):
+        with pytest.raises(ValueError, match=r"init_from=PATH, or take partial out\. A resumed run takes everything"):
+            dcp.resume_or_init(_run(2), root, partial=dcp.PartialLoad(include="model.*"))
+
+
 def test_a_given_checkpointer_has_its_own_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpointer"):
         dcp.resume_or_init({}, tmp_path, checkpointer=dcp.Checkpointer(), timeout=3.0)

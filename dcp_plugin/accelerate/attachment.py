@@ -34,7 +34,7 @@ from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.lifecycle import resolve_resume
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.restart import Restart, decide, load_from
+from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
 from dcp_plugin.state.app import NamesOnly
 from dcp_plugin.types import LoadReport
 
@@ -178,11 +178,13 @@ class Attachment(Attached):
             strict: Whether keys that do not fit are errors.
 
         Raises:
+            ValueError: ``partial`` without ``init_from``.
             CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
                 there.
             CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried. Or no
                 model is prepared.
         """
+        refuse_partial_of_nothing(partial, init_from)
         if not Training.of(self._accelerator).models:
             raise CheckpointError(
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."

@@ -124,9 +124,11 @@ def _print_plan(plan: PlannedLoad) -> None:
         dtype = f"{item.dtype} -> {item.target_dtype}" if converted else item.dtype
         table.add_row(item.key, there, _shape(item.shape), dtype, f"{item.nbytes:,}")
     out.print(table)
+    told = set(" ".join([plan.error, *plan.warnings]).replace(",", " ").split())
     for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
-        for key in keys:
-            _say(out, f"{label}: {key}")
+        if not told.issuperset(keys):  # all of them here, or all of them there
+            for key in keys:
+                _say(out, f"{label}: {key}")
     for warning in plan.warnings:
         _say(out, f"warning: {warning}")
     left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""

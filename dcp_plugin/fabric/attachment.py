@@ -18,7 +18,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.lifecycle import resolve_resume
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.restart import Restart, decide, load_from, modules_of
+from dcp_plugin.restart import Restart, decide, load_from, modules_of, refuse_partial_of_nothing
 
 
 class Attachment(Attached):
@@ -78,10 +78,12 @@ class Attachment(Attached):
             strict: Whether keys that do not fit are errors.
 
         Raises:
+            ValueError: ``partial`` without ``init_from``.
             CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
                 there.
             CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
         """
+        refuse_partial_of_nothing(partial, init_from)
         if self.fabric is None:
             raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
         start = decide(self.checkpointer.ranks, lambda: resolve_resume(resume, root), init_from)

@@ -54,12 +54,18 @@ def load_from_checkpoint(
         kwargs: More arguments of ``__init__``; they win over the hyper-parameters of the checkpoint.
 
     Raises:
+        TypeError: ``cls`` is no class of Lightning's kind, for one an object of such a class.
         CheckpointNotFound, CheckpointCorrupt: There is no checkpoint, or its bytes have changed.
         UnsafeCheckpoint: A value needs ``weights_only=False``.
         CheckpointMismatch: It has no model.
         RuntimeError: From torch, as of Lightning's own method: the model does not fit.
     """
     options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
+    if not isinstance(cls, type):
+        raise TypeError(
+            f"load_from_checkpoint(cls, path) makes a new object: cls is its class, not a {type(cls).__name__}. To "
+            'load weights into a module that exists: dcp_plugin.load({"model": module}, path).'
+        )
     loadable: Any = cls
     path = Path(path)
     if path.is_file():

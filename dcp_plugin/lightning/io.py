@@ -33,7 +33,7 @@ from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.progress import SaveFinished
-from dcp_plugin.restart import Restart, decide, load_from
+from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
@@ -52,6 +52,10 @@ class DCPCheckpointIO:
             one with ``ckpt_path=None``. Read when model and optimizers are set up and sharded, before anything runs.
         partial: Which keys of the model, such as ``model.backbone.*``, that fills, and from where; all if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
+
+    Raises:
+        ValueError: A value is out of range, or not for this door; or ``partial`` without ``init_from``.
+        TypeError: There is no field of this name.
     """
 
     @fields_in_signature
@@ -64,8 +68,10 @@ class DCPCheckpointIO:
         partial: PartialLoad | None = None,
         **overrides: Any,
     ) -> None:
+        refuse_partial_of_nothing(partial, init_from)
         _be_a_plugin_for_all()
-        self.config = CheckpointConfig.merge(config, **overrides).that_waits("ModelCheckpoint")
+        besides = ("weights_only", "init_from", "partial")
+        self.config = CheckpointConfig.merge(config, besides, **overrides).that_waits("ModelCheckpoint")
         self.weights_only = weights_only
         self.init_from = init_from
         self.partial = partial
@@ -114,7 +120,7 @@ class DCPCheckpointIO:
         expected = self.afterwards.expect(path)
         try:
             handle = expected.handle = self.checkpointer(world_size).save(
-                state, path, step, files=files, aliases=aliases, owners=owners
+                state, path, step, files, owners=owners, aliases=aliases, kinds=layout.kinds_of(state)
             )
         except BaseException:
             self.afterwards.forget()
@@ -163,7 +169,8 @@ class DCPCheckpointIO:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
         self._say_if_not_promoted()
-        self._alone().save(layout.to_state(checkpoint, self.config.allow_pickle), path)
+        state = layout.to_state(checkpoint, self.config.allow_pickle)
+        self._alone().save(state, path, kinds=layout.kinds_of(state))
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None

@@ -39,6 +39,11 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict
     return {**state, EXTRA: extra}
 
 
+def kinds_of(state: dict[str, Any]) -> dict[str, str]:
+    """Which names of :func:`to_state` have the state of a module, and which that of an optimizer."""
+    return dict.fromkeys(among(MODEL, state), "module") | dict.fromkeys(among(OPTIM, state), "optimizer")
+
+
 def shared_by_ranks(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """The state with what DDP keeps equal marked, so that its ranks share the writing."""
     marked = {MODEL: mark_parameters(model, state[MODEL])} if MODEL in state else {}

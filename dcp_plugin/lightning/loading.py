@@ -29,6 +29,7 @@ from dcp_plugin.lightning import layout, native
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.whole import fill, load_optimizer
 from dcp_plugin.partial import PartialLoad
+from dcp_plugin.planning.load import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import finish_in_place
 from dcp_plugin.state.names import without_wrappers
@@ -165,8 +166,9 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
     missing, unexpected = sorted(live.keys() - state_dict.keys()), sorted(state_dict.keys() - live.keys())
     if strict and (missing or unexpected):
         raise CheckpointMismatch(
-            f"after on_load_checkpoint, the state_dict does not fit the model: missing {missing}, unexpected "
-            f"{unexpected}. Set strict_loading=False on the LightningModule to load what fits."
+            f"after on_load_checkpoint, the state_dict does not fit the model: missing {some(missing) or 'none'}; "
+            f"unexpected {some(unexpected) or 'none'}. Set strict_loading=False on the LightningModule to load what "
+            "fits."
         )
     before, loaded.before = loaded.before or {}, None
     values: dict[str, Any] = {}

@@ -116,9 +116,10 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 io, limit = self.dcp_checkpoint_io, _PATIENCE_WITH_AN_EXCEPTION
                 io.wait()
                 # Of one step: else parts of different steps would make one checkpoint.
-                purpose = f"save what an exception left at step {self.lightning_module.trainer.global_step}"
+                step = self.lightning_module.trainer.global_step
+                purpose = f"save what an exception left at step {step}"
                 came = io.checkpointer(self.world_size).all_ranks_come_to(purpose, limit)
-                if not came:
+                if not came and step > 0:  # before, nothing is lost: the first load has failed, for one
                     warnings.warn(
                         f"Rank {self.global_rank} saves no checkpoint of its exception: all ranks would have to take "
                         "part, and it is not known that all of them had one at the same step.",

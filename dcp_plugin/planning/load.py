@@ -29,6 +29,9 @@ from dcp_plugin.storage.index import CheckpointIndex
 from dcp_plugin.storage.table import Column, Table, padded
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
 
+MOST_PROBLEMS = 20
+"""That an error spells out; more is not read by anybody."""
+
 
 class ShardedLoadPlanner(LoadPlanner):
     """Planner of one load.
@@ -50,6 +53,8 @@ class ShardedLoadPlanner(LoadPlanner):
         """Targets that the checkpoint does not have."""
         self.cast: list[str] = []
         """Targets of another dtype than the checkpoint's."""
+        self.misfits: list[str] = []
+        """A line for each target that cannot be filled: of another shape or kind; missing ones if strict."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -82,13 +87,13 @@ class ShardedLoadPlanner(LoadPlanner):
             CheckpointMismatch: Naming all targets that are missing (if strict) or of another shape or kind.
         """
         self.missing = [key for key in self._targets if key not in self._stored]
-        wrong = [
+        self.misfits = [
             problem for key, stored in self._stored.items() for problem in _misfit(key, self._targets[key], stored)
         ]
         if self._strict:
-            wrong += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
-        if wrong:
-            raise CheckpointMismatch(some(wrong, 50, "; "))
+            self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
+        if self.misfits:
+            raise CheckpointMismatch("\n  ".join(first(self.misfits)))
         items: list[ReadItem] = []
         for key, stored in self._stored.items():
             target = self._targets[key]
@@ -205,6 +210,12 @@ def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
     """The first items for a message, and how many more there are."""
     more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more
+
+
+def first(lines: list[str]) -> list[str]:
+    """The first lines for an error, and how many more there are."""
+    more = len(lines) - MOST_PROBLEMS
+    return [*lines[:MOST_PROBLEMS], *([f"and {more} more like this"] if more > 0 else [])]
 
 
 def _read_of_value(key: str, name: str) -> ReadItem:

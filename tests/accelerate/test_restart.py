@@ -128,6 +128,8 @@ def _project(root: Path) -> None:
         run.attached.resume_or_init(init_from=root / "pretrained")
     with pytest.raises(ValueError, match="A directory is needed"):
         t.start("single").attached.resume_or_init()
+    with pytest.raises(ValueError, match="init_from=PATH"):
+        run.attached.resume_or_init(partial=dcp.PartialLoad())
 
 
 def test_nothing_is_resumed_before_the_model_is_prepared(tmp_path: Path) -> None:

@@ -278,3 +278,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_checkpoint_goes_through(saved: Path, door: str) -> None:
     for wrong in launch.run(_load, 2, saved, door):
         assert wrong == []
+
+
+def _under_other_names(root: Path) -> None:
+    import dcp_plugin as dcp
+
+    warnings.simplefilter("ignore")
+    for source in DOORS:
+        if source == "stock":  # it does not say what is a module
+            continue
+        model = Net(OTHER_SEED)
+        optimizer = _optimizer(model)
+        dcp.load({"mine": model, "adam": optimizer}, _path(root, source))
+        saved = torch.load(root / f"{source}.pt", weights_only=True)
+        assert_same(_comparable(saved), _comparable(_whole(model, optimizer)))
+
+
+def test_every_checkpoint_of_ours_is_found_under_other_names(saved: Path) -> None:
+    launch.run(_under_other_names, 1, saved)

@@ -48,3 +48,5 @@ def _start(root: Path, layouts: list[str]) -> None:
         assert_same(run.whole_state(), saved)
         with pytest.raises(dcp.CheckpointError, match="attach"):
             Attachment(fabric.strategy, None).resume_or_init({}, root)
+        with pytest.raises(ValueError, match="init_from=PATH"):
+            attached.resume_or_init(run.state, root / layout, partial=body)

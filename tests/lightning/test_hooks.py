@@ -100,6 +100,16 @@ def _edit_the_optimizer(root: Path, layout: str) -> None:
     assert_same({key: 0.5 if key.endswith(".weight_decay") else value for key, value in saved.items()}, loaded)
 
 
+def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> None:
+    from dcp_plugin.errors import CheckpointMismatch
+    from dcp_plugin.lightning.loading import Loaded, apply_model
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
+    loaded = Loaded(tmp_path, {}, model={}, before={})
+    with pytest.raises(CheckpointMismatch, match=r"missing 0\.bias, .* and 92 more; unexpected none\. Set strict_load"):
+        apply_model(model, loaded, {}, strict=True)
+
+
 @on_one_rank_and_sharded
 def test_strict_loading_decides_about_a_new_parameter(tmp_path: Path, layouts: tuple[str, ...]) -> None:
     _run(_add_a_parameter, layouts, tmp_path)

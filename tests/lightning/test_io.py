@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 
@@ -24,6 +25,11 @@ def _any_dictionary(root: Path) -> None:
     assert_same(weights, io.load_checkpoint(root / "weights"))
     io.remove_checkpoint(root / "weights")
     assert not (root / "weights").exists()
+    io.save_checkpoint({"state_dict": weights}, root / "model")
+    other = t.Model(seed=1)
+    with pytest.warns(UserWarning, match="its only module, 'model', is loaded"):
+        dcp.load({"mine": other}, root / "model")
+    assert_same(weights, other.state_dict())
     with pytest.raises(TypeError, match="storage_options"):
         io.save_checkpoint(weights, root / "weights", storage_options={})
 

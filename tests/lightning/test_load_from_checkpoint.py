@@ -65,6 +65,20 @@ def _from_any(root: Path) -> None:
             assert next(on_meta.parameters()).is_meta
 
 
+def test_an_object_in_place_of_its_class_is_told(root: Path) -> None:
+    launch.run(_with_an_object, 1, root)
+
+
+def _with_an_object(root: Path) -> None:
+    from dcp_plugin.lightning import load_from_checkpoint
+    from tests.lightning.stock_training import StockModel
+
+    model: Any = StockModel("single")
+    for path in (root / "single-ours" / "first.ckpt", root / "single-stock" / "first.ckpt"):
+        with pytest.raises(TypeError, match=r"its class, not a StockModel\. .* dcp_plugin\.load"):
+            load_from_checkpoint(model, path)
+
+
 def test_strict_is_what_it_is_for_lightning(root: Path) -> None:
     launch.run(_strict, 1, root)
 

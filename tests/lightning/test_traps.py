@@ -394,6 +394,27 @@ def _ranks_fail_apart(root: Path) -> None:
             trainer.fit(Failing(layout), t.plain_loader(layout, 6))
 
 
+def test_a_first_load_that_fails_is_no_exception_to_save(tmp_path: Path) -> None:
+    """Nothing is trained yet, so nobody misses a checkpoint of it."""
+    launch.run(_first_load_fails, 2, tmp_path)
+
+
+def _first_load_fails(root: Path) -> None:
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    import dcp_plugin as dcp
+    from tests.lightning import training as t
+
+    for layout in ("ddp", "fsdp2"):
+        callbacks = [t.ModelCheckpoint(root / layout, save_on_exception=True), OnExceptionCheckpoint(root / layout)]
+        trainer = t.trainer_for(layout, callbacks)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(dcp.CheckpointNotFound):
+                trainer.fit(t.Model(layout), t.plain_loader(layout), ckpt_path=str(root / "nothing"))
+        assert not [str(one.message) for one in caught if "of its exception" in str(one.message)]
+
+
 def test_an_exception_waits_for_nobody_if_nothing_is_saved_because_of_it(tmp_path: Path) -> None:
     outcomes = launch.outcomes_of(_fails_alone, 2, tmp_path)
     assert outcomes[1].result == "of rank 1"

@@ -73,6 +73,8 @@ def test_the_constructor_takes_a_configuration_and_fields() -> None:
     assert io.config == dcp.CheckpointConfig(io_threads=3, async_save=True)
     with pytest.raises(TypeError, match="no_such_field"):
         DCPCheckpointIO(no_such_field=1)
+    with pytest.raises(ValueError, match="init_from=PATH"):
+        DCPCheckpointIO(partial=dcp.PartialLoad())
 
 
 def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> None:
