@@ -102,6 +102,8 @@ class Checkpointer:
         began = time.monotonic()
         handle = SaveHandle(local_path(path), step)
         with self._background.beginning(handle):
+            if self.config.finish_on_sigterm:
+                preemption.watch(self._background, self.config.timeout)
             if self._to_be_skipped(handle.path):
                 handle._skip()
                 return handle
@@ -309,8 +311,6 @@ class Checkpointer:
     def _save_in_background(
         self, handle: SaveHandle, job: Gathered, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
     ) -> None:
-        if self.config.finish_on_sigterm:
-            preemption.watch(self._background)
         pool = self._pools[self._saves % len(self._pools)]
         self._background.speaks = ranks.rank == 0
         try:

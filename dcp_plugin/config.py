@@ -42,8 +42,10 @@ class CheckpointConfig:
     they delete and note down next depends on the save."""
 
     finish_on_sigterm: bool = False
-    """On SIGTERM (preemption on SLURM or Kubernetes) finish the background save in flight, then do what would have
-    been done without us. Needs a grace period that is long enough; the handler is installed by the first save."""
+    """On SIGTERM (preemption on SLURM or Kubernetes) finish the save in flight, then do what would have been done
+    without us; the training goes on meanwhile. For at most ``timeout`` seconds, so that a save that hangs does not keep
+    the process alive; the grace period has to be long enough for a save, since SIGKILL ends it. The handler is
+    installed by the first save, in the main thread, and given back by ``close``."""
 
     events: str | None = None
     """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error."""
