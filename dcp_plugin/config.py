@@ -33,7 +33,8 @@ class CheckpointConfig:
     and optimizer state are copied while the next forward and backward run, and the optimizer's step waits for the copy;
     everything else (buffers, values, averaged weights) before ``save`` returns. A tensor that changes meanwhile in
     another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it; writes through
-    ``.data`` and steps inside CUDA graphs are not noticed: call ``handle.wait_staged()`` before those."""
+    ``.data`` and steps inside CUDA graphs are not noticed: call ``handle.wait_staged()`` before those. Needs
+    ``async_save``."""
 
     when_busy: Literal["wait", "skip", "queue"] = "wait"
     """What a background save does while the one before is not on disk yet. ``"wait"`` for it. ``"skip"`` this one, with
@@ -126,6 +127,11 @@ class CheckpointConfig:
             )
         if self.staging not in ("blocking", "lazy"):
             raise ValueError(f"staging must be 'blocking' or 'lazy', got {self.staging!r}.")
+        if self.staging == "lazy" and not self.async_save:
+            raise ValueError(
+                "staging='lazy' needs async_save=True: a save that waits for the disk would copy nothing, and block as "
+                "long as ever. Give async_save=True, or leave staging out."
+            )
         if self.when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"when_busy must be 'wait', 'skip' or 'queue', got {self.when_busy!r}.")
         if self.read_broadcast not in (True, False, "auto"):
@@ -142,11 +148,16 @@ class CheckpointConfig:
 
     @classmethod
     def merge(cls, config: CheckpointConfig | None, **overrides: Any) -> CheckpointConfig:
-        """``config`` (or the defaults) with the fields named in ``overrides`` replaced."""
+        """``config`` (or the defaults) with the fields named in ``overrides`` replaced.
+
+        ``async_save=False`` takes back what ``config`` says of staging.
+        """
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(overrides) - known)
         if unknown:
             raise TypeError(f"CheckpointConfig has no field {', '.join(unknown)}. Fields: {', '.join(sorted(known))}.")
+        if overrides.get("async_save") is False:
+            overrides = {"staging": "blocking", **overrides}
         return replace(config or cls(), **overrides)
 
     def of_all_ranks(self) -> dict[str, Any]:
