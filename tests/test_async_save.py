@@ -329,3 +329,16 @@ def _in_the_child(ours: dcp.Checkpointer, handle: dcp.SaveHandle, root: Path, sa
     ours.wait()
     ours.save({"n": 2}, root / "child")
     ours.close()
+
+
+def test_ctrl_c_in_a_blocking_save_leaves_nothing_behind(tmp_path: Path) -> None:
+    def interrupt(event: progress.Event) -> None:
+        raise KeyboardInterrupt
+
+    unsubscribe = progress.subscribe(interrupt)
+    ours = dcp.Checkpointer()
+    with pytest.raises(KeyboardInterrupt):
+        ours.save({"n": 1}, tmp_path / "ck")
+    unsubscribe()
+    assert list(tmp_path.iterdir()) == []
+    ours.save({"n": 1}, tmp_path / "ck")
