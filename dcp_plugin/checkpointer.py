@@ -46,6 +46,9 @@ logger = logging.getLogger("dcp_plugin")
 class Checkpointer:
     """Saves and loads, with one configuration, one process group and one host copy for all its saves.
 
+    One thread at a time may call it: a second one, and a subscriber of events that would wait for the save in flight,
+    get a :class:`CheckpointError` and change nothing. Threads that save side by side need a Checkpointer each.
+
     Args:
         config: Defaults to ``CheckpointConfig()``.
         solo: This process alone saves and loads; no collectives.
@@ -97,28 +100,31 @@ class Checkpointer:
                 raised for an earlier background save that failed.
             UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
             RankFailure: A rank died, or did not answer within the timeout.
+            CheckpointError: On this rank alone: another call of this checkpointer is under way, of another thread or
+                one that this one comes from; or this comes from a subscriber, while a save is in flight.
         """
         began = time.monotonic()
-        place = local_path(path)
-        if self._to_be_skipped(place):
-            handle = SaveHandle(place, step)
-            handle._skip()
-            return handle
-        ranks = self._meet_again(self._may_wait_in_line)
-        writer = self._writer(place, step, views, aliases)
-        if files is not None:
-            self._add_files(writer, self._front(ranks), files)
-        job = Gathered(self.config, writer.path, step, writer, began, dict(kinds or {}))
-        handle = SaveHandle(writer.path, step)
-        if not self.config.async_save:
-            with _collector_paused(), progress.progress_line(writer.path, self._shows_progress(ranks)):
+        handle = SaveHandle(local_path(path), step)
+        with self._background.beginning(handle):
+            if self.config.finish_on_sigterm:
+                preemption.watch(self._background, self.config.timeout)
+            if self._to_be_skipped(handle.path):
+                handle._skip()
+                return handle
+            ranks = self._meet_again(self._may_wait_in_line)
+            writer = self._writer(handle.path, step, views, aliases)
+            if files is not None:
+                self._add_files(writer, self._front(ranks), files)
+            job = Gathered(self.config, handle.path, step, writer, began, dict(kinds or {}))
+            if self.config.async_save:
+                self._save_in_background(handle, job, ranks, state, owners)
+                return handle
+            with _collector_paused(), progress.progress_line(handle.path, self._shows_progress(ranks)):
                 with walked_once():
                     job.gather(state, self._saving.omission)
                 job.describe()
                 self._saving.write(job, ranks)
             handle._end()
-            return handle
-        self._save_in_background(handle, job, ranks, state, owners)
         return handle
 
     def load(
@@ -148,16 +154,17 @@ class Checkpointer:
                 different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        ranks = self._meet_again()
-        wait_until_copied()  # another checkpointer may be copying what this load overwrites
-        with _collector_paused():
-            loading = Loading(ranks, self.config, local_path(path), partial, strict)
-            report = loading.run(state)
-        if self._saving.reuse is not None:
-            self._saving.reuse.loaded(loading.opened.path)
-        if self._saving.omission.remembers:
-            ranks.agree(f"remember what {path} has", lambda: self._remember(state, report, loading.opened))
-        return report
+        with self._background.call(f"load {path}"):
+            ranks = self._meet_again()
+            wait_until_copied()  # another checkpointer may be copying what this load overwrites
+            with _collector_paused():
+                loading = Loading(ranks, self.config, local_path(path), partial, strict)
+                report = loading.run(state)
+            if self._saving.reuse is not None:
+                self._saving.reuse.loaded(loading.opened.path)
+            if self._saving.omission.remembers:
+                ranks.agree(f"remember what {path} has", lambda: self._remember(state, report, loading.opened))
+            return report
 
     def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
         modules = [part for part in parts_of(state) if part.kind == "module"]
@@ -169,9 +176,14 @@ class Checkpointer:
         self._saving.omission.loaded(flat, names, opened)
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank."""
+        """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank.
+
+        Raises:
+            CheckpointError: A subscriber of that save's events calls it.
+        """
         for handle in self._background.handles:
             if handle.path == local_path(path):
+                handle._refuse_a_subscriber(f"remove {path}")
                 handle._done.wait()
         lifecycle.remove(path)
 
@@ -180,10 +192,12 @@ class Checkpointer:
 
         Raises:
             SaveFailed: A save that was in flight failed, on every rank; raised once.
+            CheckpointError: Another thread is in a call of this checkpointer, or a subscriber waits for its own save.
         """
-        ended = self._background.wait_for_all_but(0)
-        take_off_hooks()
-        raise_first_untold(ended)
+        with self._background.call("wait"):
+            ended = self._background.wait_for_all_but(0)
+            take_off_hooks()
+            raise_first_untold(ended)
 
     @property
     def ranks(self) -> Ranks:
@@ -205,17 +219,18 @@ class Checkpointer:
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        try:
-            self.wait()
-        finally:
-            preemption.forget(self._background)
-            for pool in self._pools:
-                pool.free()
-            self._saving.forget_plan()
-            for ranks in (self._ranks, self._aside):
-                if ranks is not None:
-                    ranks.close()
-            self._ranks = self._aside = None
+        with self._background.call("close"):
+            try:
+                self.wait()
+            finally:
+                preemption.forget(self._background)
+                for pool in self._pools:
+                    pool.free()
+                self._saving.forget_plan()
+                for ranks in (self._ranks, self._aside):
+                    if ranks is not None:
+                        ranks.close()
+                self._ranks = self._aside = None
 
     @property
     def _lazy(self) -> bool:
@@ -301,8 +316,6 @@ class Checkpointer:
     def _save_in_background(
         self, handle: SaveHandle, job: Gathered, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
     ) -> None:
-        if self.config.finish_on_sigterm:
-            preemption.watch(self._background)
         pool = self._pools[self._saves % len(self._pools)]
         self._background.speaks = ranks.rank == 0
         try:
@@ -314,10 +327,11 @@ class Checkpointer:
                 handle._staged.set()
             job.blocked = time.monotonic() - job.began
             self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))
-            self._saves += 1  # and not before: the next one takes the other pool, which may be in use
-        except BaseException:  # nobody will make the copy that others wait for
-            job.release()
-            raise
+        finally:  # Ctrl-C comes also when the thread runs already
+            if handle in self._background.handles:
+                self._saves += 1  # and not before: the next one takes the other pool, which may be in use
+            else:
+                job.release()  # nobody will make the copy that others wait for
 
     @staticmethod
     def _add_files(writer: ShardedWriter, ranks: Ranks, files: Callable[[Path], None]) -> None:

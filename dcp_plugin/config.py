@@ -34,7 +34,8 @@ class CheckpointConfig:
     and optimizer state are copied while the next forward and backward run, and the optimizer's step waits for the copy;
     everything else (buffers, values, averaged weights) before ``save`` returns. A tensor that changes meanwhile in
     another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it; writes through
-    ``.data`` and steps inside CUDA graphs are not noticed: call ``handle.wait_staged()`` before those."""
+    ``.data`` and steps inside CUDA graphs are not noticed: call ``handle.wait_staged()`` before those. Needs
+    ``async_save``."""
 
     when_busy: Literal["wait", "skip", "queue"] = "wait"
     """What a background save does while the one before is not on disk yet. ``"wait"`` for it. ``"skip"`` this one, with
@@ -43,8 +44,10 @@ class CheckpointConfig:
     they delete and note down next depends on the save."""
 
     finish_on_sigterm: bool = False
-    """On SIGTERM (preemption on SLURM or Kubernetes) finish the background save in flight, then do what would have
-    been done without us. Needs a grace period that is long enough; the handler is installed by the first save."""
+    """On SIGTERM (preemption on SLURM or Kubernetes) finish the save in flight, then do what would have been done
+    without us; the training goes on meanwhile. For at most ``timeout`` seconds, so that a save that hangs does not keep
+    the process alive; the grace period has to be long enough for a save, since SIGKILL ends it. The handler is
+    installed by the first save, in the main thread, and given back by ``close``."""
 
     events: str | None = None
     """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error."""
@@ -125,6 +128,11 @@ class CheckpointConfig:
             )
         if self.staging not in ("blocking", "lazy"):
             raise ValueError(f"staging must be 'blocking' or 'lazy', got {self.staging!r}.")
+        if self.staging == "lazy" and not self.async_save:
+            raise ValueError(
+                "staging='lazy' needs async_save=True: a save that waits for the disk would copy nothing, and block as "
+                "long as ever. Give async_save=True, or leave staging out."
+            )
         if self.when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"when_busy must be 'wait', 'skip' or 'queue', got {self.when_busy!r}.")
         if self.read_broadcast not in (True, False, "auto"):
@@ -145,6 +153,8 @@ class CheckpointConfig:
     ) -> CheckpointConfig:
         """``config`` (or the defaults) with the fields named in ``overrides`` replaced.
 
+        ``async_save=False`` takes back what ``config`` says of staging.
+
         Args:
             besides: What the door that was given the ``overrides`` takes by name besides them, for the error.
         """
@@ -159,6 +169,8 @@ class CheckpointConfig:
             raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config is a CheckpointConfig, not a {type(config).__name__}; a dict of settings: **it.")
+        if overrides.get("async_save") is False:
+            overrides = {"staging": "blocking", **overrides}
         return replace(config or cls(), **overrides)
 
     def of_all_ranks(self) -> dict[str, Any]:

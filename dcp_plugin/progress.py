@@ -1,6 +1,7 @@
 """Events of a save: what is written, how much of it, how long it took.
 
-Subscribers are called on every rank, in the thread where the event happens, and must be quick. A subscriber that
+Subscribers are called on every rank, in the thread where the event happens, and must be quick. The save waits for them,
+so they cannot wait for the save, nor begin another one with the same checkpointer: both are refused. A subscriber that
 raises before the checkpoint is published makes the save fail; after that, its error is logged. The progress line for
 people (rank 0) is itself a subscriber.
 """
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,18 +72,17 @@ class SaveAborted:
 Event = SaveStarted | BytesWritten | SaveFinished | SaveAborted
 
 _subscribers: list[Callable[[Event], None]] = []
-_lock = threading.Lock()
+"""Without a lock, which a process that is forked meanwhile would find locked for ever."""
+_here = threading.local()
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
     """Call ``callback`` with every event of this process from now on. Returns the function that ends it."""
-    with _lock:
-        _subscribers.append(callback)
+    _subscribers.append(callback)
 
     def unsubscribe() -> None:
-        with _lock:
-            if callback in _subscribers:
-                _subscribers.remove(callback)
+        with suppress(ValueError):
+            _subscribers.remove(callback)
 
     return unsubscribe
 
@@ -90,13 +90,22 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
 def emit(event: Event) -> None:
     """Tell all subscribers, also if one of them raises; then raise that."""
     failure: Exception | None = None
-    for callback in tuple(_subscribers):
-        try:
-            callback(event)
-        except Exception as error:
-            failure = failure or error
+    outside, _here.telling = is_telling(), True
+    try:
+        for callback in tuple(_subscribers):
+            try:
+                callback(event)
+            except Exception as error:
+                failure = failure or error
+    finally:
+        _here.telling = outside
     if failure is not None:
         raise failure
+
+
+def is_telling() -> bool:
+    """Whether this thread is in a subscriber now."""
+    return getattr(_here, "telling", False)
 
 
 @contextmanager

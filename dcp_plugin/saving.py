@@ -62,6 +62,7 @@ class Saving:
         """Plan, write, publish. On every rank, or on none."""
         began = time.monotonic()
         planner, writer = ShardedSavePlanner(), job.writer
+        publishing = False
 
         def hold() -> Holding:
             if job.failure is not None:
@@ -79,6 +80,8 @@ class Saving:
             return _Written(places, found.items, found.bytes, found.why_not)
 
         def publish(results: list[_Written]) -> None:
+            nonlocal publishing
+            publishing = True
             assert planned.assignment is not None, "rank 0 has made it"
             places = Places.joined([result.places for result in results]).take(in_table_order(planned.assignment))
             self._note_reuse(writer, results)
@@ -102,6 +105,10 @@ class Saving:
             if isinstance(error, CheckpointError):
                 raise
             raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
+        except BaseException:  # Ctrl-C. In the middle of publishing nothing is deleted: what was there may be aside
+            if not publishing:
+                writer.discard()
+            raise
         if self.reuse is not None:
             self.reuse.published(job.path)
         now = time.monotonic()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import background, progress
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
@@ -146,7 +150,7 @@ def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(
 
 _FORGETS_TO_WAIT = """
 import sys, time, torch, dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import background, progress
 
 def slowly(event):
     if isinstance(event, progress.SaveStarted):
@@ -157,3 +161,184 @@ def slowly(event):
 progress.subscribe(slowly)
 dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
 """
+
+
+def test_a_second_thread_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(directory: Path) -> None:
+        entered.set()
+        assert go_on.wait(30)
+
+    first = threading.Thread(target=ours.save, args=({"n": 1}, tmp_path / "first"), kwargs={"files": hold})
+    first.start()
+    assert entered.wait(30)
+    for call in (lambda: ours.save({"n": 2}, tmp_path / "second"), ours.wait, ours.close):
+        with pytest.raises(dcp.CheckpointError, match="another thread is in a call of the same Checkpointer"):
+            call()
+    go_on.set()
+    first.join()
+    ours.save({"n": 3}, tmp_path / "third")
+    ours.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["first", "third"]
+
+
+def test_a_save_from_within_a_save_is_refused_and_fails_that_one(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer()
+    with pytest.raises(dcp.CheckpointError, match=r"inner from within the save of .*outer"):
+        ours.save({"n": 1}, tmp_path / "outer", files=lambda directory: _save_inner(ours, tmp_path))
+    ours.save({"n": 1}, tmp_path / "after")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["after"]
+
+
+def _save_inner(ours: dcp.Checkpointer, root: Path) -> None:
+    ours.save({"n": 2}, root / "inner")
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "queue"])
+def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path, when_busy: str) -> None:
+    ours = dcp.Checkpointer(async_save=True, when_busy=when_busy)
+    dcp.save({"n": 0}, tmp_path / "old")
+    begun = threading.Event()
+    refused: list[str] = []
+
+    def call_back(event: progress.Event) -> None:
+        assert begun.wait(30)
+        calls = {
+            "save": lambda: ours.save({"n": 2}, tmp_path / "inner"),
+            "load": lambda: ours.load({"n": 0}, tmp_path / "old"),
+            "remove": lambda: ours.remove(tmp_path / "ck"),
+            "handle": lambda: handle.wait(),
+            "wait": ours.wait,
+            "close": ours.close,
+        }
+        for name, call in calls.items():
+            with pytest.raises(dcp.CheckpointError, match="this is a subscriber of events"):
+                call()
+            refused.append(name)
+
+    unsubscribe = progress.subscribe(call_back)
+    handle = ours.save({"t": torch.ones(10)}, tmp_path / "ck")
+    begun.set()
+    handle.wait(30)
+    unsubscribe()
+    ours.close()
+    assert len(refused) == 3 * 6, "at the start, at the bytes and at the end"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ck", "old"]
+
+
+def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: Path, monkeypatch: Any) -> None:
+    start = threading.Thread.start
+    gate = threading.Event()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == background.THREAD:
+            assert begun.wait(30)
+            raise KeyboardInterrupt
+
+    begun = threading.Event()
+
+    def hold(event: progress.Event) -> None:
+        begun.set()
+        assert gate.wait(30)
+
+    unsubscribe = progress.subscribe(hold)
+    ours = dcp.Checkpointer(async_save=True, reuse=False)
+    tensor = torch.ones(1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours.save({"t": tensor}, tmp_path / "interrupted")
+    threading.Timer(0.3, gate.set).start()
+    tensor.zero_()
+    ours.save({"t": tensor}, tmp_path / "next")  # waits for the one that goes on, and takes its host copy then
+    unsubscribe()
+    ours.close()
+    for name, expected in (("interrupted", 1.0), ("next", 0.0)):
+        loaded = {"t": torch.full((1000,), 7.0)}
+        dcp.load(loaded, tmp_path / name)
+        assert_same(loaded, {"t": torch.full((1000,), expected)})
+
+
+def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    handle = ours.save({"n": 1}, tmp_path / "ck")
+    handle.wait(30)
+    copied = copy.deepcopy(dcp.Checkpointer(async_save=True))
+    copied.save({"n": 1}, tmp_path / "copied")
+    copied.close()
+    assert copy.deepcopy(ours._background).handles == []
+    ours.close()
+
+
+def test_an_interrupted_wait_does_not_take_the_save_for_ended(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def hold(event: progress.Event) -> None:
+        assert gate.wait(30)
+
+    unsubscribe = progress.subscribe(hold)
+    ours = dcp.Checkpointer(async_save=True, reuse=False)
+    tensor = torch.ones(1000)
+    handle = ours.save({"t": tensor}, tmp_path / "first")
+    for _ in range(3):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            ours.wait()
+    threading.Timer(0.3, gate.set).start()
+    tensor.zero_()
+    ours.save({"t": tensor}, tmp_path / "second")
+    assert handle.done()
+    unsubscribe()
+    ours.close()
+    for name, expected in (("first", 1.0), ("second", 0.0)):
+        loaded = {"t": torch.full((1000,), 7.0)}
+        dcp.load(loaded, tmp_path / name)
+        assert_same(loaded, {"t": torch.full((1000,), expected)})
+
+
+def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def hold(event: progress.Event) -> None:
+        assert gate.wait(30)
+
+    unsubscribe = progress.subscribe(hold)
+    ours = dcp.Checkpointer(async_save=True)
+    handle = ours.save({"n": 1}, tmp_path / "ck")
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=_in_the_child, args=(ours, handle, tmp_path, said := fork.SimpleQueue()))
+    child.start()
+    child.join(20)
+    child.kill()
+    gate.set()
+    unsubscribe()
+    ours.close()
+    assert said.get() == f"{tmp_path / 'ck'} is being saved by the process from which this one was forked"
+    assert dcp.verify(tmp_path / "ck").ok and dcp.verify(tmp_path / "child").ok
+
+
+def _in_the_child(ours: dcp.Checkpointer, handle: dcp.SaveHandle, root: Path, said: Any) -> None:
+    progress._subscribers.clear()
+    try:
+        handle.wait()
+    except dcp.SaveFailed as error:
+        said.put(str(error))
+    ours.wait()
+    ours.save({"n": 2}, root / "child")
+    ours.close()
+
+
+def test_ctrl_c_in_a_blocking_save_leaves_nothing_behind(tmp_path: Path) -> None:
+    def interrupt(event: progress.Event) -> None:
+        raise KeyboardInterrupt
+
+    unsubscribe = progress.subscribe(interrupt)
+    ours = dcp.Checkpointer()
+    with pytest.raises(KeyboardInterrupt):
+        ours.save({"n": 1}, tmp_path / "ck")
+    unsubscribe()
+    assert list(tmp_path.iterdir()) == []
+    ours.save({"n": 1}, tmp_path / "ck")

@@ -445,3 +445,13 @@ def test_the_copy_is_of_the_memory_at_the_call_whatever_the_parameters_point_to_
         held.open()
         ours.close()
     assert_same(_tensors(_saved(tmp_path / "ck")), expected)
+
+
+def test_lazy_staging_without_async_save_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    for ask in (dcp.CheckpointConfig, dcp.Checkpointer):
+        with pytest.raises(ValueError, match="staging='lazy' needs async_save=True"):
+            ask(staging="lazy")
+    lazy = dcp.CheckpointConfig(async_save=True, staging="lazy")
+    dcp.save({"n": 1}, tmp_path / "ck", config=lazy, async_save=False)
+    with pytest.raises(ValueError, match="needs async_save=True"):
+        dcp.Checkpointer(lazy, async_save=False, staging="lazy")

@@ -235,7 +235,9 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     finished = handler != "not asked"
-    assert err.count("SIGTERM") + err.count("the program ends") == int(finished), "nothing from the worker"
+    said = [line for line in err.splitlines() if "SIGTERM" in line or "the program ends" in line]
+    first, last = f"finishing the save of {tmp_path / 'ck'} first, for at most 1800 s", f"{tmp_path / 'ck'} is saved"
+    assert said == [f"SIGTERM: {first}", f"SIGTERM: {last}"] * finished, "nothing from the worker"
     assert process.returncode == (7 if handler == "own" else -signal.SIGTERM), err
     assert (dcp.latest(tmp_path) is not None) == finished
     assert "trained on" not in out
@@ -277,6 +279,178 @@ for _ in range(300):
     time.sleep(0.1)
 say("trained on")
 """
+
+
+def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tuple[int, str, str]:
+    """Run a script that says "now" and expects SIGTERM then; how it ends, and what it says."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SIGTERM_ARRIVES + script, str(root / "ck")],
+        stdout=subprocess.PIPE,
+        stderr=how.get("stderr", subprocess.PIPE),
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "now\n"
+    if process.stderr is None:
+        os.close(how["reader"])
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+_SIGTERM_ARRIVES = """
+import logging, os, signal, sys, threading, time, torch, dcp_plugin as dcp
+from dcp_plugin import progress
+path = sys.argv[1]
+
+def say(what):
+    os.write(1, (what + chr(10)).encode())
+
+def slowly(event):
+    if isinstance(event, progress.SaveStarted):
+        time.sleep(1.0)
+
+def train(seconds):
+    for _ in range(int(seconds * 20)):
+        time.sleep(0.05)
+
+progress.subscribe(slowly)
+"""
+
+_WHILE_THE_MAIN_THREAD_HOLDS_A_LOCK = """
+lock = threading.Lock()
+def log(event):
+    with lock:
+        pass
+progress.subscribe(log)
+ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+ours.save({"n": 1}, path)
+with lock:
+    say("now")
+    train(0.5)
+train(30)
+"""
+
+_IN_THE_MIDDLE_OF_SAVE = """
+def files(directory):
+    say("now")
+    train(0.5)
+ours = dcp.Checkpointer(async_save=ASYNC, finish_on_sigterm=True)
+ours.save({"n": 1}, path, files=files)
+train(30)
+"""
+
+_WAITS_FOR_THE_SAVE = """
+ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+handle = ours.save({"n": 1}, path)
+say("now")
+handle.wait()
+train(30)
+"""
+
+_WITH_A_FLAG = """
+calls = []
+signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+handle = ours.save({"n": 1}, path)
+say("now")
+while not calls:
+    time.sleep(0.01)
+say(f"called {len(calls)} times, saved {handle.done()}")
+ours.save({"n": 2}, path + "2")
+os.kill(os.getpid(), signal.SIGTERM)
+while len(calls) < 2:
+    time.sleep(0.01)
+ours.close()
+"""
+
+_BELOW_ANOTHER_HANDLER = """
+ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+ours.save({"n": 1}, path)
+ours_is = signal.getsignal(signal.SIGTERM)
+def handler(number, frame):
+    ours_is(number, frame)
+    say("mine")
+    os._exit(5)
+signal.signal(signal.SIGTERM, handler)
+say("now")
+train(30)
+"""
+
+_HANGS = """
+progress.subscribe(lambda event: time.sleep(20))
+ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True, timeout=1.0)
+ours.save({"n": 1}, path)
+say("now")
+train(30)
+"""
+
+_IN_A_FORKED_CHILD_THAT_SAVES = """
+parent = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+parent.save({"n": 1}, path + "-of-parent").wait()
+if os.fork():
+    status = os.wait()[1]
+    os._exit(99 if os.WTERMSIG(status) == signal.SIGTERM else 1)
+ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
+ours.save({"n": 1}, path)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+say("now")
+train(30)
+"""
+
+
+@pytest.mark.parametrize("script", [
+    _WHILE_THE_MAIN_THREAD_HOLDS_A_LOCK, _IN_THE_MIDDLE_OF_SAVE.replace("ASYNC", "True"),
+    _IN_THE_MIDDLE_OF_SAVE.replace("ASYNC", "False"), _WAITS_FOR_THE_SAVE,
+], ids=["lock", "in save", "in blocking save", "in wait"])  # fmt: skip
+def test_sigterm_finishes_the_save_wherever_it_meets_the_main_thread(tmp_path: Path, script: str) -> None:
+    began = time.monotonic()
+    code, _, err = _end_by_sigterm(tmp_path, script, signals=2)
+    assert code == -signal.SIGTERM and err.count("SIGTERM") == 2, err
+    assert time.monotonic() - began < 20
+    assert dcp.verify(tmp_path / "ck").ok
+
+
+def test_a_handler_that_notes_sigterm_is_called_once_after_the_save_and_again_for_the_next(tmp_path: Path) -> None:
+    code, out, err = _end_by_sigterm(tmp_path, _WITH_A_FLAG, signals=3)
+    assert code == 0, err
+    assert out == "called 1 times, saved True\n"
+    assert err.count("finishing the save") == 2
+
+
+def test_a_handler_before_ours_finds_the_save_finished(tmp_path: Path) -> None:
+    code, out, _ = _end_by_sigterm(tmp_path, _BELOW_ANOTHER_HANDLER)
+    assert (code, out) == (5, "mine\n")
+    assert dcp.verify(tmp_path / "ck").ok
+
+
+def test_sigterm_waits_no_longer_than_the_timeout_for_a_save_that_hangs(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, _, err = _end_by_sigterm(tmp_path, _HANGS)
+    assert code == -signal.SIGTERM and time.monotonic() - began < 15
+    assert "ck is not saved yet after 1 s" in err
+
+
+def test_sigterm_finishes_the_save_although_nobody_reads_what_is_said(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    try:
+        code, *_ = _end_by_sigterm(tmp_path, _WAITS_FOR_THE_SAVE, stderr=writer, reader=reader)
+    finally:
+        os.close(writer)
+    assert code == -signal.SIGTERM
+    assert dcp.verify(tmp_path / "ck").ok
+
+
+def test_a_forked_process_finishes_its_own_save_on_sigterm(tmp_path: Path) -> None:
+    code, _, err = _end_by_sigterm(tmp_path, _IN_A_FORKED_CHILD_THAT_SAVES, signals=0)
+    assert code == 99, err
+    assert dcp.verify(tmp_path / "ck").ok
 
 
 def test_sigterm_is_given_back(tmp_path: Path) -> None:
