@@ -7,6 +7,7 @@ it is published. Before, if some of it may be left out, to decide what.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin.config import CheckpointConfig, local_path
-from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from dcp_plugin.gathered import Gathered
 from dcp_plugin.omission import LeftOut, Omission
 from dcp_plugin.planning.exchange import Exchange, in_table_order
@@ -71,6 +72,7 @@ class Saving:
             return planner.holding()
 
         def write() -> _Written:
+            _refuse_another_path(job.path, path, ranks.rank)
             progress.emit(progress.SaveStarted(job.path, job.step))
             plan = SavePlan(planned.items, storage_data=WhereToWrite(ranks.rank, directory))
             results = writer.write_data(plan, planner).wait()
@@ -95,7 +97,7 @@ class Saving:
         try:
             left_out = self.omission.agree(job.state, ranks, job.path, job.failure)
             step = f"plan the save of {job.path}"
-            planned, directory = self.exchange.plan(step, ranks, hold, lambda: _reserve(writer))
+            planned, (path, directory) = self.exchange.plan(step, ranks, hold, lambda: _reserve(writer))
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
@@ -155,11 +157,20 @@ class Saving:
         self.reuse.say(next((one.why_not for one in results if one.why_not), ""))
 
 
-def _reserve(writer: ShardedWriter) -> Path:
+def _refuse_another_path(mine: Path, path: Path, rank: int) -> None:
+    if mine != path and os.path.realpath(mine) != os.path.realpath(path):
+        raise CheckpointMismatch(
+            f"rank {rank} saves {mine} and rank 0 {path}: all ranks save one checkpoint together. Have rank 0 choose "
+            f"the name, and tell the others, if there is a time or a random part in it."
+        )
+
+
+def _reserve(writer: ShardedWriter) -> tuple[Path, Path]:
+    """The path of the checkpoint, and the directory in which it is made."""
     dependent = lifecycle.completed_by(writer.path)
     if dependent is not None:
         raise SaveFailed(
             f"cannot save {writer.path}: the checkpoint there has the frozen parameters that {dependent} leaves out. "
             f"Save to a new name, or delete {dependent} first."
         )
-    return writer.reserve()
+    return writer.path, writer.reserve()

@@ -203,7 +203,7 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.load({"n": 0}, tmp_path / "n", partial={"include": "*"})  # type: ignore[arg-type]
     with pytest.raises(dcp.CheckpointError, match="this is a Linear"):
         dcp.save(torch.nn.Linear(2, 2), tmp_path / "bare")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no field chekcsum"):
+    with pytest.raises(TypeError, match="no setting 'chekcsum'"):
         dcp.Checkpointer(chekcsum=True)
     with pytest.raises(ValueError, match="io_threads must be at least 1"):
         dcp.CheckpointConfig(io_threads=0)
@@ -220,6 +220,23 @@ def _different_checkpoints(root: Path) -> None:
 
 def test_ranks_that_load_different_checkpoints_are_stopped(tmp_path: Path) -> None:
     launch.run(_different_checkpoints, 2, tmp_path)
+
+
+def _different_paths(root: Path) -> None:
+    mine = root / f"run-{dist.get_rank()}"
+    with pytest.raises(dcp.CheckpointMismatch, match=r"rank 1 saves .*run-1 and rank 0 .*run-0"):
+        dcp.save({"n": 1}, mine)
+    assert not mine.exists()
+    if dist.get_rank() == 0:
+        (root / "alias").symlink_to(root)
+    dist.barrier()
+    dcp.save({"n": 1}, (root, root / "alias")[dist.get_rank()] / "same")
+    dist.barrier()
+    assert dcp.verify(root / "same").ok
+
+
+def test_ranks_that_save_to_different_paths_are_stopped(tmp_path: Path) -> None:
+    launch.run(_different_paths, 2, tmp_path)
 
 
 def _different_configurations(root: Path) -> None:

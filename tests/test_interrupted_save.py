@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import progress
-from dcp_plugin.storage import commit
+from dcp_plugin.storage import commit, files
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
@@ -123,6 +124,34 @@ def test_a_commit_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: 
     assert dcp.verify(found).ok
     dcp.save({"model": model, "optim": optimizer}, tmp_path / "next", step=4)
     assert dcp.inspect(path).step == step
+    assert not (tmp_path / commit.WORKSPACE).exists()
+
+
+@pytest.mark.parametrize("replace", ["with a save", "with a link"])
+def test_a_file_system_that_fails_between_two_renames_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: str
+) -> None:
+    """Where names cannot be exchanged, as on NFS, the old checkpoint is moved aside first."""
+    path, other = tmp_path / "last", tmp_path / "other"
+    dcp.save({"n": 3}, path, step=3)
+    dcp.save({"n": 4}, other, step=4)
+    real_rename = os.rename
+
+    def rename(one: Path, to: Path) -> None:
+        if to == path and one.suffix == ".saving":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        real_rename(one, to)
+
+    monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "rename", rename)
+    attempt = {
+        "with a save": lambda: dcp.save({"n": 99}, path, step=99),
+        "with a link": lambda: commit.link(path, other),
+    }
+    with pytest.raises((dcp.SaveFailed, OSError), match="Stale file handle"):
+        attempt[replace]()
+    monkeypatch.undo()
+    assert dcp.inspect(path).step == 3 and dcp.verify(path).ok and not path.is_symlink()
     assert not (tmp_path / commit.WORKSPACE).exists()
 
 

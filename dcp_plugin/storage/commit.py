@@ -124,7 +124,8 @@ def publish(reservation: Reservation) -> None:
 
 
 def discard(reservation: Reservation) -> None:
-    """Delete what is left of a save, whether it was published or not."""
+    """Delete what is left of a save, whether it was published or not. What it was to replace stays, if it was not."""
+    _restore(reservation)
     for suffix in ("saving", "aside", "deleted"):
         files.delete(reservation._beside(suffix))
     _close_record(reservation)
@@ -151,14 +152,16 @@ def link(path: Path, target: Path) -> None:
     """
     reservation = _open_record(path)
     fresh = reservation.directory
-    os.symlink(os.path.relpath(target, path.parent), fresh)
-    if path.is_symlink() or not path.is_dir():
-        os.replace(fresh, path)
-    elif not files.exchange(fresh, path):
-        os.rename(path, reservation._beside("deleted"))
-        os.rename(fresh, path)
-    files.sync_directory(path.parent)
-    discard(reservation)
+    try:
+        os.symlink(os.path.relpath(target, path.parent), fresh)
+        if path.is_symlink() or not path.is_dir():
+            os.replace(fresh, path)
+        elif not files.exchange(fresh, path):
+            os.rename(path, reservation._beside("aside"))
+            os.rename(fresh, path)
+        files.sync_directory(path.parent)
+    finally:
+        discard(reservation)
 
 
 def sweep(workspace: Path) -> None:
@@ -334,13 +337,20 @@ def _checked_target(noted: dict[str, Any]) -> str | None:
 def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
     """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
     final, aside = reservation.final, reservation._beside("aside")
-    made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
-    if aside.exists() and (made_anew or not os.path.lexists(final)):
-        _put_back(aside, final)
-    elif _identity(final) and _identity(final) == noted.get("publishing"):
+    if not _restore(reservation) and _identity(final) and _identity(final) == noted.get("publishing"):
         for old in (reservation.directory, aside):
             _keep_other_files(old, final)
         files.sync_directory(final)
+
+
+def _restore(reservation: Reservation) -> bool:
+    """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
+    final, aside = reservation.final, reservation._beside("aside")
+    made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
+    needed = aside.exists() and (made_anew or not os.path.lexists(final))
+    if needed:
+        _put_back(aside, final)
+    return needed
 
 
 def _put_back(aside: Path, final: Path) -> None:
