@@ -57,8 +57,16 @@ class Ours(Saver):
         self._state = {"model": training.model, "optim": training.optimizer}
         self._checkpointer = dcp_plugin.Checkpointer(async_save=True, staging=staging, io_threads=IO_THREADS)
 
+        self._handle: Any = None
+
     def save(self, path: Path) -> Callable[[], None]:
-        return self._checkpointer.save(self._state, path).wait
+        self._handle = self._checkpointer.save(self._state, path)
+        return self._handle.wait  # type: ignore[no-any-return]
+
+    def updating(self) -> AbstractContextManager[Any]:
+        """The optimizer's step waits by itself; here, so that it can be told from the step."""
+        self._handle.wait_staged()
+        return nullcontext()
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -4,7 +4,7 @@ One process trains a byte-level GPT with AdamW; the size is that of parameters a
 
 - blocked: what the call takes, with memory that earlier saves have warmed up;
 - complete: from the call until the checkpoint is published and durable, while nothing else runs;
-- step waits: how much longer than usual the first optimizer step after a save takes (lazy staging waits there);
+- step waits: what the first optimizer step after a save is held back (lazy staging may, until its copy is made);
 - lost: how much longer training steps take if a save begins with them, less what the call blocked. As many steps as
   the save needs, between two runs of as many without one. What *memcpy* seems to lose is noise: it does nothing then;
 - CPU: seconds of this process and its children for a save while nothing else runs;
@@ -13,6 +13,7 @@ One process trains a byte-level GPT with AdamW; the size is that of parameters a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -57,16 +58,16 @@ class GPT(nn.Module):
 
 
 def _step(training: Training, saver: Saver | None = None) -> float:
-    """One training step; the seconds of its optimizer step."""
+    """One training step; the seconds for which its optimizer is held back."""
     tokens = torch.randint(256, (1, CONTEXT + 1))
     logits = training.model(tokens[:, :-1])
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     began = time.perf_counter()
     with saver.updating() if saver else nullcontext():
+        waited = time.perf_counter() - began
         training.optimizer.step()
-    took = time.perf_counter() - began
     training.optimizer.zero_grad()
-    return took
+    return waited
 
 
 def _cpu() -> float:
@@ -90,10 +91,9 @@ class _Steps:
         began = time.perf_counter()
         wait: Callable[[], None] = saver.save(path) if saver else lambda: None
         self.blocked = time.perf_counter() - began
-        optimizer = [_step(training, saver) for _ in range(count)]
+        waited = [_step(training, saver) for _ in range(count)]
         self.took = time.perf_counter() - began - self.blocked
-        self.optimizer = optimizer[0]
-        """Seconds of the first step of the optimizer."""
+        self.first_waited = waited[0]
         wait()
 
 
@@ -115,7 +115,7 @@ def _measure(savers: list[Saver], training: Training, step: float, repeats: int,
             if repetition == 0:
                 continue
             alone["blocked, training"] = saving.blocked
-            alone["step waits"] = saving.optimizer - (before.optimizer + after.optimizer) / 2
+            alone["step waits"] = saving.first_waited
             alone["lost"] = saving.took - (before.took + after.took) / 2
             for name, value in alone.items():
                 figures[saver.name][name].append(value)
@@ -125,11 +125,15 @@ def _measure(savers: list[Saver], training: Training, step: float, repeats: int,
 
 
 def _growth(saver: Saver, training: Training, saves: int, root: Path) -> float:
-    """Resident memory over that after the third save, MiB, after each of the others: the largest."""
+    """Resident memory over that after the third save, MiB, after each of the others: the largest.
+
+    What the training has freed and the C library keeps is given back before each look.
+    """
     after_third, largest = 0, 0
     for number in range(saves):
         _step(training)
         saver.save(root / str(number % 2))()
+        ctypes.CDLL(None).malloc_trim(0)
         resident = _machine.status_bytes("VmRSS")
         if number == 2:
             after_third = resident
