@@ -323,7 +323,6 @@ class Checkpointer:
                 job.gather(state, self._saving.omission)
                 job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
-                job.copy()
                 handle._staged.set()
             job.blocked = time.monotonic() - job.began
             self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))

@@ -27,6 +27,10 @@ class Place(NamedTuple):
     slab: torch.Tensor
     start: int
 
+    @property
+    def address(self) -> int:
+        return self.slab.data_ptr() + self.start
+
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The place as a contiguous tensor of the same dtype and shape."""
         return self.slab[self.start : self.start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

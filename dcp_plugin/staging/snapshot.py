@@ -13,7 +13,7 @@ Tied tensors stay tied in the copy. Copies from a device run on a stream of thei
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.staging.pool import HostPool, Place
 from dcp_plugin.storage.hostmemory import is_plain_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
+
+_SMALL = 64 << 10
 
 
 class _Later(NamedTuple):
@@ -44,7 +46,8 @@ class _Later(NamedTuple):
 class Snapshot:
     """The copy of one save.
 
-    What is copied later is not even described at the call: that would take more time than anything else there.
+    At the call only bytes are copied, and of what is still not even these. What the leaves are is described later:
+    for a thousand small tensors that would take more time than copying them.
 
     Args:
         leaves: What to copy.
@@ -63,24 +66,35 @@ class Snapshot:
     ) -> None:
         self._keys = list(leaves)
         self._pool, self._encode = pool, encode
-        self._constant: dict[str, Any] = {}
+        self._undescribed: dict[str, Any] = {}
         self._later: list[_Later] = []
-        now: dict[str, Any] = {}
+        now: list[tuple[Any, torch.Tensor]] = []
+        others: dict[str, Any] = {}
         with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
             for key, leaf in leaves.items():
                 if type(leaf) in _CONSTANT:
-                    self._constant[key] = leaf
+                    self._undescribed[key] = leaf
                     continue
                 memory = _memory_on_this_rank(leaf)
-                if memory and still(leaf, memory) and None not in (versions := _versions_of(leaf, memory)):
-                    if type(leaf) in _PLAIN:
-                        leaf = leaf.detach()  # is what it is now, whatever the other's .data will be
-                        memory = (leaf,)
+                later = memory and still(leaf, memory)
+                versions = _versions_of(leaf, memory) if later else ()
+                if memory and type(leaf) in _PLAIN:
+                    leaf = leaf.detach()  # is what it is now, whatever the other's .data will be
+                    memory = (leaf,)
+                if later and None not in versions:
                     self._later.append(_Later(key, leaf, memory, versions))
+                elif memory and type(leaf) in _PLAIN:
+                    now.append((_identity(key, 0, leaf), leaf))
                 else:
-                    now[key] = leaf
+                    others[key] = leaf
+                    continue
+                self._undescribed[key] = leaf
         self._streams = _Streams(tensor for one in self._later for tensor in one.memory)
-        self._copied = self._copy(encode(now), pool.places, _copy_now)
+        self._described = encode(others)
+        sources = dict([*now, *_sources(self._described)])
+        tensors = list(sources.values())
+        self._copied = dict(zip(sources, zip(pool.places(tensors), tensors, strict=True), strict=True))
+        _copy_now(self._copied.values())
 
     @property
     def complete(self) -> bool:
@@ -94,8 +108,15 @@ class Snapshot:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
         """
         later, self._later = self._later, []
-        described = self._encode({**self._constant, **{one.key: one.leaf for one in later}})
-        copied = self._copied | self._copy(described, self._pool.places_for_later, _copy_later, self._streams)
+        described = self._described | self._encode(self._undescribed)
+        sources = {identity: tensor for identity, tensor in _sources(described) if identity not in self._copied}
+        copies = {identity: place.like(tensor) for identity, (place, tensor) in self._copied.items()}
+        places = self._pool.places_for_later(list(sources.values()))
+        for (identity, tensor), place in zip(sources.items(), places, strict=True):
+            copies[identity] = place.like(tensor)
+            with self._streams.of(tensor):
+                _copy_later(copies[identity], tensor)
+        self._streams.synchronize()
         changed = [one.key for one in later if one.changed]
         if changed:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
@@ -103,43 +124,39 @@ class Snapshot:
                 f"{', '.join(changed[:5])}{more} changed while being copied, by something else than a step of an "
                 f"optimizer. Save with staging='blocking', or call handle.wait_staged() before changing it."
             )
-        return {key: copied[key] for key in self._keys}
+        return {key: _with_copies(key, described[key], copies) for key in self._keys}
 
-    @staticmethod
-    def _copy(
-        state: Flat,
-        places_for: Callable[[list[torch.Tensor]], list[Place]],
-        copy_one: Callable[[torch.Tensor, torch.Tensor], None],
-        streams: _Streams | None = None,
-    ) -> Flat:
-        sources: dict[Any, torch.Tensor] = {}
-        for key, value in state.items():
-            if isinstance(value, ShardedValue):
-                for number, chunk in enumerate(value.chunks):
-                    sources.setdefault(_identity(key, number, chunk.tensor), chunk.tensor)
-        tensors = list(sources.values())
-        copies = [place.like(tensor) for place, tensor in zip(places_for(tensors), tensors, strict=True)]
-        streams = streams or _Streams(tensors)
-        for copy, tensor in zip(copies, tensors, strict=True):
+
+def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
+    """All memory of a state on this rank. What is tied comes several times, with the same identity."""
+    for key, value in state.items():
+        if isinstance(value, ShardedValue):
+            for number, chunk in enumerate(value.chunks):
+                yield _identity(key, number, chunk.tensor), chunk.tensor
+
+
+def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
+    """A value of the state with its copy in place of its memory, which it lets go of."""
+    if not isinstance(value, ShardedValue):
+        return value
+    chunks = (
+        LocalChunk(chunk.offsets, chunk.sizes, copies[_identity(key, number, chunk.tensor)])
+        for number, chunk in enumerate(value.chunks)
+    )
+    return replace(value, chunks=tuple(chunks), whole=None)
+
+
+def _copy_now(copied: Iterable[tuple[Place, torch.Tensor]]) -> None:
+    """With the threads of the caller, who waits; but for small ones, for which a tensor costs more than its bytes."""
+    copied = list(copied)
+    streams = _Streams(tensor for _, tensor in copied)
+    for place, tensor in copied:
+        if tensor.nbytes < _SMALL and is_plain_memory(tensor):
+            ctypes.memmove(place.address, tensor.data_ptr(), tensor.nbytes)
+        else:
             with streams.of(tensor):
-                copy_one(copy, tensor)
-        streams.synchronize()
-        copy_of = dict(zip(sources, copies, strict=True))
-        copied: Flat = {}
-        for key, value in state.items():
-            if isinstance(value, ShardedValue):
-                chunks = (
-                    LocalChunk(chunk.offsets, chunk.sizes, copy_of[_identity(key, number, chunk.tensor)])
-                    for number, chunk in enumerate(value.chunks)
-                )
-                value = replace(value, chunks=tuple(chunks), whole=None)  # lets go of the memory on the device
-            copied[key] = value
-        return copied
-
-
-def _copy_now(copy: torch.Tensor, tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        copy.copy_(tensor, non_blocking=tensor.is_cuda)
+                place.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda)
+    streams.synchronize()
 
 
 def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -148,7 +165,7 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     if is_plain_memory(tensor):
         ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     else:
-        _copy_now(copy, tensor)
+        copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
