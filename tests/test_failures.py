@@ -226,6 +226,17 @@ def test_a_setting_may_be_of_any_type_that_will_do(tmp_path: Path) -> None:
     assert config.exclude == ("a", "b") and config.base == str(tmp_path)
 
 
+def test_a_file_above_a_save_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "astray"):
+        for path in (tmp_path / name / "ck", tmp_path / name / "run" / "ck"):
+            said = _raises(
+                dcp.SaveFailed, lambda path=path: dcp.save({"n": 0}, path), f"{tmp_path / name} is in the way"
+            )
+            assert "full" not in said
+
+
 def _different_checkpoints(root: Path) -> None:
     for name in ("a", "b"):
         dcp.save({"t": torch.full((3,), ord(name))}, root / name)
