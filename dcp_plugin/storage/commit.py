@@ -217,6 +217,12 @@ def looks_like_checkpoint(path: Path) -> bool:
     return path.is_dir() and any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in os.listdir(path))
 
 
+def is_inside_checkpoint(path: Path) -> bool:
+    """Whether this is one of the files that make up a checkpoint: then the directory above was meant."""
+    of_one = path.name in _OURS or path.name.endswith(DATA_SUFFIX)
+    return of_one and path.is_file() and looks_like_checkpoint(path.parent)
+
+
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
     if final.is_file() and not final.is_symlink() and not zipfile.is_zipfile(final):
         raise SaveFailed(
