@@ -14,6 +14,7 @@ import gc
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,17 @@ class Checkpointer:
         self._saves = 0
         self._saving = Saving(self.config)
         self._background = Background()
+
+    def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Say that nobody has closed this, as an open file does. Leaving the group is no work for here: the other
+        ranks need not be at the same point. What a program has when it ends is no leak."""
+        if _program_ends() or not hasattr(self, "_background"):  # a setting was refused, and nothing made
+            return
+        held = ["a process group" for ranks in (self._ranks, self._aside) if ranks is not None and ranks.holds_group]
+        held += [f"{pool.nbytes:,} bytes of host memory" for pool in self._pools if pool.nbytes]
+        if held:
+            said = f"a Checkpointer that nobody has closed has {' and '.join(held)}: close() gives that back"
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     def save(
         self,

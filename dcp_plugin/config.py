@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -22,7 +23,8 @@ class CheckpointConfig:
 
     Raises:
         ValueError: A value is out of range; the message says which and why.
-        TypeError: :meth:`merge` got a field that does not exist.
+        TypeError: A value is of another type, as text from YAML or the environment may be; or :meth:`merge` got a
+            field that does not exist.
     """
 
     async_save: bool = False
@@ -112,11 +114,18 @@ class CheckpointConfig:
     checkpoint from somebody else."""
 
     def __post_init__(self) -> None:
+        for name in ("allow_pickle", "exclude"):
+            keys: object = getattr(self, name)
+            if isinstance(keys, Iterable) and not isinstance(keys, str):
+                object.__setattr__(self, name, tuple(keys))
+        for field in fields(self):
+            wanted, fits = _TYPES.get(str(field.type), ("", lambda value: True))
+            value = getattr(self, field.name)
+            if not fits(value):
+                raise TypeError(f"{field.name} must be {wanted}, got {value!r}.")
         if self.io_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
-        if self.direct_io not in (True, False, "auto"):
-            raise ValueError(f"direct_io must be True, False or 'auto', got {self.direct_io!r}.")
-        if self.timeout <= 0:
+        if not self.timeout > 0:  # nor is NaN
             raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(
@@ -135,15 +144,10 @@ class CheckpointConfig:
             )
         if self.when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"when_busy must be 'wait', 'skip' or 'queue', got {self.when_busy!r}.")
-        if self.read_broadcast not in (True, False, "auto"):
-            raise ValueError(f"read_broadcast must be True, False or 'auto', got {self.read_broadcast!r}.")
-        if self.progress not in (True, False, "auto"):
-            raise ValueError(f"progress must be True, False or 'auto', got {self.progress!r}.")
-        for name in ("allow_pickle", "exclude"):
-            keys: object = getattr(self, name)
-            if isinstance(keys, str):
-                raise ValueError(f"{name} takes a sequence of keys, got the string {keys!r}.")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("direct_io", "read_broadcast", "progress", "stock_aliases"):
+            value = getattr(self, name)
+            if value not in (True, False, "auto"):
+                raise ValueError(f"{name} must be True, False or 'auto', got {value!r}.")
         if self.base is not None:
             object.__setattr__(self, "base", os.fspath(self.base))
 
@@ -212,6 +216,24 @@ def fields_in_signature(init: F) -> F:
     init.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
     return init
 
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _are_keys(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(key, str) for key in value)
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda value: value in (True, False)),
+    "int": ("a whole number", _is_whole),
+    "int | None": ("a whole number or None", lambda value: value is None or _is_whole(value)),
+    "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
+    "tuple[str, ...]": ("a sequence of keys", _are_keys),
+}
+"""What a field must be, by its annotation. The choices, of which ``"auto"`` is one, are checked with the ranges."""
 
 PathLike = str | os.PathLike[str]
 

@@ -57,6 +57,19 @@ def about_missing(
     return [*lines, _advice(renames, _AS_SOURCE if of_submodule else _AS_RENAME)] if renames else lines
 
 
+def about_optimizer(name: str, others: list[str], stored: Collection[str]) -> str:
+    """About an optimizer of which nothing is in the checkpoint.
+
+    Args:
+        others: The optimizers of the checkpoint that nothing here has the name of.
+    """
+    if not others:
+        return f"{name!r} is not in the checkpoint, and no other optimizer is known in it; it has {_fronts('', stored)}"
+    which = f"optimizer{'s' if len(others) > 1 else ''} {some([repr(other) for other in others])}"
+    example = _AS_RENAME.format(here=f"{name}.", there=f"{others[0]}.")
+    return f"{name!r} is not in the checkpoint, which has the {which}: say which is meant, as {example} does"
+
+
 def about_unexpected(keys: list[str]) -> list[str]:
     """A line for each of a few keys, or one for many."""
     if len(keys) > _SPELLED_OUT:

@@ -22,6 +22,7 @@ from dcp_plugin.hints import (
     about_front,
     about_globs,
     about_missing,
+    about_optimizer,
     about_prefix,
     about_unexpected,
     fitting_renames,
@@ -125,6 +126,8 @@ class Matching:
         self._renaming = Renaming(self._rename, [name for name, kind in kinds.items() if kind == "module"])
         self._strict = strict
         self._keys: list[str] = []
+        self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
+        self._absent: list[str] = []  # a line for each of those of which nothing is there
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
@@ -151,6 +154,8 @@ class Matching:
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
                     name = alike[0]
                     self._say(f"{self._path} has no {part.name!r}; its only {part.kind}, {name!r}, is loaded.")
+                elif part.kind == "optimizer":
+                    self._optimizers[name] = alike
             yield part, name
 
     def _want(self, part: Part, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
@@ -211,7 +216,10 @@ class Matching:
         report.missing.extend(missing)
         report.unexpected.extend(unexpected)
         if not want.tolerated:
-            self._missing.update(missing)
+            if missing and part.name in self._optimizers and not self._index.under(f"{part.name}."):
+                self._absent.append(about_optimizer(part.name, self._optimizers[part.name], self._index))
+            else:
+                self._missing.update(missing)
             self._unexpected.extend(unexpected)
             return
         policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
@@ -264,8 +272,10 @@ class Matching:
         before = len(self._match.problems)
         free = self._free() if self._missing else []
         renames = self._fits(self._missing, free)
+        lines = list(self._absent)
         if self._missing:
-            lines = about_missing(self._missing, renames, self._index, self._of_submodule)
+            lines += about_missing(self._missing, renames, self._index, self._of_submodule)
+        if lines:
             self._apply(self._partial.missing, lines, "they keep their values")
         found = self._found | taken_by(renames, self._missing)
         unexpected = [key for key in self._unexpected if key not in found]
@@ -276,8 +286,8 @@ class Matching:
             if self._given is None:
                 policies = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
             self._match.problems.append(policies)
-        elif self._given is not None and self._missing and not self._match.targets:
-            advice = some(about_missing(self._missing, renames, self._index, self._of_submodule), 3, "; ")
+        elif self._given is not None and lines and not self._match.targets:
+            advice = some(lines, 3, "; ")
             self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:

@@ -77,9 +77,15 @@ class Ranks:
             return self._world is None and not (exists and dist.get_world_size() > 1)
         return exists and dist.group.WORLD is self._world
 
+    @property
+    def holds_group(self) -> bool:
+        """Whether there is a group to leave. This process alone has none, nor is one left of a default group that is
+        gone."""
+        return self._group is not None and self.usable
+
     def close(self) -> None:
         """Leave the group. Ranks that still wait in it fail now and not at their timeout."""
-        if self._group is not None and self.usable:
+        if self.holds_group:
             dist.destroy_process_group(self._group)
         self._group = None
 

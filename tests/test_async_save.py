@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +344,37 @@ def test_ctrl_c_in_a_blocking_save_leaves_nothing_behind(tmp_path: Path) -> None
     unsubscribe()
     assert list(tmp_path.iterdir()) == []
     ours.save({"n": 1}, tmp_path / "ck")
+
+
+def test_a_checkpointer_that_is_not_closed_is_told_of_as_an_open_file_is(tmp_path: Path) -> None:
+    def save_in_the_background() -> dcp.Checkpointer:
+        ours = dcp.Checkpointer(async_save=True)
+        ours.save({"w": torch.ones(1000)}, tmp_path / "ck")
+        ours.wait()
+        return ours
+
+    save_in_the_background().close()
+    dcp.Checkpointer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="io_threads"):
+            dcp.Checkpointer(io_threads=0)
+        save_in_the_background()
+        gc.collect()
+    assert [warning.category for warning in caught] == [ResourceWarning], [str(one.message) for one in caught]
+    assert "bytes of host memory: close()" in str(caught[0].message)
+    launch.run(_not_closed, 2, tmp_path / "ranks")
+
+
+def _not_closed(path: Path) -> None:
+    for close in (True, False):
+        ours = dcp.Checkpointer()
+        ours.save({"w": torch.ones(3)}, path)
+        if close:
+            ours.close()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del ours
+            gc.collect()
+        assert ["process group" in str(warning.message) for warning in caught] == [True] * (not close)
+    dcp.save({"w": torch.ones(3)}, path)  # on all ranks still

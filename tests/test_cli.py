@@ -101,6 +101,7 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--into", "s3://bucket/ck"), "s3://bucket/ck is a URL"),
         (("--into", "nowhere"), "no such file, and no package.module:factory"),
         (("--into", "tests.nowhere:Net"), "No module named 'tests.nowhere'"),
         (("--into", "tests.test_cli:Nothing"), "no attribute 'Nothing'"),
@@ -132,6 +133,22 @@ def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
     assert result.exit_code == 1 and "DAMAGED" in result.stdout
     result = _run("inspect", tmp_path)
     assert result.exit_code == 1 and str(tmp_path) in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "list", "load-plan"])
+def test_a_url_is_refused(command: str) -> None:
+    result = _run(command, "s3://bucket/ck", *(INTO if command == "load-plan" else ()))
+    assert result.exit_code == 2
+    assert "s3://bucket/ck is a URL" in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("name", "said"), [("nowhere", "nothing is there"), ("file", "is a file")])
+def test_a_list_of_what_is_no_directory_fails(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").touch()
+    result = _run("list", tmp_path / name)
+    assert result.exit_code == 1 and not result.stdout
+    assert result.stderr.startswith(str(tmp_path / name)) and said in result.stderr
+    assert _run("list", tmp_path).exit_code == 0
 
 
 def test_it_runs_as_a_module_and_says_what_it_needs(path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -207,6 +210,31 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.Checkpointer(chekcsum=True)
     with pytest.raises(ValueError, match="io_threads must be at least 1"):
         dcp.CheckpointConfig(io_threads=0)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(dcp.CheckpointConfig)])
+def test_a_setting_of_another_type_is_told(name: str) -> None:
+    """As text is, which YAML and the environment give for numbers and flags."""
+    for wrong in (1.5j, 30 if name in ("events", "base") else "30"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} must be .*, got {re.escape(repr(wrong))}\.$"):
+            dcp.CheckpointConfig(**{name: wrong})  # type: ignore[arg-type]
+
+
+def test_a_setting_may_be_of_any_type_that_will_do(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"io_threads": np.int64(3), "timeout": 30, "keep_last": 2, "events": tmp_path / "events"}
+    config = dcp.CheckpointConfig(**given, base=tmp_path, exclude=(key for key in "ab"))  # type: ignore[arg-type]
+    assert config.exclude == ("a", "b") and config.base == str(tmp_path)
+
+
+def test_a_file_above_a_save_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "astray"):
+        for path in (tmp_path / name / "ck", tmp_path / name / "run" / "ck"):
+            said = _raises(
+                dcp.SaveFailed, lambda path=path: dcp.save({"n": 0}, path), f"{tmp_path / name} is in the way"
+            )
+            assert "full" not in said
 
 
 def _different_checkpoints(root: Path) -> None:

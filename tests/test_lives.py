@@ -35,6 +35,7 @@ class _Life:
         self.model = _net(seed)
         dcp.save({"model": self.model}, root / "base")
         self.saved: dict[str, Any] = {"base": self._values()}
+        self.ours = dcp.Checkpointer()
         self.resume()
 
     def _values(self) -> dict[str, torch.Tensor]:
@@ -43,6 +44,7 @@ class _Life:
     def resume(self) -> None:
         self.model = _net(self.dice.randrange(99))
         options: dict[str, Any] = {"trainable_only": self.dice.random() < 0.5, "async_save": self.dice.random() < 0.4}
+        self.ours.close()
         self.ours = dcp.Checkpointer(io_threads=self.dice.choice([1, 2]), **options)
         self.ours.load({"model": self.model}, self.root / self.dice.choice(list(self.saved)))
 

@@ -475,6 +475,28 @@ def test_a_meta_model_under_fsdp2_is_materialised_by_the_load(tmp_path: Path) ->
 # Whole states
 
 
+def test_an_optimizer_that_is_not_there_is_one_line_with_those_that_are(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=lr) for net, lr in ((model, 0.5), (model, 0.25), (other, 1))]
+    dcp.save({"model": model, "a": optimizers[0], "b": optimizers[1]}, tmp_path / "two")
+    dcp.save({"model": model, "n": 1}, tmp_path / "none")
+    state = {"model": other, "optim": optimizers[2]}
+    cases = {"two": "which has the optimizers 'a', 'b': say which is meant, as rename={'optim.': 'a.'} does",
+             "none": "no other optimizer is known in it; it has 'model.', 'n'"}  # fmt: skip
+    for name, said in cases.items():
+        with pytest.raises(dcp.CheckpointMismatch) as caught:
+            dcp.load(state, tmp_path / name)
+        assert said in str(caught.value)
+        assert str(caught.value).count("'optim' is not in the checkpoint") == 1 and "did you" not in str(caught.value)
+        assert "param_groups" not in str(caught.value)
+    dcp.load(state, tmp_path / "two", dcp.PartialLoad(rename={"optim.": "b."}, unexpected="ignore"))
+    assert optimizers[2].param_groups[0]["lr"] == 0.25
+    report = dcp.load(state, tmp_path / "none", strict=False)
+    assert "optim.param_groups.inp.bias" in report.missing
+    with pytest.warns(UserWarning, match="nothing is loaded, .*'optim' is not in the checkpoint"):
+        dcp.load(state, tmp_path / "none", dcp.PartialLoad("optim.*", missing="ignore"))
+
+
 def test_other_names_find_the_only_module_and_optimizer_and_say_so(tmp_path: Path) -> None:
     model, other = Net(), Net()
     optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())

@@ -317,6 +317,21 @@ def test_what_is_nothing_known_says_what_was_looked_for(tmp_path: Path) -> None:
         _refused(tmp_path / name, dcp.CheckpointNotFound, match)
 
 
+def test_what_is_known_does_not_say_what_was_looked_for(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    dcp.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "ck")
+    inside = list((tmp_path / "ck").iterdir())
+    assert {".metadata", "__0_0.distcp"} < {file.name for file in inside}
+    (tmp_path / "two").mkdir()
+    for name in ("one", "other"):
+        save_file(STATE, tmp_path / "two" / name)
+    cases = {tmp_path / "old.pt": "before torch 1.6", tmp_path / "two": "name one: one, other"}
+    for path, said in {**cases, **dict.fromkeys(inside, f"files of {tmp_path / 'ck'}. Name that directory")}.items():
+        with pytest.raises(dcp.CheckpointNotFound) as caught:
+            dcp.inspect(path)
+        assert said in str(caught.value) and "Looked for" not in str(caught.value)
+
+
 def test_the_directory_of_a_run_names_the_checkpoints_in_it(tmp_path: Path) -> None:
     dcp.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step-1")
     _refused(tmp_path, dcp.CheckpointNotFound, "checkpoints in it, such as .*step-1.*latest")
@@ -341,4 +356,4 @@ def test_zips_and_pickles_of_other_things_are_refused(tmp_path: Path) -> None:
 def test_a_directory_with_two_candidates_asks_for_one(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_file(STATE, tmp_path / name)
-    _refused(tmp_path, dcp.CheckpointNotFound, "2 such files, name one: one, two")
+    _refused(tmp_path, dcp.CheckpointNotFound, "2 files that could be meant, name one: one, two")

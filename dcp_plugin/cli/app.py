@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dcp_plugin.cli.target import NoTarget, module_of
+from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.inspection import inspect, verify
 from dcp_plugin.lifecycle import list_checkpoints
@@ -26,7 +27,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_PATH = Annotated[Path, typer.Argument(help="A checkpoint: its directory, or a file of another tool.")]
+
+def _path(text: str) -> Path:
+    """What was typed, before a ``Path`` has made a directory of a URL."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+_PATH = Annotated[
+    Path, typer.Argument(parser=_path, metavar="PATH", help="A checkpoint: its directory, or a file of another tool.")
+]
+_ROOT = Annotated[Path, typer.Argument(parser=_path, metavar="ROOT", help="Where to look, at any depth.")]
 
 
 @app.command("inspect")
@@ -57,8 +70,10 @@ def verify_command(path: _PATH) -> None:
 
 
 @app.command("list")
-def list_command(root: Annotated[Path, typer.Argument(help="Where to look, at any depth.")]) -> None:
+def list_command(root: _ROOT) -> None:
     """The checkpoints at or below a directory, oldest first."""
+    if not root.is_dir():
+        _fail(f"{root} is a file; inspect looks into one." if root.exists() else f"{root}: nothing is there.")
     with _told():
         found = list_checkpoints(root)
     table = Table("checkpoint", "step", "state")

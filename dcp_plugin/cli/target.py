@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from dcp_plugin.config import local_path
 from dcp_plugin.inspection import inspect
 from dcp_plugin.storage.table import dtype_named
 
@@ -49,7 +50,10 @@ def module_of(into: str, name: str) -> nn.Module:
         NoTarget: It is none of these.
         CheckpointError: It is a checkpoint that cannot be opened.
     """
-    path = Path(into)
+    try:
+        path = local_path(into)
+    except ValueError as error:
+        raise NoTarget(f"--into {error}") from error
     if path.is_dir():
         return _of_checkpoint(path, name)
     if path.is_file():

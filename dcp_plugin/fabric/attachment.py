@@ -34,8 +34,13 @@ class Attachment(Attached):
 
     @property
     def config(self) -> CheckpointConfig:
-        """What :func:`attach` was given, else what the plugin among ``Fabric(plugins=...)`` was, else the defaults."""
+        """What :func:`attach` was given, else what the plugin among ``Fabric(plugins=...)`` was, else the defaults.
+
+        Raises:
+            ValueError: The plugin has an ``init_from``.
+        """
         if self._config is None:
+            refuse_init_from(self._strategy)
             config = getattr(plugin_of(self._strategy), "config", None)
             self._config = config if isinstance(config, CheckpointConfig) else CheckpointConfig()
         return self._config
@@ -121,3 +126,13 @@ class Attachment(Attached):
         """
         self._strategy.__class__ = self._class_before
         self.close()
+
+
+def refuse_init_from(strategy: Any) -> None:
+    """Raises ValueError for a plugin with ``init_from``: a Fabric has no ``fit`` that would heed it."""
+    if getattr(plugin_of(strategy), "init_from", None) is not None:
+        raise ValueError(
+            "DCPCheckpointIO(init_from=...) among Fabric(plugins=...): a Fabric takes only the settings of it, and "
+            "would start without the pre-trained weights. Give init_from, and partial, to "
+            "attach(fabric).resume_or_init(state, root, init_from=...)."
+        )

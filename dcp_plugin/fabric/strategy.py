@@ -30,7 +30,7 @@ from dcp_plugin.fabric._fabric import (
     is_fabric,
     is_strategy,
 )
-from dcp_plugin.fabric.attachment import Attachment
+from dcp_plugin.fabric.attachment import Attachment, refuse_init_from
 from dcp_plugin.state.sampler import make_resumable
 
 
@@ -56,6 +56,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
 
     Raises:
         CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
+        ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which nothing would heed.
     """
     if not is_fabric(fabric):
         raise CheckpointError(
@@ -65,6 +66,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     strategy = fabric.strategy
     settings = CheckpointConfig.merge(config, **overrides) if config is not None or overrides else None
     promoted: Any = dcp_strategy_class(strategy.__class__)
+    refuse_init_from(strategy)
     if promoted is not strategy.__class__:
         strategy.dcp = Attachment(strategy, settings)  # before it changes its class, to which it can return
         strategy.__class__ = promoted

@@ -88,9 +88,11 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
         among_other_files: ``final`` may be a directory with other things in it than a checkpoint. They stay.
 
     Raises:
-        SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or cannot be written.
+        SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or below a file, or cannot be
+            written.
     """
     _refuse_to_replace_other_things(final, among_other_files)
+    _refuse_below_a_file(final)
     try:
         files.make_directories(final.parent)
         sweep(workspace_of(final))
@@ -215,6 +217,12 @@ def looks_like_checkpoint(path: Path) -> bool:
     return path.is_dir() and any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in os.listdir(path))
 
 
+def is_inside_checkpoint(path: Path) -> bool:
+    """Whether this is one of the files that make up a checkpoint: then the directory above was meant."""
+    of_one = path.name in _OURS or path.name.endswith(DATA_SUFFIX)
+    return of_one and path.is_file() and looks_like_checkpoint(path.parent)
+
+
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
     if final.is_file() and not final.is_symlink() and not zipfile.is_zipfile(final):
         raise SaveFailed(
@@ -231,6 +239,15 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
             f"cannot save to {final}: the directory has other things in it than a checkpoint, and replacing it would "
             f"delete them. Save to a new name, for example {final / 'checkpoint'}."
         )
+
+
+def _refuse_below_a_file(final: Path) -> None:
+    for above in final.parents:
+        if os.path.lexists(above) and not os.path.isdir(above):
+            raise SaveFailed(
+                f"cannot save to {final}: {above} is in the way, which is no directory. Save to another place, or move "
+                f"that away."
+            )
 
 
 def _keep_other_files(old: Path, new: Path) -> None:

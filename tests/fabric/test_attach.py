@@ -85,6 +85,32 @@ def _strategies_and_plugins() -> None:
         door.attach(fabric, async_sav=True)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_plugin_with_init_from_is_refused(tmp_path: Path, package: str) -> None:
+    launch.run(_init_from, 1, tmp_path, package)
+
+
+def _init_from(root: Path, package: str) -> None:
+    import importlib
+
+    import torch
+
+    from dcp_plugin import fabric as door
+    from dcp_plugin.lightning import DCPCheckpointIO
+
+    base = importlib.import_module(package)
+    plugin = DCPCheckpointIO(init_from=root / "pretrained")
+    for strategy in ("auto", door.dcp_strategy_class(base.strategies.SingleDeviceStrategy)("cpu")):
+        fabric = base.Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
+        before = type(fabric.strategy)
+        for settings in ({}, {"io_threads": 1}):
+            with pytest.raises(ValueError, match=r"attach\(fabric\)\.resume_or_init"):
+                door.attach(fabric, **settings)
+        assert type(fabric.strategy) is before
+    with pytest.raises(ValueError, match=r"attach\(fabric\)\.resume_or_init"):  # promoted, and never attached
+        fabric.save(root / "ck", {"model": fabric.setup(torch.nn.Linear(2, 2))})
+
+
 def lightning_strategies() -> Any:
     from lightning.fabric import strategies
 

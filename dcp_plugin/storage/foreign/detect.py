@@ -13,8 +13,8 @@ from dcp_plugin.storage import commit
 from dcp_plugin.storage.foreign import safetensors_file, torch_file
 from dcp_plugin.storage.foreign.contents import Contents
 
-LOOKED_FOR = (
-    "a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
+_LOOKED_FOR = (
+    "Looked for a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
     "*.bin.index.json, model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin, pytorch_model_fsdp_0/.metadata, "
     "or one file that is a safetensors or torch.save file; or such a file itself"
 )
@@ -36,16 +36,18 @@ def read(path: Path, reason: str) -> tuple[Path, Contents]:
         reason: Why it is no DCP checkpoint.
 
     Raises:
-        CheckpointNotFound: It is nothing that is known; the message lists what was looked for.
+        CheckpointNotFound: It is nothing that can be read; the message says why, or lists what was looked for.
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It is known, and cannot be read.
     """
     if path.is_dir():
         return path, _read_directory(path, reason)
     if not path.exists():
         raise _not_found(path, reason)
+    if commit.is_inside_checkpoint(path):
+        raise _not_found(path, f"it is one of the files of {path.parent}. Name that directory")
     kind = kind_of_file(path)
     if kind not in _READ:
-        raise _not_found(path, kind or "the file begins like nothing that is known")
+        raise _not_found(path, kind or f"the file begins like nothing that is known. {_LOOKED_FOR}")
     return path.parent, _as_model(_READ[kind](path))
 
 
@@ -85,8 +87,9 @@ def _read_directory(path: Path, reason: str) -> Contents:
     else:
         found = dict(_known_files(path))
         if len(found) != 1:
-            said = f"it has {len(found)} such files, name one: {', '.join(sorted(found)[:8])}" if found else reason
-            raise _not_found(path, said)
+            names = ", ".join(sorted(found)[:8])
+            several = f"it has {len(found)} files that could be meant, name one: {names}"
+            raise _not_found(path, several if found else f"{reason}. {_LOOKED_FOR}")
         ((name, kind),) = found.items()
         contents = _as_model(_READ[kind](path / name))
     if (path / _RANDOM_STATES).exists():
@@ -201,7 +204,7 @@ def _not_found(path: Path, reason: str) -> CheckpointNotFound:
             f"{path} is not a checkpoint: it has checkpoints in it, such as {inside}. Name one of them; "
             f"dcp_plugin.latest({str(path)!r}) finds the newest."
         )
-    return CheckpointNotFound(f"{path} is not a checkpoint: {reason}. Looked for {LOOKED_FOR}.")
+    return CheckpointNotFound(f"{path} is not a checkpoint: {reason}.")
 
 
 def _checkpoints_in(path: Path) -> Iterator[Path]:
