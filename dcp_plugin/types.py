@@ -42,7 +42,8 @@ class ShardedValue:
     layout: str = "replicated or single"
     """How the tensor is distributed, in words for people."""
     whole: Any = field(default=None, compare=False, repr=False)
-    """What the chunks are views of. In-place operations on a DTensor are counted on it, and not on its local tensor."""
+    """What the chunks are views of, if it is told. In-place operations on a DTensor are counted on it, and not on its
+    local tensor; and a slot of an optimizer is known by its identity."""
 
 
 @dataclass(frozen=True)

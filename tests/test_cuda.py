@@ -131,6 +131,13 @@ def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> 
     assert_same(target.state_dict(), model.state_dict())
 
 
+def test_a_save_without_device_memory_may_follow_one_with_it(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    for device in ("cuda", "cpu", "cuda"):
+        ours.save({"x": torch.ones(1000, device=device)}, tmp_path / "ck")
+    ours.close()
+
+
 def test_a_lazy_copy_waits_for_what_the_device_has_still_to_compute_and_is_waited_for(tmp_path: Path) -> None:
     model = nn.Linear(4096, 4096, bias=False).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

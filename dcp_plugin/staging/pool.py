@@ -106,7 +106,7 @@ class _Slab:
             self.free()
             memory = torch.empty(nbytes + direct.ALIGNMENT, dtype=torch.uint8)
             memory = memory[-memory.data_ptr() % direct.ALIGNMENT :][:nbytes]
-            if self._pinned:
+            if self._pinned and nbytes:  # to register nothing is an error
                 _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory
         return self.memory

@@ -5,7 +5,7 @@ step may be copied later, by :meth:`Snapshot.finish` in another thread, while th
 step waits for it (see :mod:`dcp_plugin.staging.guard`).
 
 Such a copy is trusted only if the tensor's version is the same before and after: in-place operations count it up.
-What they do not count (writes through ``.data``, replayed CUDA graphs, other languages) nobody can see.
+What they do not count (writes through ``.data``, collectives, replayed CUDA graphs, other languages) nobody can see.
 
 Tied tensors stay tied in the copy. Copies from a device run on a stream of their own.
 """

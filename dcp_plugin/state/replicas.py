@@ -92,4 +92,4 @@ def _is_replica(value: Any, shape: torch.Size | None) -> bool:
 
 
 def _marked(value: Any) -> Any:
-    return sharded_value(value, any_rank=True)
+    return replace(sharded_value(value, any_rank=True), whole=value)

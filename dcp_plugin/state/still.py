@@ -2,8 +2,9 @@
 
 That is: what is trained (parameters that require gradients), and the optimizers' tensors for it. Everything else may
 change at any moment and is copied at once: buffers (running statistics change in the forward pass), parameters that do
-not require gradients (target networks and averages are written by hand), weights that torch averages, and whatever
-belongs to no module or optimizer. Under FSDP1 nothing is still: its state dicts are fresh copies already.
+not require gradients (target networks and averages are written by hand), weights that torch averages, what shares
+memory with any of these, and whatever belongs to no module or optimizer. Under FSDP1 nothing is still: its state dicts
+are fresh copies already.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dcp_plugin._torch import DTensor, is_tensor, own_buffers, own_parameters
 from dcp_plugin.state.walk import named_modules
+from dcp_plugin.types import ShardedValue
 
 
 class StillMemory:
@@ -31,23 +33,27 @@ class StillMemory:
         """Those with parameters of their own: to load into one of them changes some of this."""
         self._slots: dict[int, torch.Tensor] = {}
         trained: set[int] = set()
-        moving: set[int] = set()
+        self._moving: set[int] = set()
         for one in objects:
             if isinstance(one, nn.Module):
                 children = [child for _, child in named_modules(one)]
                 self.modules += [child for child in children if next(own_parameters(child), None) is not None]
-                trained.update(_memory(p for child in children for _, p in own_parameters(child) if p.requires_grad))
-                moving.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
+                parameters = [parameter for child in children for _, parameter in own_parameters(child)]
+                trained.update(_memory(parameter for parameter in parameters if parameter.requires_grad))
+                self._moving.update(_memory(parameter for parameter in parameters if not parameter.requires_grad))
+                self._moving.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
                 for averaged in (child for child in children if isinstance(child, AveragedModel)):
-                    moving.update(_memory(averaged.parameters()))
+                    self._moving.update(_memory(averaged.parameters()))
             elif isinstance(one, torch.optim.Optimizer):
                 slots = (slot for slots in one.state.values() for slot in _tensors(slots))
                 self._slots.update((id(slot), slot) for slot in slots)
-        self._still = trained - moving - {0}  # where nothing is
+        self._still = trained - self._moving - {0}  # where nothing is
 
     def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
         """Whether a leaf of the state is still, and what this rank has of it."""
-        return id(leaf) in self._slots or all(one.untyped_storage().data_ptr() in self._still for one in memory)
+        places = [one.untyped_storage().data_ptr() for one in memory]
+        whole = leaf.whole if isinstance(leaf, ShardedValue) else leaf
+        return self._moving.isdisjoint(places) if id(whole) in self._slots else self._still.issuperset(places)
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:

@@ -363,8 +363,10 @@ def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
 def _restore(reservation: Reservation) -> bool:
     """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
     final, aside = reservation.final, reservation._beside("aside")
+    if not os.path.lexists(aside):  # a link leads nowhere from there
+        return False
     made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
-    needed = aside.exists() and (made_anew or not os.path.lexists(final))
+    needed = not os.path.lexists(final) or (made_anew and not aside.is_symlink())
     if needed:
         _put_back(aside, final)
     return needed
