@@ -28,7 +28,7 @@ ALIGNMENT = 4096
 IN_PLACE = 1 << 20
 """From this size on, what is aligned already is written from where it is, without passing through the buffer."""
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
-_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
 
 
 class BlockFile:
