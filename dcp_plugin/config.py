@@ -55,7 +55,8 @@ class CheckpointConfig:
     """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error."""
 
     io_threads: int = 2
-    """Threads per rank that write or read files. A rank writes at most this many data files per checkpoint."""
+    """Threads per rank that write or read files. A rank writes as many data files per checkpoint at most, and more only
+    for what is not expected to change."""
 
     direct_io: bool | Literal["auto"] = "auto"
     """Write data files past the page cache (``O_DIRECT``). ``"auto"``: where the file system takes it, which is found

@@ -42,7 +42,7 @@ class Restart:
 
     def __str__(self) -> str:
         if self.how == "fresh":
-            return "starts fresh: no checkpoint of this run to resume from, and no init_from"
+            return "starts fresh: nothing to resume from, and no init_from"
         at = "" if self.step is None else f" at step {self.step}"
         return f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
 

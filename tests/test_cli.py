@@ -148,7 +148,8 @@ def test_a_list_of_what_is_no_directory_fails(tmp_path: Path, name: str, said: s
     result = _run("list", tmp_path / name)
     assert result.exit_code == 1 and not result.stdout
     assert result.stderr.startswith(str(tmp_path / name)) and said in result.stderr
-    assert _run("list", tmp_path).exit_code == 0
+    result = _run("list", tmp_path)
+    assert (result.exit_code, result.stdout.strip()) == (0, f"{tmp_path}: no checkpoint is there, or below.")
 
 
 def test_it_runs_as_a_module_and_says_what_it_needs(path: Path) -> None:

@@ -76,6 +76,9 @@ def list_command(root: _ROOT) -> None:
         _fail(f"{root} is a file; inspect looks into one." if root.exists() else f"{root}: nothing is there.")
     with _told():
         found = list_checkpoints(root)
+    if not found:
+        _say(_console(), f"{root}: no checkpoint is there, or below.")
+        return
     table = Table("checkpoint", "step", "state")
     for state in found:
         step = "" if state.step is None else str(state.step)

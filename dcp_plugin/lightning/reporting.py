@@ -44,10 +44,9 @@ class Report:
         return self.gigabytes / self.event.seconds if self.event.seconds else 0.0
 
     def say(self) -> None:
-        size = f"{self.gigabytes:.2f} GB" if self.gigabytes >= 1 else f"{self.gigabytes * 1000:.1f} MB"
         rank_zero_info(
-            f"Saved {self.event.path}: {size} in {self.event.seconds:.2f} s "
-            f"({self.gb_per_second:.2f} GB/s). The training waited {self.event.blocked_seconds:.2f} s."
+            f"Saved {self.event.path}: {_in_words(self.gigabytes)} in {self.event.seconds:.2f} s "
+            f"({_in_words(self.gb_per_second)}/s). The training waited {self.event.blocked_seconds:.2f} s."
         )
 
     def log(self, loggers: list[Any], step: int) -> None:
@@ -59,6 +58,10 @@ class Report:
         }
         for logger in loggers:
             logger.log_metrics(figures, step=step)
+
+
+def _in_words(gigabytes: float) -> str:
+    return f"{gigabytes:.2f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.1f} MB"
 
 
 def tell_later(loggers: list[Any], afterwards: Afterwards) -> None:
