@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_plugin import lifecycle, progress
 from dcp_plugin.config import CheckpointConfig, local_path
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.gathered import Gathered
 from dcp_plugin.omission import LeftOut, Omission
 from dcp_plugin.planning.exchange import Exchange, in_table_order
@@ -63,7 +63,7 @@ class Saving:
         """Plan, write, publish. On every rank, or on none."""
         began = time.monotonic()
         planner, writer = ShardedSavePlanner(), job.writer
-        publishing = False
+        publishing = published = False
 
         def hold() -> Holding:
             if job.failure is not None:
@@ -82,12 +82,13 @@ class Saving:
             return _Written(places, found.items, found.bytes, found.why_not)
 
         def publish(results: list[_Written]) -> None:
-            nonlocal publishing
+            nonlocal publishing, published
             publishing = True
             assert planned.assignment is not None, "rank 0 has made it"
             places = Places.joined([result.places for result in results]).take(in_table_order(planned.assignment))
             self._note_reuse(writer, results)
             writer.finish_columns(planned.assignment.table, places, ranks.size)
+            published = True
             if self._config.keep_last is not None:
                 try:
                     lifecycle.prune(job.path, self._config.keep_last)
@@ -101,11 +102,13 @@ class Saving:
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()
+            if published:  # and a rank was lost before all had heard of it
+                error = RankFailure(f"{error} {job.path} had been published by then, and is complete.")
             self._tell(progress.SaveAborted(job.path, job.step, ranks.rank, f"{type(error).__name__}: {error}"))
             if type(error) is CheckpointError:  # not one of ours on some rank, told to all
                 raise SaveFailed(str(error)) from (error.__cause__ or error)
             if isinstance(error, CheckpointError):
-                raise
+                raise error
             raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
         except BaseException:  # Ctrl-C. In the middle of publishing nothing is deleted: what was there may be aside
             if not publishing:

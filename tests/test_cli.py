@@ -103,6 +103,7 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
     [
         (("--into", "s3://bucket/ck"), "s3://bucket/ck is a URL"),
         (("--into", "nowhere"), "no such file, and no package.module:factory"),
+        (("--into", "torch.nn:Linear"), "needs arguments (missing a required argument: 'in_features')"),
         (("--into", "tests.nowhere:Net"), "No module named 'tests.nowhere'"),
         (("--into", "tests.test_cli:Nothing"), "no attribute 'Nothing'"),
         (("--into", "builtins:dict"), "gives a dict, not a torch.nn.Module"),

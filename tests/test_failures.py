@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import progress
+from dcp_plugin.storage import commit
 from tests import launch
 from tests.layouts import build, train
 
@@ -110,6 +112,27 @@ def test_a_rank_that_hangs_fails_the_others_within_the_timeout(tmp_path: Path) -
     assert took[0] < 5
     assert took[2] < 5
     assert not (tmp_path / "ck").exists()
+
+
+def _lose_rank_1_after_publishing(path: Path) -> None:
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    publish = commit.publish
+
+    def and_lose_rank_1(reservation: commit.Reservation) -> None:
+        publish(reservation)
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(1)
+
+    commit.publish = and_lose_rank_1
+    _raises(dcp.RankFailure, lambda: dcp.save({"n": 1}, path, timeout=20), str(path), "published", "complete")
+
+
+def test_a_save_that_loses_a_rank_after_it_was_published_says_so(tmp_path: Path) -> None:
+    lost = launch.outcomes_of(_lose_rank_1_after_publishing, 2, tmp_path / "ck")
+    assert not lost[0].traceback and lost[0].exit_code == 0, lost[0].traceback
+    assert lost[1].exit_code == -signal.SIGKILL
+    assert dcp.verify(tmp_path / "ck").ok
 
 
 def _save_to_unshared_root(root: Path) -> str:

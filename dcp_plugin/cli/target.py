@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def _of_factory(into: str) -> nn.Module:
             make = getattr(make, attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise NoTarget(f"--into {into}: {error}") from error
+    try:
+        signature(make).bind()
+    except TypeError as error:
+        raise NoTarget(f"--into {into} needs arguments ({error}): name a function that makes the module.") from error
+    except ValueError:  # it does not tell what it needs
+        pass
     with torch.device("meta"):
         module = make()
     if not isinstance(module, nn.Module):

@@ -2,7 +2,8 @@
 
 A line of text for each save. Loggers get ``checkpoint/blocked_seconds`` (what the training waited for),
 ``checkpoint/seconds`` (until it was on disk), ``checkpoint/gigabytes`` (of the whole checkpoint) and
-``checkpoint/gb_per_second`` in one call of ``log_metrics`` per save. They do not pass through the trainer's own
+``checkpoint/gb_per_second`` (of what was written, not of what was linked) in one call of ``log_metrics`` per save. They
+do not pass through the trainer's own
 metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is the one at which
 loggers are told, which with saves in the background is a few after the one that was saved: many loggers want steps in
 order.
@@ -30,22 +31,25 @@ class Report:
 
     event: SaveFinished
     gigabytes: float
+    linked: float = 0.0
+    """Gigabytes of these that have not changed since the last checkpoint."""
 
     @classmethod
     def of(cls, event: SaveFinished) -> Report:
         try:
-            size = Summary.read(event.path / commit.SUMMARY).payload_bytes
+            summary = Summary.read(event.path / commit.SUMMARY)
         except CheckpointError:  # deleted already: then this rank's share
-            size = event.bytes
-        return cls(event, size / 1e9)
+            return cls(event, event.bytes / 1e9)
+        return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9)
 
     @property
     def gb_per_second(self) -> float:
-        return self.gigabytes / self.event.seconds if self.event.seconds else 0.0
+        return max(0.0, self.gigabytes - self.linked) / self.event.seconds if self.event.seconds else 0.0
 
     def say(self) -> None:
+        linked = f", {_in_words(self.linked)} of it linked," if self.linked else ""
         rank_zero_info(
-            f"Saved {self.event.path}: {_in_words(self.gigabytes)} in {self.event.seconds:.2f} s "
+            f"Saved {self.event.path}: {_in_words(self.gigabytes)}{linked} in {self.event.seconds:.2f} s "
             f"({_in_words(self.gb_per_second)}/s). The training waited {self.event.blocked_seconds:.2f} s."
         )
 

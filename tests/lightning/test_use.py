@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin import progress
 from tests import launch
 from tests.compare import assert_same
 
@@ -87,6 +88,24 @@ def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> 
     ]
     assert all(re.search(r": [\d.]+ MB in [\d.]+ s \([\d.]+ MB/s\)", text) for text in said)
     assert nothing == []
+
+
+def test_what_was_linked_is_told_and_does_not_count_as_written(tmp_path: Path) -> None:
+    from dcp_plugin.lightning.reporting import Report
+
+    model = torch.nn.Linear(600, 600).requires_grad_(False)
+    finished: list[progress.SaveFinished] = []
+    unsubscribe = progress.subscribe(
+        lambda event: finished.append(event) if isinstance(event, progress.SaveFinished) else None
+    )
+    ours = dcp.Checkpointer(solo=True)
+    for number in range(2):
+        ours.save({"model": model, "step": number}, tmp_path / str(number))
+    unsubscribe()
+    first, second = map(Report.of, finished)
+    assert first.linked == 0 and first.gigabytes == pytest.approx(second.gigabytes, rel=0.01)
+    assert second.linked == pytest.approx(600 * 600 * 4 / 1e9, rel=0.05)
+    assert second.gb_per_second * second.event.seconds < 0.1 * first.gb_per_second * first.event.seconds
 
 
 def _cost(root: Path) -> tuple[list[str], list[dict[str, str]]]:
