@@ -21,7 +21,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import dcp_plugin as dcp
+from dcp_plugin._torch import sharded_value
+from dcp_plugin.planning.save import encode_state
 from dcp_plugin.staging import guard
+from dcp_plugin.staging.pool import HostPool
+from dcp_plugin.staging.snapshot import Snapshot
+from dcp_plugin.types import ShardedValue
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
@@ -491,3 +496,21 @@ def test_lazy_staging_without_async_save_is_refused_where_it_is_asked_for(tmp_pa
     dcp.save({"n": 1}, tmp_path / "ck", config=lazy, async_save=False)
     with pytest.raises(ValueError, match="needs async_save=True"):
         dcp.Checkpointer(lazy, async_save=False, staging="lazy")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "described at the call"])
+def test_what_was_copied_at_the_call_may_be_freed(wrapped: bool) -> None:
+    """FSDP gives the memory of a gathered parameter back and leaves the tensor, as at the end of its
+    ``summon_full_params``."""
+    tensors = {"small": torch.randn(100), "large": torch.randn(100_000), "again": torch.empty(0)}
+    tensors["again"] = tensors["small"]
+    expected = {key: tensor.clone() for key, tensor in tensors.items()}
+    leaves = {key: sharded_value(tensor) if wrapped else tensor for key, tensor in tensors.items()}
+    copy_of_all = Snapshot(leaves, HostPool(), encode_state)
+    assert copy_of_all.complete
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(0)
+    state = copy_of_all.finish()
+    found = {key: value.chunks[0].tensor for key, value in state.items() if isinstance(value, ShardedValue)}
+    assert_same(found, expected)
+    assert found["small"].data_ptr() == found["again"].data_ptr()

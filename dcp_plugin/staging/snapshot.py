@@ -46,8 +46,8 @@ class _Later(NamedTuple):
 class Snapshot:
     """The copy of one save.
 
-    At the call only bytes are copied, and of what is still not even these. What the leaves are is described later:
-    for a thousand small tensors that would take more time than copying them.
+    At the call plain tensors are only copied, and what is still not even that. What they are is described later: for a
+    thousand small ones that would take more time than copying them.
 
     Args:
         leaves: What to copy.
@@ -66,14 +66,14 @@ class Snapshot:
     ) -> None:
         self._keys = list(leaves)
         self._pool, self._encode = pool, encode
-        self._undescribed: dict[str, Any] = {}
+        self._constant: dict[str, Any] = {}
         self._later: list[_Later] = []
-        now: list[tuple[Any, torch.Tensor]] = []
+        now: dict[str, torch.Tensor] = {}
         others: dict[str, Any] = {}
         with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
             for key, leaf in leaves.items():
                 if type(leaf) in _CONSTANT:
-                    self._undescribed[key] = leaf
+                    self._constant[key] = leaf
                     continue
                 memory = _memory_on_this_rank(leaf)
                 later = memory and still(leaf, memory)
@@ -84,17 +84,18 @@ class Snapshot:
                 if later and None not in versions:
                     self._later.append(_Later(key, leaf, memory, versions))
                 elif memory and type(leaf) in _PLAIN:
-                    now.append((_identity(key, 0, leaf), leaf))
+                    now[key] = leaf
                 else:
                     others[key] = leaf
-                    continue
-                self._undescribed[key] = leaf
         self._streams = _Streams(tensor for one in self._later for tensor in one.memory)
-        self._described = encode(others)
-        sources = dict([*now, *_sources(self._described)])
-        tensors = list(sources.values())
-        self._copied = dict(zip(sources, zip(pool.places(tensors), tensors, strict=True), strict=True))
-        _copy_now(self._copied.values())
+        described = encode(others)
+        sources = {_identity(key, 0, tensor): tensor for key, tensor in now.items()} | dict(_sources(described))
+        places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
+        _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
+        # From now on what was copied may be freed: FSDP takes the memory of a gathered parameter away, and not it.
+        self._now = {key: (places[_identity(key, 0, tensor)], tensor) for key, tensor in now.items()}
+        copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
+        self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}
 
     @property
     def complete(self) -> bool:
@@ -108,9 +109,9 @@ class Snapshot:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
         """
         later, self._later = self._later, []
-        described = self._described | self._encode(self._undescribed)
-        sources = {identity: tensor for identity, tensor in _sources(described) if identity not in self._copied}
-        copies = {identity: place.like(tensor) for identity, (place, tensor) in self._copied.items()}
+        copied = self._copied | self._encode({key: place.like(tensor) for key, (place, tensor) in self._now.items()})
+        described = self._encode({**self._constant, **{one.key: one.leaf for one in later}})
+        sources, copies = dict(_sources(described)), {}
         places = self._pool.places_for_later(list(sources.values()))
         for (identity, tensor), place in zip(sources.items(), places, strict=True):
             copies[identity] = place.like(tensor)
@@ -124,7 +125,8 @@ class Snapshot:
                 f"{', '.join(changed[:5])}{more} changed while being copied, by something else than a step of an "
                 f"optimizer. Save with staging='blocking', or call handle.wait_staged() before changing it."
             )
-        return {key: _with_copies(key, described[key], copies) for key in self._keys}
+        copied |= {key: _with_copies(key, value, copies) for key, value in described.items()}
+        return {key: copied[key] for key in self._keys}
 
 
 def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -146,9 +148,8 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
     return replace(value, chunks=tuple(chunks), whole=None)
 
 
-def _copy_now(copied: Iterable[tuple[Place, torch.Tensor]]) -> None:
+def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
     """With the threads of the caller, who waits; but for small ones, for which a tensor costs more than its bytes."""
-    copied = list(copied)
     streams = _Streams(tensor for _, tensor in copied)
     for place, tensor in copied:
         if tensor.nbytes < _SMALL and is_plain_memory(tensor):
