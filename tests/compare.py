@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+
+import dcp_plugin
 
 
 def full(value: Any) -> Any:
@@ -48,6 +51,13 @@ def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     assert set(one) == set(other), f"only in one of them: {sorted(set(one) ^ set(other))}"
     different = [key for key in one if not same_bytes(one[key], other[key])]
     assert not different, f"{len(different)} of {len(one)} differ: {different[:5]}"
+
+
+def assert_saved(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint has these tensors, and nothing else."""
+    found = {key: (~value.view(torch.uint8)).view(value.dtype) for key, value in state.items()}  # all bytes are others
+    dcp_plugin.load(found, path)
+    assert_same(found, state)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,18 @@ def slow_writes(before_each: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         unsubscribe()
+
+
+class Gate:
+    """For :func:`slow_writes`: holds them back while it is closed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.close, self.open = self._open.clear, self._open.set
+
+    def __call__(self) -> None:
+        assert self._open.wait(30)
 
 
 def at_random(seconds: float, seed: int = 0) -> Callable[[], None]:

@@ -21,9 +21,10 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin import background, progress
 from tests import launch
-from tests.compare import assert_same
+from tests.compare import assert_same, assert_saved
 from tests.layouts import build, train, whole_state
 from tests.memory import extra_peak
+from tests.slowness import Gate, slow_writes
 
 
 def _train_during_saves(root: Path) -> None:
@@ -232,7 +233,8 @@ def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path
 
 def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: Path, monkeypatch: Any) -> None:
     start = threading.Thread.start
-    gate = threading.Event()
+    gate = Gate()
+    gate.close()
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
@@ -242,26 +244,23 @@ def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: P
 
     begun = threading.Event()
 
-    def hold(event: progress.Event) -> None:
+    def hold() -> None:
         begun.set()
-        assert gate.wait(30)
+        gate()
 
-    unsubscribe = progress.subscribe(hold)
     ours = dcp.Checkpointer(async_save=True, reuse=False)
     tensor = torch.ones(1000)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ours.save({"t": tensor}, tmp_path / "interrupted")
-    threading.Timer(0.3, gate.set).start()
-    tensor.zero_()
-    ours.save({"t": tensor}, tmp_path / "next")  # waits for the one that goes on, and takes its host copy then
-    unsubscribe()
+    with slow_writes(hold):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ours.save({"t": tensor}, tmp_path / "interrupted")
+        threading.Timer(0.3, gate.open).start()
+        tensor.zero_()
+        ours.save({"t": tensor}, tmp_path / "next")  # waits for the one that goes on, and takes its host copy then
     ours.close()
-    for name, expected in (("interrupted", 1.0), ("next", 0.0)):
-        loaded = {"t": torch.full((1000,), 7.0)}
-        dcp.load(loaded, tmp_path / name)
-        assert_same(loaded, {"t": torch.full((1000,), expected)})
+    assert_saved(tmp_path / "interrupted", {"t": torch.ones(1000)})
+    assert_saved(tmp_path / "next", {"t": torch.zeros(1000)})
 
 
 def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
@@ -276,48 +275,38 @@ def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_wait_does_not_take_the_save_for_ended(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def hold(event: progress.Event) -> None:
-        assert gate.wait(30)
-
-    unsubscribe = progress.subscribe(hold)
+    gate = Gate()
+    gate.close()
     ours = dcp.Checkpointer(async_save=True, reuse=False)
     tensor = torch.ones(1000)
-    handle = ours.save({"t": tensor}, tmp_path / "first")
-    for _ in range(3):
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            ours.wait()
-    threading.Timer(0.3, gate.set).start()
-    tensor.zero_()
-    ours.save({"t": tensor}, tmp_path / "second")
-    assert handle.done()
-    unsubscribe()
+    with slow_writes(gate):
+        handle = ours.save({"t": tensor}, tmp_path / "first")
+        for _ in range(3):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                ours.wait()
+        threading.Timer(0.3, gate.open).start()
+        tensor.zero_()
+        ours.save({"t": tensor}, tmp_path / "second")
+        assert handle.done()
     ours.close()
-    for name, expected in (("first", 1.0), ("second", 0.0)):
-        loaded = {"t": torch.full((1000,), 7.0)}
-        dcp.load(loaded, tmp_path / name)
-        assert_same(loaded, {"t": torch.full((1000,), expected)})
+    assert_saved(tmp_path / "first", {"t": torch.ones(1000)})
+    assert_saved(tmp_path / "second", {"t": torch.zeros(1000)})
 
 
 def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def hold(event: progress.Event) -> None:
-        assert gate.wait(30)
-
-    unsubscribe = progress.subscribe(hold)
+    gate = Gate()
+    gate.close()
     ours = dcp.Checkpointer(async_save=True)
-    handle = ours.save({"n": 1}, tmp_path / "ck")
-    fork = multiprocessing.get_context("fork")
-    child = fork.Process(target=_in_the_child, args=(ours, handle, tmp_path, said := fork.SimpleQueue()))
-    child.start()
-    child.join(20)
-    child.kill()
-    gate.set()
-    unsubscribe()
-    ours.close()
+    with slow_writes(gate):
+        handle = ours.save({"n": 1}, tmp_path / "ck")
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=_in_the_child, args=(ours, handle, tmp_path, said := fork.SimpleQueue()))
+        child.start()
+        child.join(20)
+        child.kill()
+        gate.open()
+        ours.close()
     assert said.get() == f"{tmp_path / 'ck'} is being saved by the process from which this one was forked"
     assert dcp.verify(tmp_path / "ck").ok and dcp.verify(tmp_path / "child").ok
 

@@ -68,7 +68,7 @@ def write(
     names: list[str] = []
     for _ in buckets:
         names.append(free_name(to.rank, {*taken, *names}))
-    layouts = [_layout([items[slot] for slot in bucket]) for bucket in buckets]
+    layouts = [_layout([items[slot] for slot in bucket], [lengths[slot] for slot in bucket]) for bucket in buckets]
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
     locations: dict[int, Location] = {}
 
@@ -134,13 +134,13 @@ _Layout = tuple[list[int], int]
 """Where each item of a file begins, and the size of the file."""
 
 
-def _layout(items: list[Data]) -> _Layout:
+def _layout(items: list[Data], lengths: list[int]) -> _Layout:
     starts, end = [], 0
-    for data in items:
+    for data, length in zip(items, lengths, strict=True):
         if isinstance(data, torch.Tensor) and data.nbytes >= IN_PLACE:
             end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % ALIGNMENT
         starts.append(end)
-        end += padded(_item_length(data))
+        end += padded(length)
     return starts, end
 
 
