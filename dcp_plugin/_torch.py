@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
 
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
@@ -154,6 +155,65 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """``named_buffers(recurse=False)``, likewise."""
     return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``named_children()``, which leaves out a child that it has seen under another name; ``load_state_dict`` does
+    not."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a module without its children. Nothing public tells which persist."""
+    buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
+    return {**dict(own_parameters(module)), **buffers}
+
+
+# How ``nn.Module.load_state_dict`` goes through a module. Publicly it takes a state dict of everything, or nothing.
+
+_NEED_NO_STATE_DICT = (
+    nn.Module._load_from_state_dict,
+    nn.modules.batchnorm._NormBase._load_from_state_dict,  # for files from before torch 0.4.1
+    nn.modules.instancenorm._InstanceNorm._load_from_state_dict,  # refuses keys that it does not have
+)
+_HOOKS_OF_TORCH = {
+    # FSDP2 puts the sharded parameters in place, and looks at them again after they were exchanged.
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group",
+     "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
+    # Activation checkpointing puts its segment into the keys.
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper._pre_load_state_dict_hook"),
+}  # fmt: skip
+"""Those that do nothing if the memory of the parameters was filled."""
+
+
+def overrides_load_state_dict(module: nn.Module) -> bool:
+    return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
+
+
+def takes_state_dict(module: nn.Module) -> bool:
+    """Whether code of a submodule sees the state dict while it is loaded, and may change what is loaded."""
+    if type(module)._load_from_state_dict not in _NEED_NO_STATE_DICT or "_load_from_state_dict" in vars(module):
+        return True
+    return any(not _is_of_torch(getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values())
+
+
+def load_from_state_dict(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, missing: Any, unexpected: Any, errors: Any
+) -> None:
+    """Load one module without its children, with its pre-hooks."""
+    module._load_from_state_dict(state, prefix, metadata, True, missing, unexpected, errors)
+
+
+def call_post_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str], of_torch_too: bool) -> None:
+    keys = _IncompatibleKeys(missing, unexpected)
+    for hook in tuple(module._load_state_dict_post_hooks.values()):
+        if of_torch_too or not _is_of_torch(hook):
+            hook(module, keys)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _HOOKS_OF_TORCH
 
 
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from dcp_plugin._torch import is_tensor
+from dcp_plugin._torch import sharded_value
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.matching import Match, Matching, locate
@@ -26,6 +27,7 @@ from dcp_plugin.planning.sharing import SharedReading
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.app import Part, parts_of
 from dcp_plugin.state.module import materialise
+from dcp_plugin.state.module_load import Incompatible
 from dcp_plugin.state.source import join
 from dcp_plugin.storage.index import CheckpointIndex, StoredTensor
 from dcp_plugin.storage.opening import Opened
@@ -77,7 +79,7 @@ class Loading:
         if self._ranks.rank == 0:
             for message in match.said:  # last: a warning that is an error stops nobody half-way
                 warnings.warn(message, stacklevel=3)
-        reader, loaded = self._reader, list(self._targets)
+        reader, loaded = self._reader, [*self._targets, *match.deferred]
         return replace(
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
         )
@@ -88,7 +90,7 @@ class Loading:
         self._open(state, parts)
         match = self._match(parts)
         self._plan(match)
-        items = [_planned(key, match, self._reader.index) for key in match.targets]
+        items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
 
     def _open(self, state: Mapping[str, Any], parts: list[Part]) -> _Opened:
@@ -119,7 +121,7 @@ class Loading:
             if part.kind == "module" and part.module is not None:
                 waiting += [join(part.name, key) for key in materialise(part.module)]
         match = self._match(parts)
-        left = [key for key in waiting if key not in match.targets]
+        left = [key for key in waiting if key not in match.targets and key not in match.deferred]
         if left:
             match.said.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
@@ -128,7 +130,7 @@ class Loading:
         self._items = self._plan(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
-        self._reader.check_files(self._items)
+        self._reader.check_files(self._items, [match.stored[key] for key in match.deferred])
         return match
 
     def _match(self, parts: list[Part]) -> Match:
@@ -152,7 +154,7 @@ class Loading:
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         for part in parts:
             targets = match.wanted[part.name].targets
-            keys = [key for key, target in targets.items() if not is_tensor(target)]
+            keys = [key for key, target in targets.items() if target is None]
             if targets:
                 part.check({key: self._targets[join(part.name, key)] for key in keys})
 
@@ -168,15 +170,44 @@ class Loading:
         shared.pass_on(f"pass on what was read of {self._path}")
 
     def _take(self, parts: list[Part], match: Match) -> None:
+        problems: list[str] = []
         for part in parts:
             targets = match.wanted[part.name].targets
             if targets:
-                part.take(
-                    {
-                        key: target if is_tensor(target) else self._targets[join(part.name, key)]
-                        for key, target in targets.items()
-                    }
-                )
+                filled = {
+                    key: self._targets[join(part.name, key)] if target is None else target
+                    for key, target in targets.items()
+                }
+                strict = self._strict and self._partial is None
+                found = part.take(filled, partial(self._read_deferred, part, match), strict)
+                if found is not None:
+                    problems += self._judge(part, match, found)
+        if problems:
+            raise CheckpointMismatch(misfit(self._path, problems))
+
+    def _read_deferred(self, part: Part, match: Match, tensors: dict[str, Any]) -> None:
+        """Read tensors that have just got their memory, on this rank alone."""
+        planner = ShardedLoadPlanner(strict=False)
+        targets: dict[str, Any] = {join(part.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
+        planner.use_index(targets, self._reader.index, match.stored)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def _judge(self, part: Part, match: Match, found: Incompatible) -> list[str]:
+        """What is wrong after a module's own load hooks. Keys that were not to be loaded may be missing."""
+        left_out = set(match.report.left_out)
+        missing = [key for key in (join(part.name, one) for one in found.missing) if key not in left_out]
+        unexpected = [join(part.name, key) for key in found.unexpected]
+        match.report.missing.extend(missing)
+        match.report.unexpected.extend(unexpected)
+        problems = list(found.errors)
+        asked = self._partial or PartialLoad()
+        for keys, policy, what in ((missing, asked.missing, "missing"), (unexpected, asked.unexpected, "unexpected")):
+            line = f"{some(keys)}: {what} after the load hooks of {part.name!r}"
+            if keys and policy == "error" and self._strict:
+                problems.append(line)
+            elif keys and policy == "warn":
+                match.said.append(f"{self._path}: {line}.")
+        return problems
 
 
 def plan_load(
@@ -193,9 +224,9 @@ def plan_load(
 
 
 def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
-    stored, target = match.stored[key], match.targets[key]
+    stored, target = match.stored[key], match.targets.get(key) or match.deferred.get(key)
     entry = index[stored]
-    wanted = str(target.dtype).removeprefix("torch.") if target is not None else ""
+    wanted = str((target and target.dtype) or "").removeprefix("torch.")
     if isinstance(entry, StoredTensor):
         dtype = str(entry.dtype).removeprefix("torch.")
         return PlannedItem(key, stored, entry.shape, dtype, wanted, prod(entry.shape) * entry.dtype.itemsize)

@@ -31,6 +31,7 @@ from dcp_plugin.hints import (
 from dcp_plugin.partial import PartialLoad, Policy
 from dcp_plugin.planning.load import first, some
 from dcp_plugin.state.app import Part, Wanted
+from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.renaming import Rename, Renaming
 from dcp_plugin.state.source import Prefix, Source, find_prefix, join
@@ -55,6 +56,8 @@ class Match:
     """What each part takes, by its name, with only the selected targets."""
     targets: dict[str, ShardedValue | None]
     """Tensors to fill, None for other values."""
+    deferred: dict[str, Deferred]
+    """Tensors that are read when their submodule is loaded."""
     stored: dict[str, str]
     """The key in the checkpoint of each target."""
     report: LoadReport
@@ -131,7 +134,7 @@ class Matching:
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
-        self._match = Match({}, {}, {}, LoadReport(path))
+        self._match = Match({}, {}, {}, {}, LoadReport(path))
 
     def run(self, parts: list[Part]) -> Match:
         """Collective if a module contains FSDP1."""
@@ -170,8 +173,8 @@ class Matching:
             return renamed, want
         source = Source(name, part.kind, prefixes.get(part.module, Prefix()))
         want = self._ask(part, source)
-        if part.kind == "module" and want.missing and not want.targets:
-            prefix = find_prefix(want.missing, want.unexpected)
+        if want.alien:
+            prefix = find_prefix(want.alien, source.entries(self._index)[0])
             if prefix is not None:
                 here, there = f"{part.name}.{prefix.dropped}", f"{name}.{prefix.added}"
                 self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
@@ -201,7 +204,10 @@ class Matching:
             full = join(part.name, key)
             if self._selected(part, key):
                 chosen[key] = target
-                match.targets[full] = sharded_value(target) if is_tensor(target) else None
+                if isinstance(target, Deferred):
+                    match.deferred[full] = target
+                else:
+                    match.targets[full] = sharded_value(target) if is_tensor(target) else None
                 match.stored[full] = place.stored(key)
                 if full != match.stored[full]:
                     report.renamed[full] = match.stored[full]
@@ -253,11 +259,13 @@ class Matching:
     def _judge_dtypes(self) -> None:
         """Which values are converted, or would have to be."""
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
-        for key, target in self._match.targets.items():
+        wanted = {key: target.dtype for key, target in self._match.targets.items() if target is not None}
+        wanted |= {key: one.dtype for key, one in self._match.deferred.items() if one.dtype is not None}
+        for key, here in wanted.items():
             dtype = self._index.table.dtype_of(self._index.slots[self._match.stored[key]])
-            if target is not None and dtype is not None and dtype != target.dtype:
-                if torch.can_cast(dtype, target.dtype):  # if not, the planner says so
-                    differ[target.dtype, dtype].append(key)
+            if dtype is not None and dtype != here:
+                if torch.can_cast(dtype, here):  # if not, the planner says so
+                    differ[here, dtype].append(key)
                 self._match.report.cast.append(key)
         if self._given is None or self._given.cast:
             return
@@ -286,7 +294,7 @@ class Matching:
             if self._given is None:
                 policies = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
             self._match.problems.append(policies)
-        elif self._given is not None and lines and not self._match.targets:
+        elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
             advice = some(lines, 3, "; ")
             self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 

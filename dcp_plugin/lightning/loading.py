@@ -7,7 +7,7 @@ when the optimizers are complete.
 The rule: whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks
 get the live tensors; afterwards only what they replaced or removed is put right, which is nothing for almost all.
 Only if the LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the
-previous values are kept until it has run.
+model's state is read into tensors of its own, and loaded when that has run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
@@ -29,17 +28,14 @@ from dcp_plugin.lightning import layout, native
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.whole import fill, load_optimizer
 from dcp_plugin.partial import PartialLoad
-from dcp_plugin.planning.load import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
-from dcp_plugin.state.module import finish_in_place
+from dcp_plugin.state.app import Unapplied
+from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import OptimizerLoad
 from dcp_plugin.storage.index import StoredTensor
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport
-
-Locals = dict[str, list[torch.Tensor]]
-"""Copies of this rank's parts of tensors, by key."""
 
 
 @dataclass
@@ -49,10 +45,8 @@ class Loaded:
     path: Path
     checkpoint: Checkpoint
     """What Lightning and the hooks get."""
-    model: dict[str, Any]
-    """What the model has been given, to tell what hooks replaced."""
-    before: Locals | None
-    """The model's values before the load, if a hook may want them; freed when they are not needed any more."""
+    model: dict[str, Any] | None
+    """What the model has been given, to tell what hooks replaced; None if it has been given nothing yet."""
     optimizer_names: list[str] = field(default_factory=list)
     """Of the optimizers whose state is there to be loaded; none if it has only the weights, and of a file."""
     optimizers: list[dict[str, Any]] | None = None
@@ -66,7 +60,7 @@ class Loaded:
         known = gather_module(model)
         names = {key: key if key in known else without_wrappers(key) for key in checkpoint["state_dict"]}
         state_dict = {names[key]: value for key, value in checkpoint["state_dict"].items()}
-        return cls(path, {**checkpoint, "state_dict": state_dict}, model={}, before={}, optimizers=[])
+        return cls(path, {**checkpoint, "state_dict": state_dict}, model=None, optimizers=[])
 
 
 def load(
@@ -90,15 +84,16 @@ def load(
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)
-    before = _copies(gather_module(model)) if hooked else None
-    # What only the checkpoint has, for the hook: single values, read as a whole.
-    foreign = [key for key in keys.get(MODEL, ()) if before is not None and key not in before]
-    state.update({f"{MODEL}.{key}": None for key in foreign})
+    unapplied = Unapplied(model)
+    if hooked:
+        state[MODEL] = unapplied
     report = checkpointer.load(state, path, strict=strict and not hooked)
-    missing = set(report.missing)
-    given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
-    checkpoint["state_dict"] = {**given, **{key: state[f"{MODEL}.{key}"] for key in foreign}}
-    return Loaded(path, checkpoint, given, before, among(OPTIM, keys), report=report)
+    given = None
+    if not hooked:
+        missing = set(report.missing)
+        given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
+    checkpoint["state_dict"] = unapplied.state_dict if given is None else dict(given)
+    return Loaded(path, checkpoint, given, among(OPTIM, keys), report=report)
 
 
 def load_optimizers(
@@ -160,29 +155,27 @@ def apply_model(model: nn.Module, loaded: Loaded, state_dict: Mapping[str, Any],
     Raises:
         CheckpointMismatch: Keys are missing or unexpected, if ``strict``, or a shape differs.
     """
-    if loaded.before is None and all(state_dict.get(key) is value for key, value in loaded.model.items()):
+    given = loaded.model
+    if given is not None and all(state_dict.get(key) is value for key, value in given.items()):
         return
     live = gather_module(model)
-    missing, unexpected = sorted(live.keys() - state_dict.keys()), sorted(state_dict.keys() - live.keys())
+    placed = {key: _placed_like(key, live.get(key), source) for key, source in state_dict.items()}
+    missing, unexpected = apply_module(model, placed, strict)
     if strict and (missing or unexpected):
         raise CheckpointMismatch(
             f"after on_load_checkpoint, the state_dict does not fit the model: missing {some(missing) or 'none'}; "
             f"unexpected {some(unexpected) or 'none'}. Set strict_loading=False on the LightningModule to load what "
             "fits."
         )
-    before, loaded.before = loaded.before or {}, None
-    values: dict[str, Any] = {}
-    for key, target in live.items():
-        if key in state_dict:
-            source = state_dict[key]
-            if not is_tensor(source):
-                values[key] = source
-            elif source is not loaded.model.get(key):
-                fill(key, target, source)
-        elif key in before and is_tensor(target):
-            for chunk, copy in zip(sharded_value(target).chunks, before[key], strict=True):
-                chunk.tensor.copy_(copy)
-    finish_in_place(model, live, values)
+
+
+def _placed_like(key: str, target: Any, source: Any) -> Any:
+    """What a hook has left, distributed as the model is."""
+    if not isinstance(target, (DTensor, ShardedTensor)) or isinstance(source, type(target)) or not is_tensor(source):
+        return source
+    room = torch.empty_like(target.detach()) if isinstance(target, DTensor) else target
+    fill(key, room, source)
+    return room
 
 
 def apply_optimizers(
@@ -224,13 +217,6 @@ def _in_place_of(live: Any, value: Any) -> Any:
     if isinstance(live, DTensor) or isinstance(value, DTensor) or live.shape != value.shape:
         return value
     return live.copy_(value)
-
-
-def _copies(state: Mapping[str, Any]) -> Locals:
-    return {
-        key: [chunk.tensor.clone() for chunk in sharded_value(value).chunks] if is_tensor(value) else []
-        for key, value in state.items()
-    }
 
 
 def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

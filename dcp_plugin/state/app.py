@@ -7,7 +7,7 @@ of the mapping are the first segments of the keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_plugin._torch import is_tensor, own_parameters, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.state.module import finish_in_place, gather_module, same_parameter, split_tensors
+from dcp_plugin.state.module import gather_module, reshard
+from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
@@ -32,9 +33,12 @@ class Wanted:
     """What a part wants from a checkpoint. Keys are relative to the part's name in the checkpoint."""
 
     targets: dict[str, Any] = field(default_factory=dict)
-    """Tensors to fill; None for other values, which are replaced by what was read."""
+    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other
+    values, which are replaced by what was read."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    alien: list[str] = field(default_factory=list)
+    """The keys of a module of which nothing is stored under its own names."""
     tolerated: str = ""
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
@@ -44,6 +48,15 @@ class NamesOnly:
     """A module in the state that names the parameters of its optimizer, and is itself neither saved nor loaded."""
 
     module: nn.Module
+
+
+@dataclass(frozen=True)
+class Unapplied:
+    """A module whose state is read, as it is distributed here, and not applied: whoever loads it does that later."""
+
+    module: nn.Module
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    """Everything that is stored for the module, by clean FQN, once it is loaded."""
 
 
 class Part(Protocol):
@@ -69,8 +82,16 @@ class Part(Protocol):
     def check(self, values: Mapping[str, Any]) -> None:
         """Look at the values that are no tensors before any tensor is overwritten; raise if they do not fit."""
 
-    def take(self, filled: dict[str, Any]) -> None:
-        """Make the object what was read: the targets of :meth:`want`, filled."""
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible | None:
+        """Make the object what was read: the targets of :meth:`want`, filled.
+
+        Args:
+            read: Fills what was deferred, once it has memory.
+            strict: Whether what is missing will be an error.
+
+        Returns:
+            For a module, what its own code finds missing and unexpected.
+        """
 
 
 def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]:
@@ -91,9 +112,15 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         raise CheckpointMismatch(f"two objects of the state have the name {max(named, key=named.count)!r}: rename one")
     modules = {name: value for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, nn.Module)}
     parts: list[Part] = [_ModulePart(name, module) for name, module in modules.items()]
+    for name, (_, _, value) in zip(named, found, strict=True):
+        if isinstance(value, Unapplied):
+            modules[name] = value.module
+            parts.append(_ModulePart(name, value.module, value))
     modules.update(
         {name: value.module for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, NamesOnly)}
     )
+    for module in modules.values():
+        reshard(module)
     for name, (path, owner, value) in zip(named, found, strict=True):
         if name in modules:
             continue
@@ -152,7 +179,7 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
 
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
-        isinstance(value, (nn.Module, torch.optim.Optimizer, NamesOnly))
+        isinstance(value, (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied))
         or (_is_stateful(value) and not is_tensor(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
@@ -184,46 +211,43 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
 class _ModulePart:
     kind = "module"
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, unapplied: Unapplied | None = None) -> None:
         self.name = name
         self.module: nn.Module = module
-        self._template: dict[str, Any] = {}
+        self._unapplied = unapplied
+        self._load: ModuleLoad | None = None
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return mark_parameters(self.module, gather_module(self.module)), {}
+        state = mark_parameters(self.module, gather_module(self.module))
+        trees = [key for key, value in state.items() if isinstance(value, (dict, list, tuple)) and value]
+        paths: dict[str, KeyPath] = {}
+        for key in trees:  # of an extra state, for one
+            leaves, inside = flatten({key: state.pop(key)})
+            state |= leaves
+            paths |= {name: path for name, path in inside.items() if len(path) > 1}
+        return state, paths
 
     def names(self) -> list[str]:
-        self._template = self._template or gather_module(self.module)
-        return list(self._template)
+        return list(self._loading.state.values)
+
+    @property
+    def _loading(self) -> ModuleLoad:
+        self._load = self._load or ModuleLoad(self.module, apply=self._unapplied is None)
+        return self._load
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        self._template = self._template or gather_module(self.module)
-        tensors, others = split_tensors(self._template)
-        wanted = Wanted({**tensors, **dict.fromkeys(others)})
-        absent = [key for key in wanted.targets if key not in stored]
-        wanted.unexpected = [key for key in stored if key not in wanted.targets]
-        for key in absent:
-            del wanted.targets[key]
-        tied = self._filled_under_another_name(absent, wanted.targets)
-        for key, other in tied.items():  # else it would be applied with the old values
-            self._template[key] = self._template[other]
-        wanted.missing = [key for key in absent if key not in tied]
-        return wanted
-
-    def _filled_under_another_name(self, absent: Sequence[str], targets: Iterable[str]) -> dict[str, str]:
-        """Tied weights that the checkpoint has under one of their names only, as Hugging Face's have; and that name."""
-        if not absent:
-            return {}
-        same = same_parameter(self.module)
-        filled = {same[key]: key for key in targets if key in same}
-        return {key: filled[same[key]] for key in absent if same.get(key) in filled}
+        targets, missing = self._loading.want(stored, paths)
+        unexpected = [key for key in stored if key not in targets]
+        return Wanted(targets, missing, unexpected, self._loading.alien_to(stored))
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""
 
-    def take(self, filled: dict[str, Any]) -> None:
-        values = {key: value for key, value in filled.items() if not is_tensor(value)}
-        finish_in_place(self.module, self._template, values)
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
+        found = self._loading.take(filled, read, strict)
+        if self._unapplied is not None:
+            self._unapplied.state_dict.update(self._loading.unapplied)
+        return found
 
 
 class _OptimizerPart:
@@ -263,7 +287,7 @@ class _OptimizerPart:
         assert self._load is not None
         self._load.check(values)
 
-    def take(self, filled: dict[str, Any]) -> None:
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         assert self._load is not None
         self._load.commit(filled)
 
@@ -331,7 +355,7 @@ class _StatefulPart(_TreePart):
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         return _flatten_or_empty(self._value.state_dict())
 
-    def take(self, filled: dict[str, Any]) -> None:
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         self._value.load_state_dict(self.tree(filled))
 
 
@@ -354,7 +378,7 @@ class _MappingPart(_TreePart):
             if key and key not in stored and not (key in empty and any(other.startswith(f"{key}.") for other in stored))
         ]
 
-    def take(self, filled: dict[str, Any]) -> None:
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         if not isinstance(self._value, MutableMapping):
             return
         holders = {key: _holder_of(self._value, self._paths[key]) for key in filled}
@@ -403,6 +427,6 @@ class _ValuePart(_TreePart):
         leaves, paths = flatten({"it": self._owner[self._key]})
         return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
 
-    def take(self, filled: dict[str, Any]) -> None:
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         paths = {key: ("it", *self._paths[key]) for key in filled}
         self._owner[self._key] = unflatten(filled, paths)["it"]

@@ -48,10 +48,12 @@ def gather_module(module: nn.Module) -> dict[str, Any]:
         return {clean(name): value for name, value in get_model_state_dict(module).items()}
 
 
-def apply_module(module: nn.Module, state: dict[str, Any], strict: bool) -> None:
-    """Load a sharded state dict. Collective."""
+def apply_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Load a sharded state dict; the keys that were missing and unexpected. Collective."""
     with _quiet():
-        set_model_state_dict(module, state, options=StateDictOptions(strict=strict))
+        found = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+    clean = CleanNames(module)
+    return [clean(key) for key in found.missing_keys], [clean(key) for key in found.unexpected_keys]
 
 
 def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -8,15 +8,29 @@ them (DTensors where they are sharded), and filling a view loads the parameter. 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from dcp_plugin._torch import DTensor, is_tensor, sharded_value
+from dcp_plugin._torch import DTensor, overrides_load_state_dict, sharded_value
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import CleanNames
+from dcp_plugin.state.walk import named_modules
 from dcp_plugin.types import memory_of
+
+
+def reshard(module: nn.Module) -> None:
+    """Have FSDP2 put its sharded parameters back where a forward has left whole ones.
+
+    Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones. ``state_dict()`` has the
+    same effect.
+    """
+    for _, child in named_modules(module):
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:
@@ -25,26 +39,63 @@ def gather_module(module: nn.Module) -> dict[str, Any]:
     Tensors have the global shape of the parameter and hold this rank's part of it (Tensor, DTensor or ShardedTensor).
     Collective if the module contains FSDP1.
     """
-    if fsdp1.contains_fsdp1(module):
-        return fsdp1.gather_module(module)
-    clean = CleanNames(module)
-    return {clean(name): value for name, value in module.state_dict().items()}
+    return ModuleState.of(module).values
 
 
-def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """``load_state_dict`` by clean FQN, for any wrapper.
+@dataclass(frozen=True)
+class ModuleState:
+    """The state dict of a module."""
+
+    values: dict[str, Any]
+    """By clean FQN."""
+    raw: dict[str, str]
+    """The key in ``state_dict()`` of each clean FQN; under FSDP1, where nobody needs it, the FQN itself."""
+    metadata: dict[str, Any]
+    """What ``state_dict()`` says of each submodule: the version of its class."""
+    clean: CleanNames
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleState:
+        """Collective if the module contains FSDP1."""
+        clean = CleanNames(module)
+        if fsdp1.contains_fsdp1(module):
+            values = fsdp1.gather_module(module)
+            return cls(values, {key: key for key in values}, {}, clean)
+        state = module.state_dict()
+        raw = {clean(name): name for name in state}
+        return cls({key: state[name] for key, name in raw.items()}, raw, getattr(state, "_metadata", None) or {}, clean)
+
+    def clean_prefix(self, prefix: str) -> str:
+        """The prefix of the clean FQNs below a submodule, of which ``prefix`` is the one in the wrapped module."""
+        inner = self.clean(prefix.removesuffix("."))
+        return f"{inner}." if inner else ""
+
+
+def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+    """``load_state_dict`` by clean FQN, for any wrapper; the keys that were missing and unexpected.
 
     Collective if the module contains FSDP1.
 
+    Args:
+        strict: What a ``load_state_dict`` of the module's own is told. Nothing else raises for the keys.
+
     Raises:
-        RuntimeError: As ``nn.Module.load_state_dict``: missing or unexpected keys (if strict), or other shapes.
+        RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
     """
     if fsdp1.contains_fsdp1(module):
-        fsdp1.apply_module(module, state, strict)
-        return
+        return fsdp1.apply_module(module, state)
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in module.state_dict()}
-    module.load_state_dict({wrapped.get(name, name): value for name, value in state.items()}, strict=strict)
+    given = {wrapped.get(name, name): value for name, value in state.items()}
+    kwargs = {} if strict and overrides_load_state_dict(module) else {"strict": False}
+    found = module.load_state_dict(given, **kwargs)
+    return clean_keys(clean, found)
+
+
+def clean_keys(clean: CleanNames, found: Any) -> tuple[list[str], list[str]]:
+    """The missing and the unexpected keys of what ``load_state_dict`` returned; an override may return anything."""
+    missing, unexpected = getattr(found, "missing_keys", ()), getattr(found, "unexpected_keys", ())
+    return list(dict.fromkeys(map(clean, missing))), list(dict.fromkeys(map(clean, unexpected)))
 
 
 def materialise(module: nn.Module) -> list[str]:
@@ -87,37 +138,16 @@ def materialise(module: nn.Module) -> list[str]:
     return waiting
 
 
-def finish_in_place(module: nn.Module, template: dict[str, Any], values: dict[str, Any]) -> None:
-    """Complete a load whose tensors were filled through ``template``, which :func:`gather_module` returned.
-
-    What is not the memory of a parameter or buffer was filled as a copy, and goes through ``load_state_dict``: extra
-    state, metrics, and everything under FSDP1. For the rest the load is done, without hooks of ``load_state_dict``.
-
-    Args:
-        values: What the template has besides tensors, from the checkpoint.
-    """
-    if not fsdp1.contains_fsdp1(module):
-        own = _own_tensors(module)
-        template = {
-            key: value
-            for key, value in template.items()
-            if not (is_tensor(value) and key in own and _memory(own[key]) == _memory(value))
-        }
-    loaded = {**template, **values}
-    if loaded:
-        apply_module(module, loaded, strict=False)
-
-
 def same_parameter(module: nn.Module) -> dict[str, str]:
     """For each name of a parameter that has several (tied weights), the first of them. All by clean FQN."""
     first: dict[int, str] = {}
-    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in _own_tensors(module).items()]
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own_tensors(module).items()]
     same = {name: other for name, other in named if other != name}
     same.update(fsdp1.same_flat_parameter(module))
     return same | {name: name for name in same.values()}
 
 
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by clean FQN, tied ones under each of their names."""
     clean = CleanNames(module)
     parameters = module.named_parameters(remove_duplicate=False)
@@ -125,11 +155,7 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {clean(name): tensor for name, tensor in (*parameters, *buffers)}
 
 
-def _memory(tensor: Any) -> list[Any]:
-    return [memory_of(chunk.tensor) for chunk in sharded_value(tensor).chunks]
-
-
-def split_tensors(state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The tensors of a state dict, and the keys of everything else."""
-    tensors = {key: value for key, value in state.items() if is_tensor(value)}
-    return tensors, [key for key in state if key not in tensors]
+def same_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors are the same memory on this rank, seen in the same way."""
+    mine, others = sharded_value(one).chunks, sharded_value(other).chunks
+    return [memory_of(chunk.tensor) for chunk in mine] == [memory_of(chunk.tensor) for chunk in others]

@@ -26,6 +26,7 @@ from torch import nn
 from dcp_plugin._torch import ShardedTensor, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state import fsdp1
+from dcp_plugin.state.module import reshard
 from dcp_plugin.state.names import parameter_names, parameters_by_name
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath
@@ -44,6 +45,7 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
     """
     if fsdp1.contains_fsdp1(module):
         return fsdp1.gather_optimizer(module, optimizer)
+    reshard(module)
     names = _names_of(module, optimizer)
     state = {names[id(parameter)]: dict(slots) for parameter, slots in _parameter_state(optimizer).items() if slots}
     groups = [
@@ -129,6 +131,7 @@ class OptimizerLoad:
         self._module = module
         self._optimizer = optimizer
         self._fsdp1 = fsdp1.contains_fsdp1(module)
+        reshard(module)
         # What has the shape of a parameter is sharded like it.
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)

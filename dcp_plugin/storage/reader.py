@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -31,7 +31,7 @@ from dcp_plugin.storage import fetch, read_files, stock
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.foreign.standins import Refused
 from dcp_plugin.storage.hostmemory import finish_device_work
-from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredValue
+from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.storage.metadata import metadata_of
 from dcp_plugin.storage.opening import Opened, open_alone, open_checkpoint
 from dcp_plugin.storage.summary import Summary
@@ -124,14 +124,20 @@ class ShardedReader(StorageReader):
         """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
         return self.opened.kinds
 
-    def check_files(self, plan: LoadPlan) -> None:
-        """Check the files that a plan reads from, if not all were checked when the checkpoint was opened.
+    def check_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
+        """Check the files that a plan reads from, and those of some keys, if not all were checked when the checkpoint
+        was opened.
 
         Raises:
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
         """
         if not self._check_files:
-            self.opened.check_files({self._find(item).location.file for item in plan.items})
+            names = {self._find(item).location.file for item in plan.items}
+            entries = (self.index[key] for key in keys)
+            names.update(
+                chunk.location.file for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks
+            )
+            self.opened.check_files(names)
 
     # torch.distributed.checkpoint.StorageReader
 
