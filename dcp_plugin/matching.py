@@ -198,7 +198,7 @@ class Matching:
     def _select(self, part: Part, place: _Place, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
-        self._keys += [join(part.name, key) for key in (*want.targets, *want.missing)]
+        self._keys += [join(part.name, key) for key in (*want.targets, *want.missing, *want.lost)]
         chosen = {}
         for key, target in want.targets.items():
             full = join(part.name, key)
@@ -208,12 +208,19 @@ class Matching:
                     match.deferred[full] = target
                 else:
                     match.targets[full] = sharded_value(target) if is_tensor(target) else None
-                match.stored[full] = place.stored(key)
-                if full != match.stored[full]:
+                match.stored[full] = place.stored(want.stored_as.get(key, key))
+                if full != match.stored[full] and key not in want.stored_as:
                     report.renamed[full] = match.stored[full]
             else:
                 report.left_out.append(full)
         report.left_out.extend(join(part.name, key) for key in want.missing if not self._selected(part, key))
+        lost = [join(part.name, key) for key in want.lost if self._selected(part, key)]
+        report.missing.extend(lost)
+        if lost:
+            self._absent.append(
+                f"{some(lost, 3)}: each rank had its own, for its part of the parameter, and none had the part that "
+                f"this rank has. It cannot be cut anew: load it on the layout it was saved on, or leave it out"
+            )
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}

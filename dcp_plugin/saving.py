@@ -22,6 +22,7 @@ from dcp_plugin.gathered import Gathered
 from dcp_plugin.omission import LeftOut, Omission
 from dcp_plugin.planning.exchange import Exchange, in_table_order
 from dcp_plugin.planning.holdings import Holding
+from dcp_plugin.planning.rank_local import RankLocal
 from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.reuse import Reuse
@@ -50,6 +51,7 @@ class Saving:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self.exchange = Exchange()
+        self._local = RankLocal()
         self.reuse = Reuse() if config.reuse else None
         if self.reuse is not None and config.base is not None:
             self.reuse.loaded(local_path(config.base))
@@ -58,6 +60,7 @@ class Saving:
     def forget_plan(self) -> None:
         """The group of ranks that remember it together is no more."""
         self.exchange = Exchange()
+        self._local = RankLocal()
 
     def write(self, job: Gathered, ranks: Ranks) -> None:
         """Plan, write, publish. On every rank, or on none."""
@@ -68,7 +71,9 @@ class Saving:
         def hold() -> Holding:
             if job.failure is not None:
                 raise job.failure
-            planner.take(self._leave_out(job.state, left_out, writer), job.paths)
+            paths = dict(job.paths)
+            state = self._leave_out(job.state, left_out, writer)
+            planner.take(self._local.sorted_out(state, paths, writer.facts["kinds"], ranks.rank), paths)
             return planner.holding()
 
         def write() -> _Written:
@@ -98,7 +103,7 @@ class Saving:
         try:
             left_out = self.omission.agree(job.state, ranks, job.path, job.failure)
             step = f"plan the save of {job.path}"
-            planned, (path, directory) = self.exchange.plan(step, ranks, hold, lambda: _reserve(writer))
+            planned, (path, directory) = self.exchange.plan(step, ranks, hold, lambda: _reserve(writer), self._local)
             ranks.combine(f"write {job.path}", write, publish)
         except Exception as error:
             writer.discard()

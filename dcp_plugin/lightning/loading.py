@@ -28,6 +28,7 @@ from dcp_plugin.lightning import layout, native
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.whole import fill, load_optimizer
 from dcp_plugin.partial import PartialLoad
+from dcp_plugin.planning.load import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.app import Unapplied
 from dcp_plugin.state.module import apply_module

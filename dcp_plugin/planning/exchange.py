@@ -1,7 +1,9 @@
 """How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
 
-1. Each rank sends three digests: of the plan it remembers, of the description of what it holds, and of all it holds.
-   A plan follows from the digests of all ranks. If every rank remembers the plan that follows now, that is all.
+1. Each rank sends digests: of the plan it remembers, of the description of what it holds, and of all it holds; and of
+   what should be the same on all ranks (:mod:`~dcp_plugin.planning.rank_local`). If that is not, they compare it key by
+   key, and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that follows
+   now, that is all.
 2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
    back what it has to write.
 
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.planning.assignment import Assignment, Share, assign
 from dcp_plugin.planning.holdings import Description, Holding
+from dcp_plugin.planning.rank_local import RankLocal
 from dcp_plugin.planning.save import items_of
 from dcp_plugin.ranks import Ranks
 
@@ -38,13 +41,15 @@ class _Claim:
     plan: bytes
     description: bytes
     holding: bytes
+    doubtful: bytes
+    """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
 
     def encode(self) -> bytes:
-        return self.plan + self.description + self.holding
+        return self.plan + self.description + self.holding + self.doubtful
 
     @classmethod
     def decode(cls, data: bytes) -> _Claim:
-        return cls(*(data[at : at + _DIGEST] for at in range(0, 3 * _DIGEST, _DIGEST)))
+        return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class _Reply(Generic[T]):
 
     digest: bytes
     describers: list[int] | None
+    differ: bool
     prepared: T
 
 
@@ -79,19 +85,36 @@ class Exchange:
         self.repeated = False
         """Whether the last call found the plan remembered."""
 
-    def plan(self, step: str, ranks: Ranks, hold: Callable[[], Holding], prepare: Callable[[], T]) -> tuple[Planned, T]:
-        """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective."""
+    def plan(
+        self,
+        step: str,
+        ranks: Ranks,
+        hold: Callable[[], Holding],
+        prepare: Callable[[], T],
+        local: RankLocal | None = None,
+    ) -> tuple[Planned, T]:
+        """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective.
+
+        Args:
+            local: Knows, when ``hold`` has returned, what should be the same on all ranks. If it is not, ``hold`` and
+                ``prepare`` are called once more.
+        """
         mine: list[Holding] = []
 
         def claim() -> bytes:
-            mine.append(hold())
+            mine[:] = [hold()]
             last = self._last.digest if self._last else bytes(_DIGEST)
-            return _Claim(last, mine[0].description.digest, mine[0].digest).encode()
+            doubtful = local.digest(ranks.rank) if local else b""
+            return _Claim(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
 
         def answer(claims: list[bytes]) -> _Reply[T]:
-            return _Reply(*self._answer(list(map(_Claim.decode, claims))), prepare())
+            decoded = list(map(_Claim.decode, claims))
+            differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
+            return _Reply(*self._answer(decoded), differ, prepare())
 
         reply = ranks.combine(step, claim, answer)
+        if reply.differ and local is not None and local.compare(step, ranks):
+            reply = ranks.combine(step, claim, answer)
         describers = reply.describers
         self.repeated = describers is None
         if describers is not None:

@@ -39,6 +39,10 @@ class Wanted:
     unexpected: list[str] = field(default_factory=list)
     alien: list[str] = field(default_factory=list)
     """The keys of a module of which nothing is stored under its own names."""
+    stored_as: dict[str, str] = field(default_factory=dict)
+    """Targets that each rank had for itself, and the key of the one for this rank."""
+    lost: list[str] = field(default_factory=list)
+    """Those of which none is for this rank."""
     tolerated: str = ""
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
@@ -276,6 +280,7 @@ class _OptimizerPart:
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
         wanted = Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
+        wanted.stored_as, wanted.lost = self._load.stored_as, self._load.lost
         if stored and not self._load.foreign:
             wanted.tolerated = (
                 "parameters that are trained now and were not then start with fresh optimizer state, and the state of "

@@ -21,10 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dcp_plugin._torch import ShardedTensor, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.planning.rank_local import LocalSlot, box_of
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import reshard
 from dcp_plugin.state.names import parameter_names, parameters_by_name
@@ -139,15 +141,25 @@ class OptimizerLoad:
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._group_list: dict[str, Entry] = {}
+        self._local: dict[tuple[str, str], list[tuple[LocalSlot, str]]] = defaultdict(list)
+        self.stored_as: dict[str, str] = {}
+        """Slots that each rank had for itself, and the key of the one that is for this rank."""
+        self.lost: list[str] = []
+        """Those of which none is for this rank."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
-            if kind == "state":
+            if kind == "state" and (local := LocalSlot.parse(name)) is not None:
+                self._local[fqn, local.slot].append((local, key))
+            elif kind == "state":
                 self._slots[fqn][name] = entry
             elif any(isinstance(part, int) for part in (paths or {}).get(key, ())):
                 self._group_list[key] = entry
             else:
                 self._hyper[fqn][name] = entry
-        known = set(self._slots) | set(self._hyper)
+        for (fqn, slot), found in self._local.items():
+            if fqn in self._here:
+                self._take_local(fqn, slot, found, stored)
+        known = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
         self.foreign = bool(known) and not known & self._here
         """Whether nothing in the checkpoint belongs to this optimizer."""
         listed_only = bool(self._group_list) and not self._hyper  # then it is not known which parameters there were
@@ -158,18 +170,30 @@ class OptimizerLoad:
         if self._hyper:
             self._group_list = {}
 
+    def _take_local(self, fqn: str, slot: str, found: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]) -> None:
+        """What this rank itself had for its part of a parameter, else what another rank had for the same part."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        box = box_of(sharded_value(self._layouts[fqn])) if fqn in self._layouts else ((), ())
+        fitting = [(local.rank != rank, key) for local, key in found if local.box == box]
+        if fitting:
+            _, self.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
+            self._slots[fqn][slot] = stored[self.stored_as[f"state.{fqn}.{slot}"]]
+        elif box != ((), ()):  # a rank without a part of the parameter needs none of its state
+            self.lost.append(f"state.{fqn}.{slot}")
+
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
         current = {} if self._fsdp1 else self._current_state()
         targets: dict[str, Any] = {}
         for fqn in sorted(self._here):
             for slot, entry in self._slots.get(fqn, {}).items():
+                key = f"state.{fqn}.{slot}"
                 if isinstance(entry, StoredTensor):
                     existing = current.get(fqn, {}).get(slot)
                     usable = isinstance(existing, torch.Tensor) and tuple(existing.shape) == entry.shape
-                    targets[f"state.{fqn}.{slot}"] = existing if usable else self._allocate(fqn, entry)
+                    targets[key] = existing if usable else self._allocate(fqn, entry, own=key in self.stored_as)
                 else:
-                    targets[f"state.{fqn}.{slot}"] = None
+                    targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
                 targets[f"param_groups.{fqn}.{field}"] = _room_for(entry)
         targets.update({key: _room_for(entry) for key, entry in self._group_list.items()})
@@ -247,10 +271,11 @@ class OptimizerLoad:
         names = _names_of(self._module, self._optimizer)
         return {names[id(parameter)]: slots for parameter, slots in _parameter_state(self._optimizer).items()}
 
-    def _allocate(self, fqn: str, entry: StoredTensor) -> Any:
-        """A tensor for a slot that the optimizer does not have yet: laid out like the parameter if it has its shape."""
+    def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
+        """A tensor for a slot that the optimizer does not have yet: laid out like the parameter if it has its shape
+        and is not this rank's own."""
         like = self._layouts[fqn]
-        if entry.shape == sharded_value(like).shape:  # a ShardedTensor warns when asked for its size
+        if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
             if isinstance(like, ShardedTensor):
                 local = [torch.empty_like(shard.tensor, dtype=entry.dtype) for shard in like.local_shards()]
                 return sharded_like(like, local)
