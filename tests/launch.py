@@ -8,12 +8,14 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -57,9 +59,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 def outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Outcome]:
     """Like :func:`run` for tests in which ranks are meant to raise or to be killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
@@ -85,6 +85,15 @@ def outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeo
             process.join()
         outcomes.append(Outcome(result, said, process.exitcode))
     return outcomes
+
+
+def free_port() -> int:
+    """A port below those that the kernel gives to outgoing connections: such a one may be gone a moment later."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port found in 100 tries")
 
 
 def _rank(pipe: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:

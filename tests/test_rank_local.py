@@ -1,0 +1,152 @@
+"""Optimizer state that each rank has for itself: by rank on the disk, back on the same layout, refused on another."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dcp_plugin as dcp
+from dcp_plugin.planning.rank_local import LocalSlot
+from tests import launch
+
+
+class Codes(torch.optim.Optimizer):
+    """Keeps what quantizing optimizers keep: codes and scales of its own shard, as plain tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            local, gradient = (
+                one.to_local() if isinstance(one, DTensor) else one for one in (parameter, parameter.grad)
+            )
+            state = self.state[parameter]
+            if not state:
+                state.update(step=torch.zeros(()), codes=torch.zeros(local.shape, dtype=torch.uint8))
+                state.update(scale=torch.zeros(2), seed=dist.get_rank(), kind="linear")
+            state["step"] += 1
+            state["codes"].copy_((gradient.abs() * 10 + dist.get_rank()).to(torch.uint8))
+            state["scale"].fill_(gradient.abs().sum().item() + dist.get_rank())
+            local.sub_(0.1 * gradient)
+
+
+def _build(seed: int, replicas: int = 1) -> tuple[nn.Module, Codes]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # 3 rows: shards of 2 and 1
+    ranks = dist.get_world_size()
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, Codes(model.parameters())
+
+
+def _slots(model: nn.Module, optimizer: Codes) -> dict[str, Any]:
+    """Tensors as dtype, shape and numbers: they go through a pipe."""
+    return {
+        f"{name}.{slot}": (value.dtype, tuple(value.shape), value.tolist())
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, parameter in model.named_parameters()
+        for slot, value in optimizer.state[parameter].items()
+    }
+
+
+def _told(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor as dtype, shape and numbers, to go through a pipe."""
+    return tensor.dtype, tuple(tensor.shape), tensor.tolist()
+
+
+def _train(model: nn.Module, optimizer: Codes) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _save(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = _build(0)
+    _train(model, optimizer)
+    checkpointer = dcp.Checkpointer(**options)
+    for _ in range(3):
+        _train(model, optimizer)
+        checkpointer.save({"model": model, "optim": optimizer}, path).wait()
+    checkpointer.close()
+    return _slots(model, optimizer)
+
+
+def _load(path: Path, replicas: int = 1) -> dict[str, Any]:
+    model, optimizer = _build(1, replicas)
+    dcp.load({"model": model, "optim": optimizer}, path)
+    found = _slots(model, optimizer)
+    _train(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}, {"async_save": True, "staging": "lazy"}])
+def test_each_rank_gets_its_own_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    saved = launch.run(_save, 2, tmp_path / "c", options)
+    assert saved[0]["0.weight.scale"] != saved[1]["0.weight.scale"]
+    for mine, loaded in zip(saved, launch.run(_load, 2, tmp_path / "c"), strict=True):
+        assert loaded == mine
+    keys = [one.key for one in dcp.inspect(tmp_path / "c").tensors]
+    assert "optim.state.0.weight.step" in keys  # the same on all ranks: once
+    assert "optim.state.1.weight.codes.rank1(2,0:3,8)" in keys
+    assert "optim.state.1.weight.codes" not in keys
+
+
+def test_replicas_of_the_same_shard_take_it_too(tmp_path: Path) -> None:
+    saved = launch.run(_save, 2, tmp_path / "c", {})
+    for rank, loaded in enumerate(launch.run(_load, 4, tmp_path / "c", 2)):
+        assert loaded == saved[rank % 2]
+
+
+def test_another_layout_is_refused_by_name_and_can_be_left_out(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "c", {})
+    launch.run(_refused, 3, tmp_path / "c")
+
+
+def _refused(path: Path) -> None:
+    model, optimizer = _build(1)
+    state = {"model": model, "optim": optimizer}
+    with pytest.raises(dcp.CheckpointMismatch, match=r"optim\.state\.0\.weight\.codes.*It cannot be cut anew"):
+        dcp.load(state, path)
+    own = ["optim.*.codes", "optim.*.scale", "optim.*.seed"]
+    report = dcp.load(state, path, partial=dcp.PartialLoad(exclude=own))
+    assert "optim.state.0.weight.step" in report.loaded
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = dcp.load(state, path, strict=False)
+    assert "optim.state.0.weight.codes" in report.missing
+
+
+def test_state_that_is_still_equal_everywhere_is_known_by_its_shape(tmp_path: Path) -> None:
+    launch.run(_save_zeros, 2, tmp_path / "c")
+    keys = [one.key for one in dcp.inspect(tmp_path / "c").tensors]
+    assert "optim.state.0.weight.codes.rank0(0,0:4,4)" in keys
+    assert "optim.state.1.bias.codes.rank1(2:3)" in keys  # of one element, while rank 0 has two
+
+
+def _save_zeros(path: Path) -> None:
+    model, optimizer = _build(0)
+    for parameter in model.parameters():
+        codes = torch.zeros_like(parameter.to_local(), dtype=torch.uint8)  # type: ignore[attr-defined]
+        optimizer.state[parameter] = {"codes": codes}
+    dcp.save({"model": model, "optim": optimizer}, path)
+
+
+@pytest.mark.parametrize("box", [((), ()), ((0,), (4,)), ((2, 0), (3, 8))])
+def test_the_name_of_a_slot_tells_rank_and_part(box: Any) -> None:
+    slot = LocalSlot("inner.codes", 12, box)
+    assert LocalSlot.parse(str(slot)) == slot
+    assert LocalSlot.parse("inner.codes") is None
