@@ -59,6 +59,11 @@ class Assignment:
     rank: int
     directory: Path
 
+    @property
+    def token(self) -> str:
+        """The reservation's: unique to this save, and the same on all ranks."""
+        return self.directory.stem
+
 
 class ShardedWriter(StorageWriter):
     """Writer of one checkpoint directory.
@@ -149,11 +154,12 @@ class ShardedWriter(StorageWriter):
     def _write(self, items: list[tuple[WriteItem, Any]], assignment: Assignment) -> list[Location]:
         """Link what is unchanged, write the rest; where each item is."""
         directory, rank, threads = assignment.directory, assignment.rank, self._io_threads
+        token = assignment.token if self._reuse else ""
         candidates = [self._candidate(item, data) for item, data in items] if self._reuse else []
-        found = self._reuse.examine(candidates, directory, rank, threads) if self._reuse else NOTHING
+        found = self._reuse.examine(candidates, directory, rank, token, threads) if self._reuse else NOTHING
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        to = write_files.Files(directory, rank, threads, self._direct_io, self._checksum)
+        to = write_files.Files(directory, rank, token, threads, self._direct_io, self._checksum)
         written = write_files.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if self._reuse:
