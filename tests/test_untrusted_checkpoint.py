@@ -79,12 +79,12 @@ def test_code_in_a_stock_value_is_not_executed_unless_allowed(tmp_path: Path) ->
     assert (tmp_path / "owned").exists()
 
 
-def test_our_own_checkpoint_never_opens_the_pickle(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_our_metadata_is_damage_and_is_not_executed(tmp_path: Path) -> None:
     dcp.save({"t": torch.arange(3)}, tmp_path / "ck")
     (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "owned")))
-    target = torch.zeros(3, dtype=torch.int64)
-    dcp.load({"t": target}, tmp_path / "ck")
-    assert same_bytes(target, torch.arange(3))
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"\.metadata is not the one .* not executed"):
+        dcp.load({"t": torch.zeros(3, dtype=torch.int64)}, tmp_path / "ck")
+    assert dcp.latest(tmp_path) is None
     assert not (tmp_path / "owned").exists()
 
 
@@ -202,7 +202,7 @@ def test_an_index_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
     "junk", [b"", b"\xff" * 100, b"\xff" * 7 + b"\x7f" + b"{}", b"{}" * 50], ids=["empty", "ff", "huge header", "text"]
 )
 def test_junk_in_place_of_any_file_of_ours_is_corrupt_and_nothing_else(tmp_path: Path, junk: bytes) -> None:
-    for pattern in ("dcp_plugin.index", "dcp_plugin.json", "*.distcp"):
+    for pattern in ("dcp_plugin.index", "dcp_plugin.json", ".metadata", "*.distcp"):
         path = tmp_path / pattern.strip("*.")
         dcp.save({"a": torch.arange(4)}, path)
         next(path.glob(pattern)).write_bytes(junk)
