@@ -16,6 +16,7 @@ from pathlib import Path
 from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.storage import commit
+from dcp_plugin.storage.opening import read_summary
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.summary import Base, Summary
 from dcp_plugin.types import CheckpointState
@@ -92,16 +93,16 @@ def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
 def prune(newest: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
 
-    Only checkpoints of this package are candidates: what others wrote is not ours to delete.
+    Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete.
     """
-    siblings = [
-        state
-        for state in (_state_of(path) for path in newest.parent.iterdir() if path.is_dir() and not path.is_symlink())
-        if state is not None and state.committed and (state.path / commit.SUMMARY).exists()
-    ]
-    others = [state for state in siblings if state.path != newest]
-    for state in sorted(others, key=lambda state: state.time, reverse=True)[keep - 1 :]:
-        remove(state.path)
+    times: dict[Path, float] = {}
+    for path in newest.parent.iterdir():
+        if path != newest and path.is_dir() and not path.is_symlink():
+            with suppress(CheckpointCorrupt, OSError):
+                if not commit.uncommitted_reason(path) and (summary := read_summary(path)) is not None:
+                    times[path] = summary.time
+    for path in sorted(times, key=times.__getitem__, reverse=True)[keep - 1 :]:
+        remove(path)
 
 
 def remove(path: PathLike) -> None:
@@ -127,13 +128,23 @@ def completed_by(base: Path) -> Path | None:
         return None
     own = ""
     with suppress(CheckpointCorrupt):
-        own = Summary.read(base / commit.SUMMARY).index_sha256
+        summary = read_summary(base)
+        own = summary.index_sha256 if summary else ""
     for file in base.parent.glob(f"*/{commit.SUMMARY}"):
         with suppress(CheckpointCorrupt, ValueError):
-            said = Summary.read(file).base
-            if said and _is_base(base, own, Base.of_summary(said, file.parent), file.parent):
-                return file.parent
+            checkpoint, said = file.parent, Summary.read(file).base
+            needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
+            if needed and not _is_replaced(checkpoint):
+                return checkpoint
     return None
+
+
+def _is_replaced(checkpoint: Path) -> bool:
+    """Whether stock has saved over a checkpoint of ours. One that is damaged may be repaired, and needs its base."""
+    try:
+        return read_summary(checkpoint) is None
+    except CheckpointCorrupt:
+        return False
 
 
 def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool:
@@ -189,8 +200,7 @@ def _state_of(path: Path) -> CheckpointState | None:
         reason = commit.uncommitted_reason(path)
         written = path.stat().st_mtime
         step = None
-        if not reason and (path / commit.SUMMARY).exists():
-            summary = Summary.read(path / commit.SUMMARY)
+        if not reason and (summary := read_summary(path)) is not None:
             written, step = summary.time, summary.step
     except CheckpointCorrupt as error:
         return CheckpointState(path, False, str(error), None, written)

@@ -24,7 +24,7 @@ from dcp_plugin.lifecycle import resolve_resume
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage import commit
-from dcp_plugin.storage.summary import Summary
+from dcp_plugin.storage.opening import read_summary
 from dcp_plugin.types import LoadReport
 
 
@@ -137,8 +137,8 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _look(own: Path | None, init_from: PathLike | None) -> Restart:
     if own is not None:
-        summary = own / commit.SUMMARY
-        return Restart("resumed", own, Summary.read(summary).step if summary.exists() else None)
+        summary = read_summary(own)
+        return Restart("resumed", own, summary.step if summary is not None else None)
     if init_from is None:
         return Restart("fresh")
     source = commit.locate(local_path(init_from))

@@ -172,7 +172,7 @@ def _corrupt_for_everybody(path: Path) -> None:
     _raises(
         dcp.CheckpointCorrupt,
         lambda: dcp.load({"model": model, "optim": optimizer}, path),
-        "__1_0.distcp",
+        "__1_0-",
         "optim.state.inp.weight.exp_avg",
     )
 

@@ -253,7 +253,7 @@ def test_damage_is_found_where_it_is_read_and_names_file_and_key(tmp_path: Path)
         ((600, 0), (1, 1024)),
         ((0, 0), (1024, 1023)),
     ):
-        with pytest.raises(dcp.CheckpointCorrupt, match=r"bytes of t in __0_\d\.distcp .*block 150"):
+        with pytest.raises(dcp.CheckpointCorrupt, match=r"bytes of t in __0_\d-\w+\.distcp .*block 150"):
             _read(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)))
         _read(tmp_path / "ck", ("t", offsets, torch.zeros(lengths)), verify=False)
     target = torch.zeros(500, 1024)
@@ -286,7 +286,7 @@ def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
             stock.save(dict(state), checkpoint_id=tmp_path / "ck")
     reader = dcp.ShardedReader(tmp_path / "ck")
     assert len(reader.index) == 2
-    file = tmp_path / "ck" / "__0_0.distcp"
+    file = next((tmp_path / "ck").glob("__0_0*.distcp"))
     if damage == "truncated":
         os.truncate(file, file.stat().st_size - 3000)
     else:
@@ -295,7 +295,7 @@ def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
             file.mkdir()
     planner = _Boxes([("first", (0,), torch.zeros(100)), ("last", (0,), torch.zeros(5000))])
     key = "last" if damage == "truncated" else "first"
-    with pytest.raises(dcp.CheckpointCorrupt, match=rf"({key}.*__0_0\.distcp|__0_0\.distcp.*{key})"):
+    with pytest.raises(dcp.CheckpointCorrupt, match=rf"({key}.*{file.name}|{file.name}.*{key})"):
         reader.read_data(planner.plan(), planner)
 
 
@@ -303,12 +303,12 @@ def test_a_file_that_is_lost_after_the_index_was_read_is_named_with_a_key(
 def test_a_lost_file_leaves_the_target_as_it_was(tmp_path: Path, damage: str) -> None:
     state = {"a": torch.randn(MIB), "b": torch.randn(MIB)}
     dcp.save(state, tmp_path / "ck")
-    file = tmp_path / "ck" / "__0_1.distcp"
+    file = next((tmp_path / "ck").glob("__0_1-*.distcp"))
     if damage == "truncated":
         os.truncate(file, 4096)
     else:
         file.unlink()
     target = {key: torch.full((MIB,), 7.0) for key in state}
-    with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_1\.distcp is (truncated|missing)"):
+    with pytest.raises(dcp.CheckpointCorrupt, match=rf"{file.name} is (truncated|missing)"):
         dcp.load(target, tmp_path / "ck")
     assert all(bool((value == 7).all()) for value in target.values())

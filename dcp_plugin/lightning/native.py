@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.storage import commit
 from dcp_plugin.storage.foreign.dcp_folder import META
+from dcp_plugin.storage.opening import read_summary
 
 Checkpoint = dict[str, Any]
 
@@ -29,8 +29,12 @@ OPTIMIZER = "optimizer"
 
 
 def is_directory_of_lightning(path: Path) -> bool:
-    """Whether a sharded strategy saved this without us."""
-    return (path / META).is_file() and not (path / commit.SUMMARY).exists()
+    """Whether a sharded strategy saved this without us, also over a checkpoint of ours.
+
+    Raises:
+        CheckpointCorrupt: It mixes both.
+    """
+    return (path / META).is_file() and read_summary(path) is None
 
 
 def read_meta(directory: Path, weights_only: bool | None) -> Checkpoint:

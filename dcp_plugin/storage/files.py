@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
+import io
 import os
 import shutil
 import stat
@@ -41,11 +43,29 @@ def make_directories(path: Path) -> None:
 
 def read_regular(path: Path, most: int = -1) -> bytes:
     """What is in a file, or its first bytes. A named pipe, which would be waited for for ever, is an error."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    with _open_regular(path) as file:
         return file.read(most)
+
+
+def read_end(path: Path, most: int) -> bytes:
+    """The last bytes of a file; otherwise as :func:`read_regular`."""
+    with _open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, without holding all of it in memory; otherwise as :func:`read_regular`."""
+    with _open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open_regular(path: Path) -> io.BufferedReader:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(fd, "rb")
 
 
 def write_durably(path: Path, data: bytes) -> None:

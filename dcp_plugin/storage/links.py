@@ -118,16 +118,21 @@ class CannotLink(Exception):
     """A file cannot be linked. Never leaves this floor."""
 
 
-def free_name(rank: int, taken: Collection[str], wanted: str = "") -> str:
-    """A name for a data file of this rank: the wanted one if it is one of this rank's, else the first that is free.
+def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
+    """A name for a data file of this rank: the wanted one if it may be linked under it, else the first that is free.
 
-    A file keeps its name from checkpoint to checkpoint where it can, so that tools which copy a run see what is the
-    same.
+    Args:
+        token: The save's, for the name of a file that may be linked into other checkpoints: stock writes
+            ``__{rank}_{n}.distcp`` in place, which would change these too, and new names are to be no other save's.
+            Empty for a name like stock's.
+        wanted: The name in the last checkpoint. A file keeps its name where it can, so that tools which copy a run see
+            what is the same. Not if it is another rank's, which may link a file of that name itself, or as stock's.
     """
-    if re.fullmatch(rf"__{rank}_\d+{DATA_SUFFIX}", wanted) and wanted not in taken:
+    if re.fullmatch(rf"__{rank}_\d+-[0-9a-f]+{DATA_SUFFIX}", wanted) and wanted not in taken:
         return wanted
+    suffix = f"-{token}{DATA_SUFFIX}" if token else DATA_SUFFIX
     number = 0
-    while (name := f"__{rank}_{number}{DATA_SUFFIX}") in taken:
+    while (name := f"__{rank}_{number}{suffix}") in taken:
         number += 1
     return name
 

@@ -1,4 +1,11 @@
-"""What is at a path, whoever wrote it: the index, and what else a load needs to know of it."""
+"""What is at a path, whoever wrote it: the index, and what else a load needs to know of it.
+
+Our index and summary say nothing of a ``.metadata`` that stock has saved beside them since. So the summary names the
+save that its ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a checkpoint of
+stock's if it is whole without any data file of ours; otherwise files of two saves are mixed, and that is damage. The
+save's id, at the end of the file, tells which of the two it is (:func:`read_summary`). The hash, for which all of it is
+read, tells whether it was damaged (:meth:`Opened.check_files`); a million items have a ``.metadata`` of 150 MB.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +14,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dcp_plugin.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
-from dcp_plugin.storage import commit, stock
+from dcp_plugin.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    UnsafeCheckpoint,
+)
+from dcp_plugin.storage import commit, files, stock
 from dcp_plugin.storage.foreign import dcp_folder, detect
 from dcp_plugin.storage.foreign.contents import fingerprint_of
 from dcp_plugin.storage.index import CheckpointIndex
 from dcp_plugin.storage.summary import Base, Summary, fingerprint
 from dcp_plugin.storage.validation import check_files
+
+_END = 1 << 10
+"""More bytes than come after the save's id in our ``.metadata``."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +55,15 @@ class Opened:
     """The checkpoint that has what this one leaves out; its files are in the index, with their whole paths."""
 
     def check_files(self, names: Iterable[str] | None = None) -> None:
-        """Check that these data files, or all, are there, in their directories, and not too short.
+        """Check that these data files, or all, are there, in their directories, and of the size that they had.
+
+        With all of them, also that our ``.metadata`` is the one that was saved, to the last byte.
 
         Raises:
             CheckpointCorrupt: Naming the file.
         """
+        if names is None and self.summary is not None:
+            _check_metadata(self.path, self.summary)
         names = list(self.index.files if names is None else names)
         below = f"{self.base.directory}/" if self.base else ""
         mine = [name for name in names if not below or not name.startswith(below)]
@@ -116,9 +136,10 @@ def open_alone(path: Path) -> Opened:
     if reason:
         return _open_foreign(path, reason)
     if (path / commit.INDEX).exists():
-        summary = Summary.read(path / commit.SUMMARY)
-        index = CheckpointIndex.read(path / commit.INDEX, summary.index_sha256)
-        return Opened(path, path, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
+        summary = read_summary(path)
+        if summary is not None:
+            index = CheckpointIndex.read(path / commit.INDEX, summary.index_sha256)
+            return Opened(path, path, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if dcp_folder.is_of_accelerate(path) and (path.parent / commit.INDEX).exists():
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(stock.read_bytes(path))
@@ -126,6 +147,66 @@ def open_alone(path: Path) -> Opened:
         index, kinds = dcp_folder.lightning_index(path)
         return Opened(path, path, index, said, "lightning", kinds)
     return Opened(path, path, stock.read_index(path), said, "stock")
+
+
+def read_summary(path: Path) -> Summary | None:
+    """The summary of a committed checkpoint of ours. None if it is not ours, or not any more: stock has saved there.
+
+    Raises:
+        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is another one, and no whole checkpoint of stock's.
+    """
+    if not (path / commit.SUMMARY).exists():
+        return None
+    summary = Summary.read(path / commit.SUMMARY)
+    try:  # an empty id, of an earlier version, is in any file
+        ours = summary.save_id.encode() in files.read_end(path / commit.METADATA, _END)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not ours:
+        _check_that_stock_saved_over(path, summary)
+    return summary if ours else None
+
+
+def _check_that_stock_saved_over(path: Path, summary: Summary) -> None:
+    """Check that ``.metadata``, which is not ours, is of a whole checkpoint of stock's.
+
+    Stock writes ``.metadata`` last: when it is there, no data file that it names is ours any more. A file that stock
+    has written under the name of one of ours has another size: our items are padded to 64 bytes, and stock's are not.
+    """
+    index = CheckpointIndex.read(path / commit.INDEX, summary.index_sha256)
+    try:
+        metadata = stock.read_metadata(path)
+        found = stock.index_of(metadata, path).files
+    except (CheckpointCorrupt, UnsafeCheckpoint) as error:
+        raise _mixed(path, str(error)) from error
+    still_ours = [name for name, size in found.items() if index.files.get(name) == size]
+    if still_ours:
+        raise _mixed(path, f"it names {still_ours[0]}, which is still the data file that {commit.INDEX} describes")
+    if stock.save_id_of(metadata) in ("", summary.save_id):
+        raise _mixed(path, "it has no save_id of its own")
+
+
+def _check_metadata(path: Path, summary: Summary) -> None:
+    if not summary.metadata_sha256:  # of an earlier version
+        return
+    try:
+        found = files.sha256_of(path / commit.METADATA)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if found != summary.metadata_sha256:
+        raise _mixed(path, "it is of the same save, but was changed")
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{path / commit.METADATA} cannot be read: {error.strerror}")
+
+
+def _mixed(path: Path, reason: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"{path}: {commit.METADATA} is not the one that was saved with {commit.INDEX}, and no other save has replaced "
+        f"the whole checkpoint: {reason}. Load another checkpoint. If you trust this {commit.METADATA}, delete "
+        f"{commit.INDEX} and {commit.SUMMARY}: then the directory is a stock checkpoint."
+    )
 
 
 def _open_foreign(path: Path, reason: str) -> Opened:

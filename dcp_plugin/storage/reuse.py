@@ -123,7 +123,9 @@ class Reuse:
         """The run goes on from this checkpoint. Its index is read when there is something to save."""
         self._loaded = path
 
-    def examine(self, candidates: Sequence[Candidate | None], directory: Path, rank: int, threads: int) -> Findings:
+    def examine(
+        self, candidates: Sequence[Candidate | None], directory: Path, rank: int, token: str, threads: int
+    ) -> Findings:
         """Find what has not changed, and link it into ``directory``. None stands for what cannot be linked."""
         asked = {slot: one for slot, one in enumerate(candidates) if one is not None}
         why_not = self._recall(asked.values())
@@ -146,7 +148,7 @@ class Reuse:
             self._pending[one.item] = after
             if expected:
                 stable.add(slot)
-        linked, reason = _link(same, {slot: asked[slot].item for slot in same}, directory, rank)
+        linked, reason = _link(same, {slot: asked[slot].item for slot in same}, directory, rank, token)
         for slot, (file, location) in linked.items():
             self._pending[asked[slot].item] = replace(same[slot], file=file, location=location)
         stable -= linked.keys()
@@ -216,7 +218,7 @@ def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
 
 
 def _link(
-    same: Mapping[int, _Known], item_at: Mapping[int, Item], directory: Path, rank: int
+    same: Mapping[int, _Known], item_at: Mapping[int, Item], directory: Path, rank: int, token: str
 ) -> tuple[dict[int, tuple[LinkableFile, Location]], str]:
     """Link the files of which enough is unchanged. Where each item is then; and why not more."""
     items_of: dict[LinkableFile, dict[int, Location]] = {}
@@ -230,7 +232,7 @@ def _link(
         alive = sum({where.offset: padded(where.length) for where in locations.values()}.values())
         if alive < file.size * (1 - _MOST_DEAD):
             continue
-        name = free_name(rank, names, wanted=next(iter(locations.values())).file)
+        name = free_name(rank, names, token, wanted=next(iter(locations.values())).file)
         try:
             if file.identity is None:
                 claims = {slot: (item_at[slot].dtype, item_at[slot].sizes, at) for slot, at in locations.items()}

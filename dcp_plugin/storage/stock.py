@@ -97,7 +97,11 @@ def read_index(directory: Path) -> CheckpointIndex:
     Raises:
         UnsafeCheckpoint, CheckpointCorrupt: As :func:`read_metadata`, and if an item lies outside its file.
     """
-    metadata = read_metadata(directory)
+    return index_of(read_metadata(directory), directory)
+
+
+def index_of(metadata: Metadata, directory: Path) -> CheckpointIndex:
+    """:func:`read_index` of what :func:`read_metadata` returned."""
     try:
         entries = [
             (key, _entry(metadata.storage_data, key, stored)) for key, stored in metadata.state_dict_metadata.items()
@@ -111,6 +115,11 @@ def read_index(directory: Path) -> CheckpointIndex:
     index.validate(directory)
     index.transforms = _transforms(metadata)
     return index
+
+
+def save_id_of(metadata: Metadata) -> str:
+    """Tells one save from any other; empty if the writer noted none (torch before 2.3)."""
+    return str(getattr(metadata.storage_meta, "save_id", None) or "")
 
 
 def _size(directory: Path, name: str) -> int:

@@ -43,6 +43,8 @@ class Base:
 class Summary:
     """The content of ``dcp_plugin.json``.
 
+    ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` is that in the
+    ``storage_meta`` of ``.metadata``. Checkpoints of earlier versions have neither of the latter two.
     ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
     other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
     ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
@@ -57,6 +59,8 @@ class Summary:
     values: int
     payload_bytes: int
     index_sha256: str
+    metadata_sha256: str = ""
+    save_id: str = ""
     kinds: dict[str, str] = field(default_factory=dict)
     layouts: list[str] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
@@ -68,7 +72,7 @@ class Summary:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def describe(cls, index_bytes: bytes, directory: Path, **facts: Any) -> Summary:
+    def describe(cls, index_bytes: bytes, metadata_bytes: bytes, directory: Path, **facts: Any) -> Summary:
         """The summary of a checkpoint that will be published in ``directory``, later than all that are there.
 
         Later even if the clock was set back, or a neighbour comes from a host whose clock is ahead.
@@ -78,7 +82,13 @@ class Summary:
         versions = {"dcp_plugin": __version__, "torch": torch.__version__, "python": platform.python_version()}
         newest = max((_time_of(path) for path in directory.glob(f"*/{SUMMARY}")), default=0.0)
         now = max(time.time(), newest + 0.001)
-        return cls(time=now, index_sha256=fingerprint(index_bytes), versions=versions, **facts)
+        return cls(
+            time=now,
+            index_sha256=fingerprint(index_bytes),
+            metadata_sha256=fingerprint(metadata_bytes),
+            versions=versions,
+            **facts,
+        )
 
     def encode(self) -> bytes:
         """Raises SaveFailed if it would be larger than a reader accepts."""
@@ -96,8 +106,9 @@ class Summary:
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
             summary = cls(**known)
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
-            if not all(isinstance(text, str) for text in (summary.index_sha256, *summary.kinds.values())):
-                raise ValueError("fingerprint and kinds are text")
+            bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
+            if not all(isinstance(text, str) for text in (*bound, *summary.kinds.values())):
+                raise ValueError("fingerprints, the save's id and kinds are text")
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
             if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
                 raise ValueError("exclude is a list of text, base an object")

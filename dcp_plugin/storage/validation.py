@@ -103,7 +103,7 @@ def _check_boxes(table: Table, place: Column, directory: Path) -> None:
 
 
 def check_files(directory: Path, files: dict[str, int], names: Iterable[str], links: bool = False) -> None:
-    """Check that these data files are there, inside of the directory, and not shorter than the index says.
+    """Check that these data files are there, inside of the directory, and of the size that the index says.
 
     Args:
         links: They may be links that lead elsewhere.
@@ -123,3 +123,8 @@ def check_files(directory: Path, files: dict[str, int], names: Iterable[str], li
             raise CheckpointCorrupt(f"{directory}: {name} is a link that leaves the checkpoint")
         if found < files[name]:
             raise CheckpointCorrupt(f"{directory}: {name} is truncated: {found} of {files[name]} bytes")
+        if found > files[name]:
+            raise CheckpointCorrupt(
+                f"{directory}: {name} has {found} bytes, and had {files[name]} when it was saved: something, perhaps "
+                f"a save of another tool, has written to it since"
+            )

@@ -5,7 +5,7 @@ Two forms, for two kinds of frameworks. We never read either ourselves: our own 
 - Aliases are more keys in the checkpoint's ``.metadata``. Lightning, for one, looks there for ``optimizer_0.…``.
 - Views are further tables of contents, in sub-folders. Accelerate, for one, reads the model from
   ``pytorch_model_fsdp_0/.metadata``. DCP's readers follow the relative path of an item, so the view names the
-  checkpoint's own data files as ``../__0_0.distcp``.
+  checkpoint's own data files as ``../__0_0-….distcp``.
 """
 
 from __future__ import annotations

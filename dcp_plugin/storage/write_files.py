@@ -44,6 +44,8 @@ class Files:
 
     directory: Path
     rank: int
+    token: str
+    """Part of the names of files that may be linked later, see :func:`~dcp_plugin.storage.links.free_name`."""
     io_threads: int
     direct_io: bool | Literal["auto"]
     checksum: bool
@@ -67,7 +69,7 @@ def write(
     buckets = _files_of(lengths, frozenset(stable), to.io_threads)
     names: list[str] = []
     for _ in buckets:
-        names.append(free_name(to.rank, {*taken, *names}))
+        names.append(free_name(to.rank, {*taken, *names}, to.token))
     layouts = [_layout([items[slot] for slot in bucket], [lengths[slot] for slot in bucket]) for bucket in buckets]
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
     locations: dict[int, Location] = {}

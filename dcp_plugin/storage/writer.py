@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,6 +60,11 @@ class Assignment:
     rank: int
     directory: Path
 
+    @property
+    def token(self) -> str:
+        """The reservation's: unique to this save, and the same on all ranks."""
+        return self.directory.stem
+
 
 class ShardedWriter(StorageWriter):
     """Writer of one checkpoint directory.
@@ -105,6 +111,7 @@ class ShardedWriter(StorageWriter):
         self._aliases = aliases or {}
         self.facts = facts
         self._reservation: commit.Reservation | None = None
+        self._save_id = str(uuid.uuid4())
         self.bytes_written = 0
         """Bytes of this rank's data files."""
         self.findings = NOTHING
@@ -116,6 +123,7 @@ class ShardedWriter(StorageWriter):
         if checkpoint_id:
             self.path = local_path(checkpoint_id)
         self._reservation = None
+        self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -149,11 +157,12 @@ class ShardedWriter(StorageWriter):
     def _write(self, items: list[tuple[WriteItem, Any]], assignment: Assignment) -> list[Location]:
         """Link what is unchanged, write the rest; where each item is."""
         directory, rank, threads = assignment.directory, assignment.rank, self._io_threads
+        token = assignment.token if self._reuse else ""
         candidates = [self._candidate(item, data) for item, data in items] if self._reuse else []
-        found = self._reuse.examine(candidates, directory, rank, threads) if self._reuse else NOTHING
+        found = self._reuse.examine(candidates, directory, rank, token, threads) if self._reuse else NOTHING
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        to = write_files.Files(directory, rank, threads, self._direct_io, self._checksum)
+        to = write_files.Files(directory, rank, token, threads, self._direct_io, self._checksum)
         written = write_files.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if self._reuse:
@@ -197,7 +206,7 @@ class ShardedWriter(StorageWriter):
         return self.path
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self.path))
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -227,11 +236,14 @@ class ShardedWriter(StorageWriter):
         directory = self._reservation.directory
         index.left_out = self.left_out
         encoded = index.encode()
+        for_stock = encode_metadata(with_aliases(index, self._aliases), self.storage_meta())
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
         summary = Summary.describe(
             encoded,
+            for_stock,
             self.path.parent,
+            save_id=self._save_id,
             attached=sorted(attached.union(self._views)),
             step=self._step,
             world_size=world_size,
@@ -245,8 +257,7 @@ class ShardedWriter(StorageWriter):
             files.write_durably(directory / commit.INDEX, encoded)
             files.write_durably(directory / commit.SUMMARY, described)
             files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
-            for_stock = with_aliases(index, self._aliases)
-            files.write_durably(directory / commit.METADATA, encode_metadata(for_stock, self.storage_meta()))
+            files.write_durably(directory / commit.METADATA, for_stock)
             write_views(directory, self._views, index, self.storage_meta())
             commit.publish(self._reservation)
         except OSError as error:

@@ -107,7 +107,8 @@ def test_a_flipped_bit_is_an_error_and_not_silence(tmp_path: Path) -> None:
         launch.run(_train, 1, tmp_path / kind, kind, {})
     weight: dict[str, Any] = {"model.transformer.wte.weight": None}
     dcp.load(weight, tmp_path / "ours" / "checkpoint-6")
-    for file in (tmp_path / "ours/checkpoint-6/__0_0.distcp", tmp_path / "stock/checkpoint-6/model.safetensors"):
+    ours = next((tmp_path / "ours/checkpoint-6").glob("__0_0-*.distcp"))
+    for file in (ours, tmp_path / "stock/checkpoint-6/model.safetensors"):
         data = bytearray(file.read_bytes())
         data[data.index(weight["model.transformer.wte.weight"].numpy().tobytes())] ^= 1
         file.write_bytes(data)

@@ -1,0 +1,357 @@
+"""Stock saves into a directory of ours, and a ``.metadata`` comes to lie beside an index that is not of the same save.
+
+What stock saved whole is a checkpoint of stock's, and no other checkpoint of the run is changed by it. Anything else is
+damage, and is said to be.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+import dcp_plugin as dcp
+from dcp_plugin.lightning import native
+from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.storage.metadata import encode
+from dcp_plugin.storage.summary import fingerprint
+from tests import launch
+from tests.compare import assert_same, full_state
+from tests.finetune import build, finished_saves, train
+
+
+def _tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Another seed changes what is trained only."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "frozen": torch.arange(300_000.0),
+        "trained": torch.randn(5_000, generator=generator),
+        "step": torch.tensor(seed),
+    }
+
+
+def _save_by_stock(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save(state, checkpoint_id=path)
+
+
+def _loaded(path: Path, load: Callable[..., Any] = dcp.load) -> dict[str, torch.Tensor]:
+    target = {key: torch.full_like(value, 9) for key, value in _tensors(0).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load({"t": target}, path) if load is dcp.load else load({"t": target}, checkpoint_id=path)
+    return target
+
+
+def _contents(checkpoint: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+
+
+def _two_linked(root: Path, **options: Any) -> tuple[Path, Path]:
+    """Two checkpoints of a run. With ``reuse``, the second has a file of the first."""
+    ours = dcp.Checkpointer(**options)
+    for step in range(4):
+        ours.save({"t": _tensors(step)}, root / str(step), step=step)
+    for step in range(2):
+        shutil.rmtree(root / str(step))
+    return root / "2", root / "3"
+
+
+def _linked(checkpoint: Path) -> set[str]:
+    return {file.name for file in checkpoint.glob("*.distcp") if file.stat().st_nlink > 1}
+
+
+# What stock saves whole
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("over", ["older", "newer"])
+def test_a_save_by_stock_over_ours_is_stocks_and_changes_no_other_checkpoint(
+    tmp_path: Path, reuse: bool, over: str
+) -> None:
+    older, newer = _two_linked(tmp_path, reuse=reuse)
+    assert bool(_linked(older)) == reuse
+    target, other = (older, newer) if over == "older" else (newer, older)
+    before = _contents(other)
+    theirs = {key: value + 1 for key, value in _tensors(7).items()}
+    _save_by_stock({"t": theirs}, target)
+
+    assert _contents(other) == before
+    assert dcp.verify(other).ok
+    assert_same(_loaded(other), _tensors(int(other.name)))
+    for load in (dcp.load, stock.load):
+        assert_same(_loaded(target, load), theirs)
+    info = dcp.inspect(target)
+    assert (info.format, info.step, info.world_size) == ("stock", None, None)
+    assert dcp.verify(target).unverified
+    assert dcp.latest(tmp_path) == target == dcp.resolve_resume("must", tmp_path)
+    states = {state.path: state for state in dcp.list_checkpoints(tmp_path)}
+    assert states[target].committed and states[target].step is None
+    assert states[other].committed and states[other].step == int(other.name)
+
+
+def test_the_same_tensors_saved_by_stock_are_stocks_too(tmp_path: Path) -> None:
+    """Without ``reuse`` the names are the same, and so is every payload: the sizes of the files differ."""
+    dcp.save({"t": _tensors(1)}, tmp_path / "ck", step=1, reuse=False)
+    _save_by_stock({"t": _tensors(1)}, tmp_path / "ck")
+    assert dcp.inspect(tmp_path / "ck").format == "stock"
+    assert_same(_loaded(tmp_path / "ck"), _tensors(1))
+
+
+def test_no_file_of_a_save_with_reuse_has_a_name_that_stock_writes(tmp_path: Path) -> None:
+    newer = _two_linked(tmp_path)[1]
+    _save_by_stock({"t": _tensors(1)}, tmp_path / "stock")
+    for file in newer.glob("*.distcp"):
+        assert not (tmp_path / "stock" / file.name).exists() and "-" in file.name
+    assert len({file.name for step in ("2", "3") for file in (tmp_path / step).glob("*.distcp")}) == 3, (
+        "a linked file keeps its name, and new ones share none"
+    )
+
+
+def _over_ours_on_ranks(root: Path) -> None:
+    model, optimizer = build("fsdp2")
+    ours = dcp.Checkpointer()
+    for step in range(2):
+        train(model, optimizer)
+        ours.save({"model": model, "optim": optimizer}, root / str(step), step)
+        if step == 0:
+            first = full_state(model.state_dict())
+    ours.close()
+    rank = dist.get_rank()
+    names = [file.name for file in (root / "1").glob(f"__{rank}_*.distcp") if file.stat().st_nlink == 2]
+    before = {name: (root / "0" / name).read_bytes() for name in names}
+    assert before
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    _save_by_stock({"model": model.state_dict()}, root / "1")
+    dist.barrier()
+    for name, data in before.items():
+        assert (root / "0" / name).read_bytes() == data
+    for step, expected in (("0", first), ("1", full_state(model.state_dict()))):
+        other, _ = build("fsdp2", seed=3)
+        dcp.load({"model": other}, root / step)
+        assert_same(full_state(other.state_dict()), expected)
+
+
+def test_two_ranks_of_stock_over_ours_change_no_linked_file(tmp_path: Path) -> None:
+    launch.run(_over_ours_on_ranks, 2, tmp_path)
+    assert dcp.verify(tmp_path / "0").ok
+    assert dcp.latest(tmp_path) == tmp_path / "1"
+    assert dcp.inspect(tmp_path / "1").format == "stock"
+
+
+def test_a_sharded_directory_of_lightnings_over_ours_is_lightnings(tmp_path: Path) -> None:
+    dcp.save({"t": _tensors(1)}, tmp_path / "ck")
+    weight = torch.randn(3)
+    _save_by_stock({"state_dict": {"weight": weight}}, tmp_path / "ck")
+    torch.save({"pytorch-lightning_version": "2.5"}, tmp_path / "ck" / "meta.pt")
+    assert dcp.inspect(tmp_path / "ck").format == "lightning"
+    assert native.is_directory_of_lightning(tmp_path / "ck")
+    found = {"weight": torch.zeros(3)}
+    dcp.load({"model": found}, tmp_path / "ck")
+    assert_same(found, {"weight": weight})
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_our_save_over_stocks_over_ours_leaves_nothing_of_either(tmp_path: Path, reuse: bool) -> None:
+    path = tmp_path / "ck"
+    dcp.save({"t": _tensors(1)}, path, step=1, reuse=reuse)
+    _save_by_stock({"t": _tensors(2)}, path)
+    dcp.save({"t": _tensors(3)}, path, step=3, reuse=reuse)
+    assert (dcp.inspect(path).format, dcp.inspect(path).step) == ("dcp_plugin", 3)
+    assert_same(_loaded(path), _tensors(3))
+    assert {file.name for file in path.glob("*.distcp")} == set(dcp.ShardedReader(path).index.files)
+
+
+def test_what_was_overwritten_by_stock_is_not_counted_or_deleted_by_keep_last(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer(keep_last=2)
+    for step in range(3):
+        ours.save({"t": _tensors(step)}, tmp_path / str(step), step=step)
+        if step == 0:
+            _save_by_stock({"t": _tensors(8)}, tmp_path / "0")
+    ours.save({"t": _tensors(3)}, tmp_path / "3", step=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3"]
+
+
+def test_what_stock_has_saved_over_is_no_base_to_link_from_and_is_resumed_as_stocks(tmp_path: Path) -> None:
+    dcp.save({"t": _tensors(1)}, tmp_path / "a", step=1)
+    _save_by_stock({"t": _tensors(2)}, tmp_path / "a")
+    target = {"t": {key: torch.zeros_like(value) for key, value in _tensors(0).items()}}
+    ours = dcp.Checkpointer()
+    start = dcp.resume_or_init(target, tmp_path, checkpointer=ours)
+    assert (start.how, start.step) == ("resumed", None)
+    with finished_saves() as events:
+        ours.save(target, tmp_path / "b", step=3)
+    assert events[0].bytes_reused == 0
+    assert_same(_loaded(tmp_path / "b"), _tensors(2))
+
+
+def test_a_base_is_free_again_when_stock_has_saved_over_what_needed_it(tmp_path: Path) -> None:
+    model, optimizer = build()
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "base")
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model, "optim": optimizer}, tmp_path / "base")
+    ours.save({"model": model, "optim": optimizer}, tmp_path / "tuned")
+    assert dcp.inspect(tmp_path / "tuned").base == tmp_path / "base"
+    with pytest.raises(dcp.SaveFailed, match="leaves out"):
+        dcp.save({"t": _tensors(1)}, tmp_path / "base")
+    _save_by_stock({"t": _tensors(2)}, tmp_path / "tuned")
+    dcp.save({"t": _tensors(1)}, tmp_path / "base")
+
+
+# What is no whole checkpoint of either
+
+
+def _of_another_save_of_ours(path: Path) -> None:
+    shutil.copy(path.parent / "2" / ".metadata", path)
+
+
+def _of_stocks_without_its_files(path: Path) -> None:
+    _save_by_stock({"t": _tensors(7)}, path.parent / "stock")
+    shutil.copy(path.parent / "stock" / ".metadata", path)
+    shutil.rmtree(path.parent / "stock")
+
+
+def _cut(path: Path) -> None:
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(data[: len(data) // 2])
+
+
+def _flipped(path: Path) -> None:
+    data = bytearray((path / ".metadata").read_bytes())
+    data[data.index(b"t.trained")] ^= 1
+    (path / ".metadata").write_bytes(data)
+
+
+def _with_a_lost_file(path: Path) -> None:
+    _save_by_stock({"t": _tensors(7)}, path)
+    (path / "__0_0.distcp").unlink()
+
+
+def _with_a_cut_file(path: Path) -> None:
+    _save_by_stock({"t": _tensors(7)}, path)
+    with open(path / "__0_0.distcp", "r+b") as file:
+        file.truncate(4096)
+
+
+def _without_a_save_id(path: Path) -> None:
+    _save_by_stock({"t": _tensors(7)}, path)
+    _rewrite(path, lambda metadata: setattr(metadata, "storage_meta", StorageMeta()))
+
+
+def _written_anew_for_our_files(path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.storage_meta = StorageMeta(save_id="another")
+
+    _rewrite(path, change)
+
+
+def _rewrite(path: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_of_another_save_of_ours, "still the data file|missing"),
+        (_of_stocks_without_its_files, "missing|still the data file|outside its file"),
+        (_cut, "damaged"),
+        (_flipped, "same save, but was changed"),
+        (_with_a_lost_file, "missing"),
+        (_with_a_cut_file, "outside its file"),
+        (_without_a_save_id, "no save_id of its own"),
+        (_written_anew_for_our_files, "still the data file"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_any_other_metadata_beside_our_index_is_damage(
+    tmp_path: Path, reuse: bool, damage: Callable[[Path], None], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = _two_linked(tmp_path, reuse=reuse)
+    damage(newer)
+    for look in (dcp.inspect, dcp.verify, _loaded):
+        with pytest.raises(dcp.CheckpointCorrupt, match=rf"\.metadata is not the one .*({words}).* delete dcp_plugin"):
+            look(newer)
+    assert dcp.latest(tmp_path) == older
+    assert f"passing over {newer}" in caplog.text or not dcp.list_checkpoints(tmp_path)[-1].committed
+    shutil.rmtree(older)
+    with pytest.raises(dcp.CheckpointCorrupt, match="none that can be loaded"):
+        dcp.resolve_resume("auto", tmp_path)
+
+
+def test_the_way_out_that_the_error_names_leads_out(tmp_path: Path) -> None:
+    dcp.save({"t": _tensors(1)}, tmp_path / "ck")
+    _written_anew_for_our_files(tmp_path / "ck")
+    for name in ("dcp_plugin.index", "dcp_plugin.json"):
+        (tmp_path / "ck" / name).unlink()
+    assert_same(_loaded(tmp_path / "ck"), _tensors(1))
+
+
+@pytest.mark.parametrize("scale", [1, 2], ids=["shorter", "longer"])
+def test_in_the_middle_of_a_save_by_stock_ours_is_damaged_or_untouched(tmp_path: Path, scale: int) -> None:
+    """With ``reuse`` it is whole until stock has written its ``.metadata``, and without, its files are cut at once."""
+    theirs = {key: value.repeat(scale) for key, value in _tensors(7).items()}
+    _save_by_stock({"t": theirs}, tmp_path / "stock")
+    data = (tmp_path / "stock" / "__0_0.distcp").read_bytes()
+    shutil.rmtree(tmp_path / "stock")
+    for reuse in (True, False):
+        path = tmp_path / str(reuse)
+        dcp.save({"t": _tensors(1)}, path, io_threads=1, reuse=reuse)
+        (path / "__0_0.distcp").write_bytes(data)
+    assert_same(_loaded(tmp_path / "True"), _tensors(1))
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"__0_0\.distcp (is truncated|has \d+ bytes, and had)"):
+        _loaded(tmp_path / "False")
+    assert dcp.latest(tmp_path) == tmp_path / "True"
+
+
+# What earlier versions saved
+
+
+def _as_an_earlier_version_saved_it(path: Path) -> None:
+    """Data files with stock's names, no save's id, and a summary that says nothing of ``.metadata``."""
+    index = dcp.ShardedReader(path).index
+    names = {name: name.partition("-")[0] + ".distcp" for name in index.files}
+    renamed = CheckpointIndex(index.table, index.columns, {names[name]: size for name, size in index.files.items()})
+    for name, earlier in names.items():
+        (path / name).rename(path / earlier)
+    encoded = renamed.encode()
+    (path / "dcp_plugin.index").write_bytes(encoded)
+    (path / ".metadata").write_bytes(encode(renamed, StorageMeta(checkpoint_id=str(path))))
+    summary = json.loads((path / "dcp_plugin.json").read_text())
+    del summary["metadata_sha256"], summary["save_id"]
+    summary["index_sha256"] = fingerprint(encoded)
+    (path / "dcp_plugin.json").write_text(json.dumps(summary))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_and_linked_under_a_name_that_stock_does_not_write(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = build()
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "0", step=5)
+    _as_an_earlier_version_saved_it(tmp_path / "0")
+    assert dcp.verify(tmp_path / "0").ok and not dcp.verify(tmp_path / "0").unverified
+    assert dcp.list_checkpoints(tmp_path)[0].step == 5
+    other, fresh = build(seed=1)
+    ours = dcp.Checkpointer()
+    ours.load({"model": other, "optim": fresh}, tmp_path / "0")
+    assert_same(other.state_dict(), model.state_dict())
+    with finished_saves() as events:
+        ours.save({"model": other, "optim": fresh}, tmp_path / "1", step=6)
+    assert events[0].bytes_reused > 0
+    assert all("-" in name for name in _linked(tmp_path / "1"))
+    assert dcp.verify(tmp_path / "1").ok
