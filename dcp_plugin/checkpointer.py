@@ -151,8 +151,10 @@ class Checkpointer:
         Everything that can be checked is checked before the first byte is overwritten. What remains: if reading
         fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
 
-        Parameters and buffers are filled in their own memory, without hooks of ``load_state_dict``; whatever else a
-        module has in its state dict goes through ``load_state_dict``.
+        Parameters and buffers are filled in their own memory. Where a module has a ``load_state_dict``, a
+        ``_load_from_state_dict``, load hooks or extra state of its own, these run in the order of
+        ``nn.Module.load_state_dict``, with what that would hand them; what they ask for is read one submodule after
+        the other, and what they then find missing or unexpected is raised when all is loaded.
 
         Args:
             partial: Which keys of ``state`` to load, and from where; the others keep their values. The same on all

@@ -22,8 +22,11 @@ class CheckpointCorrupt(CheckpointError):
     """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
 
 
-class CheckpointMismatch(CheckpointError):
-    """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters."""
+class CheckpointMismatch(CheckpointError, RuntimeError):
+    """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters.
+
+    A ``RuntimeError`` too, as what ``nn.Module.load_state_dict`` raises for that.
+    """
 
 
 class UnsafeCheckpoint(CheckpointError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import threading
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_plugin import _torch
@@ -109,6 +111,49 @@ def test_torch_tells_how_to_undo_its_stream_transforms() -> None:
     assert _torch.undo_transforms(data, ["stream.zstd/1"], 4) == b"some"
     with pytest.raises(ValueError, match=r"stream\.unheard"):
         _torch.transforms_of(["stream.unheard/1"])
+
+
+def _load_hooks_of_fsdp2() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.InstanceNorm1d(3))
+    fully_shard(model)
+    assert any(child._load_state_dict_pre_hooks for child in model), "then reshard() is not what state_dict() does"
+    assert not any(map(_torch.takes_state_dict, model.modules()))
+    called: list[object] = []
+    for child in model.modules():
+        for key, hook in list(child._load_state_dict_post_hooks.items()):
+            noted = functools.wraps(hook)(lambda *args: called.append(args))
+            child._load_state_dict_post_hooks[key] = noted
+        _torch.call_post_load_hooks(child, [], [], of_torch_too=False)
+    assert not called
+    _torch.call_post_load_hooks(model[0], [], [], of_torch_too=True)
+    assert called
+
+
+def test_hooks_of_fsdp2_and_of_normalisations_need_no_state_dict() -> None:
+    launch.run(_load_hooks_of_fsdp2, 2)
+
+
+def test_activation_checkpointing_needs_no_state_dict_and_other_hooks_do() -> None:
+    wrapped = checkpoint_wrapper(torch.nn.Linear(2, 2))
+    assert wrapped._load_state_dict_pre_hooks
+    assert not _torch.takes_state_dict(wrapped)
+    for register in ("register_load_state_dict_pre_hook", "_register_load_state_dict_pre_hook"):
+        module = torch.nn.Linear(2, 2)
+        getattr(module, register)(lambda *args: None)
+        assert _torch.takes_state_dict(module)
+    assert _torch.takes_state_dict(torch.ao.quantization.MinMaxObserver())
+    assert _torch.takes_state_dict(torch.nn.LazyLinear(2))
+
+
+def test_a_module_is_loaded_by_the_steps_of_load_state_dict() -> None:
+    """:func:`dcp_plugin.state.module_load` goes through a module as torch does."""
+    source = inspect.getsource(torch.nn.Module.load_state_dict)
+    steps = ("module._load_from_state_dict(", "module._modules.items()", "k.startswith(child_prefix)",
+             "module._load_state_dict_post_hooks.values()", "_IncompatibleKeys(missing_keys, unexpected_keys)")  # fmt: skip
+    places = [source.find(step) for step in steps]
+    assert -1 not in places
+    assert places[:3] == sorted(places[:3])
+    assert places[2] < places[3]
 
 
 def test_python_runs_work_at_the_end_of_a_program_before_it_stops_thread_pools() -> None:

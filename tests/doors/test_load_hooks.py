@@ -1,0 +1,165 @@
+"""Through every door a load calls a module's own load hooks as the framework does without this package."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import launch
+
+Notes = list[tuple[Any, ...]]
+_notes: Notes = []
+
+
+class Block(nn.Module):
+    """Notes the keys that its pre-hook sees and when its post-hook runs; computes something from its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.cached = torch.zeros(())
+        self.register_load_state_dict_pre_hook(self._before)
+        self.register_load_state_dict_post_hook(self._after)
+
+    @staticmethod
+    def _before(module: Block, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        _notes.append(("before", prefix, sorted(state)))
+
+    @staticmethod
+    def _after(module: Block, keys: Any) -> None:
+        module.cached = module.linear.weight.detach().sum()
+        _notes.append(("after", list(keys.missing_keys), module.cached.item()))
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.last = Block(), nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first.linear(x)))  # type: ignore[no-any-return]
+
+
+class Overriding(Net):
+    """Does not load its last layer, and says so by the way it is called."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        _notes.append(("override", sorted(state_dict)))
+        kept = {key: value for key, value in state_dict.items() if not key.startswith("last.")}
+        return super().load_state_dict({**kept, **{f"last.{k}": v for k, v in self.last.state_dict().items()}})
+
+
+def _lightning(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Net]:
+    import lightning.pytorch as pl
+
+    from dcp_plugin.lightning import DCPCheckpointIO
+
+    class Module(pl.LightningModule):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.net = make(seed)
+
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            _notes.append(("of the LightningModule", sorted(state_dict)))
+            return super().load_state_dict(state_dict, *args, **kwargs)
+
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            if "hooked" in path.name:
+                _notes.append(("on_load_checkpoint", sorted(checkpoint["state_dict"])))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+    if "hooked" not in path.name:
+        del Module.on_load_checkpoint
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3)), batch_size=4)
+
+    def fit(module: Any, steps: int, **options: Any) -> Any:
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, plugins=[DCPCheckpointIO()] if ours else [], logger=False, max_steps=steps,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, loader, **options)
+        return trainer
+
+    fit(Module(0), 2).save_checkpoint(path)
+    _notes.clear()
+    resumed = Module(1)
+    fit(resumed, 2, ckpt_path=str(path))
+    return list(_notes), resumed.net
+
+
+def _fabric(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Net]:
+    from lightning.fabric import Fabric
+
+    from dcp_plugin.fabric import attach
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    if ours:
+        attach(fabric)
+    fabric.launch()
+    fabric.save(path, {"model": fabric.setup_module(make(0))})
+    _notes.clear()
+    net = make(1)
+    fabric.load(path, {"model": fabric.setup_module(net)})
+    return list(_notes), net
+
+
+def _accelerate(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Net]:
+    from accelerate import Accelerator
+
+    from dcp_plugin.accelerate import attach
+
+    def run(seed: int) -> tuple[Any, Net]:
+        accelerator = Accelerator(cpu=True)
+        if ours:
+            attach(accelerator)
+        net = make(seed)
+        accelerator.prepare(net)
+        return accelerator, net
+
+    run(0)[0].save_state(str(path))
+    accelerator, net = run(1)
+    _notes.clear()
+    accelerator.load_state(str(path))
+    return list(_notes), net
+
+
+DOORS = {"lightning": _lightning, "fabric": _fabric, "accelerate": _accelerate}
+
+
+def _through(door: str, make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        notes, net = DOORS[door](make, path, ours)
+    return notes, {key: value.tolist() for key, value in {**net.state_dict(), "cached": net.first.cached}.items()}
+
+
+@pytest.mark.parametrize("make", [Net, Overriding])
+@pytest.mark.parametrize("door", DOORS)
+def test_load_hooks_run_as_without_this_package(tmp_path: Path, door: str, make: Callable[[int], Net]) -> None:
+    stock, ours = (launch.run(_through, 1, door, make, tmp_path / f"{kind}", kind == "ours")[0] for kind in _KINDS)
+    assert stock == ours
+    assert stock[0]
+
+
+def test_on_load_checkpoint_comes_before_load_state_dict(tmp_path: Path) -> None:
+    names = {kind: tmp_path / f"hooked-{kind}" for kind in _KINDS}
+    stock, ours = (launch.run(_through, 1, "lightning", Net, path, kind == "ours")[0] for kind, path in names.items())
+    assert stock == ours
+    assert stock[0][0][0] == "on_load_checkpoint"
+
+
+_KINDS = ("stock", "ours")
