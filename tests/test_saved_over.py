@@ -355,3 +355,25 @@ def test_a_checkpoint_of_an_earlier_version_is_read_and_linked_under_a_name_that
     assert events[0].bytes_reused > 0
     assert all("-" in name for name in _linked(tmp_path / "1"))
     assert dcp.verify(tmp_path / "1").ok
+
+
+def test_what_another_tool_saves_over_a_view_of_ours_is_told(tmp_path: Path) -> None:
+    """As Accelerate does without this package, which looks for the model in a folder below."""
+    path, state = tmp_path / "c", _tensors(0)
+    checkpointer = dcp.Checkpointer()
+    checkpointer.save({"model": state}, path, views={"pytorch_model_fsdp_0": {"model": "model"}})
+    checkpointer.close()
+    assert dcp.latest(tmp_path) == path
+    _save_by_stock({"model": _tensors(1)}, path / "pytorch_model_fsdp_0")
+    assert dcp.latest(tmp_path) is None
+    with pytest.raises(dcp.CheckpointCorrupt, match="another tool has saved over pytorch_model_fsdp_0"):
+        dcp.load({"model": _tensors(2)}, path)
+    assert_same(_contents_as_tensors(path / "pytorch_model_fsdp_0"), _tensors(1))
+
+
+def _contents_as_tensors(path: Path) -> dict[str, torch.Tensor]:
+    target = {"model": {key: torch.full_like(value, 9) for key, value in _tensors(0).items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(target, checkpoint_id=path)
+    return target["model"]

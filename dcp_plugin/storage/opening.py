@@ -164,7 +164,20 @@ def read_summary(path: Path) -> Summary | None:
         raise _unreadable(path, error) from error
     if not ours:
         _check_that_stock_saved_over(path, summary)
-    return summary if ours else None
+        return None
+    _check_views(path, summary)
+    return summary
+
+
+def _check_views(path: Path, summary: Summary) -> None:
+    """Check that the views are of this save. Accelerate without this package saves over them, and over nothing else."""
+    for name in summary.attached if summary.save_id else ():
+        file = path / name / commit.METADATA
+        if file.is_file() and summary.save_id.encode() not in files.read_end(file, _END):
+            raise CheckpointCorrupt(
+                f"{path}: another tool has saved over {name}, and over nothing else. Load another checkpoint. What the "
+                f"other tool saved is a checkpoint without {commit.METADATA}, {commit.INDEX} and {commit.SUMMARY}."
+            )
 
 
 def _check_that_stock_saved_over(path: Path, summary: Summary) -> None:
