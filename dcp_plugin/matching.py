@@ -200,8 +200,12 @@ class Matching:
         for key, target in want.targets.items():
             full = join(part.name, key)
             if self._selected(part, key):
+                try:
+                    match.targets[full] = sharded_value(target) if is_tensor(target) else None
+                except CheckpointMismatch as error:
+                    match.problems.append(f"{full} is {error}")
+                    continue
                 chosen[key] = target
-                match.targets[full] = sharded_value(target) if is_tensor(target) else None
                 match.stored[full] = place.stored(key)
                 if full != match.stored[full]:
                     report.renamed[full] = match.stored[full]
