@@ -14,18 +14,22 @@ from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what collectives return under no_grad
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 state dicts consist of these
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
 
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory, require_parts
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = [
     "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "load_mapped", "load_structure", "pickled_tensor",
-    "record_offset", "sharded_like", "sharded_value",
+    "record_offset", "settled", "shape_of", "sharded_like", "sharded_value", "with_memory",
 ]  # fmt: skip
 
 StorageInfo = _StorageInfo
@@ -35,32 +39,140 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, ShardedTensor))
 
 
-def sharded_value(value: torch.Tensor | ShardedTensor, any_rank: bool = False) -> ShardedValue:
-    """The chunks of a tensor, DTensor or ShardedTensor that live on this rank, as views.
+def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
+    """The chunks of a tensor that live on this rank, as views. The one place that decides what a tensor is.
 
     ``any_rank`` is about plain tensors; meshes say themselves who holds the same bytes.
 
-    Where a DTensor's shard sits is told by the protocol that DCP itself uses (``DTensor.__create_chunk_list__``);
-    the public ``compute_local_shape_and_global_offset`` does not exist.
+    Where a shard sits is told by the protocols that DCP itself uses: ``__create_chunk_list__`` (DTensor,
+    ``LocalShardsWrapper``; the public ``compute_local_shape_and_global_offset`` does not exist) and, from torch 2.14
+    on, ``CheckpointableTensor``.
+
+    Raises:
+        CheckpointMismatch: It has nothing that could be stored or filled. Without the key.
     """
+    if type(value) in EXACTLY_TENSORS and not hasattr(value, "global_shape"):
+        return _of_whole(value, any_rank)
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
-        chunks = tuple(
-            LocalChunk(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach())
+        chunks = [
+            _chunk(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor)
             for shard in value.local_shards()
-        )
-        return ShardedValue(tuple(metadata.size), metadata.tensor_properties.dtype, chunks, any_rank=True)
+        ]
+        return _of_chunks(tuple(metadata.size), metadata.tensor_properties.dtype, chunks)
     if isinstance(value, DTensor):
-        return ShardedValue(tuple(value.shape), value.dtype, _dtensor_chunks(value), any_rank=True, whole=value)
-    tensor = value.detach()
+        with torch.no_grad():  # it takes the local tensor as it is, and makes no view for autograd, which is slow
+            local = settled(value.to_local())
+        if hasattr(local, "__create_chunk_list__"):
+            return _of_protocol(local, tuple(value.shape), value.dtype, value)
+        box = _box_of(value)
+        return _of_chunks(tuple(value.shape), value.dtype, [] if box is None else [_chunk(*box, local)], value)
+    value = settled(value)
+    if hasattr(value, "__create_chunk_list__"):
+        return _of_protocol(value, tuple(value.shape), value.dtype)
+    if all(hasattr(value, name) for name in _CHECKPOINTABLE):
+        return _of_chunks(tuple(value.global_shape), value.dtype, _told_by_fields(value))
+    return _of_whole(value, any_rank)
+
+
+_CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The fields of the protocol ``CheckpointableTensor``: they may be set on any tensor, whatever its class."""
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective that may still be under way, when it is there; any other tensor as it is."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _of_whole(value: torch.Tensor, any_rank: bool) -> ShardedValue:
+    """A tensor of which each rank has all."""
+    if is_stored_whole(value):
+        require_parts(value)
+        shape = tuple(value.shape)
+        return ShardedValue(shape, value.dtype, (LocalChunk((0,) * len(shape), shape, value),), stored_whole=True)
+    try:
+        tensor = value.detach()
+    except Exception:  # uninitialized, or of an inner transform that has ended
+        tensor = value
+    require_memory(tensor)
     shape = tuple(tensor.shape)
     return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)
 
 
-def _dtensor_chunks(value: DTensor) -> tuple[LocalChunk, ...]:
-    box = _box_of(value)
-    with torch.no_grad():  # it takes the local tensor as it is, and makes no view for autograd, which is slow
-        return () if box is None else (LocalChunk(*box, value.to_local().detach()),)
+def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], whole: Any = None) -> ShardedValue:
+    """A tensor that is distributed."""
+    stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
+    for chunk in chunks:
+        (require_parts if stored_whole else require_memory)(chunk.tensor)
+    return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, whole=whole)
+
+
+def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
+    return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
+
+
+def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, whole: Any = None) -> ShardedValue:
+    """A tensor with DCP's protocol ``_Checkpointable``, without the chunks that have no elements."""
+    found = []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        if 0 not in chunk.sizes or 0 in shape:
+            shard = settled(value.__get_tensor_shard__(MetadataIndex("", chunk.offsets, number)))
+            found.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
+    if found:  # LocalShardsWrapper tells another dtype than that of its shards
+        dtype = found[0].tensor.dtype
+    return _of_chunks(shape, dtype, found, whole)
+
+
+def _told_by_fields(value: Any) -> list[LocalChunk]:
+    """The chunks of a ``CheckpointableTensor``: parts of it, without what is padding.
+
+    Raises:
+        CheckpointMismatch: Its fields contradict each other, or lead outside of it.
+    """
+    fields = [[tuple(map(int, one)) for one in getattr(value, name)] for name in _CHECKPOINTABLE[1:]]
+    shape = tuple(value.global_shape)
+    found = []
+    try:
+        for offsets, start, sizes in zip(*fields, strict=True):
+            _check_inside(offsets, sizes, shape)
+            _check_inside(start, sizes, tuple(value.shape))
+            part = value.detach()
+            for dim, (at, size) in enumerate(zip(start, sizes, strict=True)):
+                if size < part.shape[dim]:
+                    part = part.narrow(dim, at, size)
+            if 0 not in sizes or 0 in shape:
+                found.append(LocalChunk(offsets, sizes, part))
+    except ValueError as error:
+        names = ", ".join(f"{name} {getattr(value, name)}" for name in _CHECKPOINTABLE)
+        raise CheckpointMismatch(f"a tensor of shape {tuple(value.shape)} with {names}: {error}") from error
+    return found
+
+
+def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
+    for at, size, length in zip(offsets, sizes, shape, strict=True):
+        if at < 0 or size < 0 or at + size > length:
+            raise ValueError(f"{size} elements at {at} are not inside of {length}")
+
+
+def shape_of(value: Any) -> Shape | None:
+    """The shape of the whole tensor; None if it can be neither stored nor filled."""
+    try:
+        return sharded_value(value).shape
+    except CheckpointMismatch:
+        return None
+
+
+def with_memory(value: Any) -> Any:
+    """A tensor to load into: the value itself or, for one on the meta device, the same with memory, as in stock DCP."""
+    if not getattr(value, "is_meta", False) or isinstance(value, ShardedTensor) or nn.parameter.is_lazy(value):
+        return value
+    device = value.device_mesh.device_type if isinstance(value, DTensor) else torch.get_default_device()
+    with torch.no_grad():
+        made: Any = torch.empty_like(value, device=device)
+    for name in _CHECKPOINTABLE:
+        if hasattr(value, name) and not hasattr(made, name):
+            setattr(made, name, getattr(value, name))
+    return made
 
 
 def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
@@ -70,6 +182,11 @@ def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
         return None
     where = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
     if where not in _boxes:
+        if any(placement.is_partial() for placement in value.placements):
+            raise CheckpointMismatch(
+                f"a DTensor with the placements {value.placements}, of which each rank has a summand: redistribute() "
+                f"it to Shard or Replicate first"
+            )
         chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
         assert len(chunks) == 1, "a DTensor has one chunk per rank"
         sizes = tuple(chunks[0].sizes)

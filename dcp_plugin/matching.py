@@ -203,11 +203,15 @@ class Matching:
         for key, target in want.targets.items():
             full = join(part.name, key)
             if self._selected(part, key):
-                chosen[key] = target
                 if isinstance(target, Deferred):
                     match.deferred[full] = target
                 else:
-                    match.targets[full] = sharded_value(target) if is_tensor(target) else None
+                    try:
+                        match.targets[full] = sharded_value(target) if is_tensor(target) else None
+                    except CheckpointMismatch as error:
+                        match.problems.append(f"{full} is {error}")
+                        continue
+                chosen[key] = target
                 match.stored[full] = place.stored(want.stored_as.get(key, key))
                 if full != match.stored[full] and key not in want.stored_as:
                     report.renamed[full] = match.stored[full]

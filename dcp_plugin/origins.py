@@ -74,7 +74,9 @@ class Origins:
         for key, stored in {**names, **_tied_to(names, state)}.items():
             self._origins.pop(key, None)
             value = state.get(key)
-            if isinstance(value, ShardedValue) and (not opened.base or stored in left_out):
+            if not isinstance(value, ShardedValue) or value.stored_whole:
+                continue
+            if not opened.base or stored in left_out:
                 tensors[key], key_in[key], there[key] = value, stored, left_out.get(stored, stored)
         exact = {key: value for key, value in tensors.items() if _is_exact(value, opened.index, key_in[key])}
         hashes = _hashes(exact, self._config.io_threads)
@@ -82,7 +84,11 @@ class Origins:
 
     def of_frozen(self, state: Flat) -> dict[str, tuple[Source, str, bool, int]]:
         """Of each frozen parameter: where it came from, its key there, whether it is still the same, and its bytes."""
-        frozen = {key: one for key, one in state.items() if isinstance(one, ShardedValue) and one.frozen}
+        frozen = {
+            key: one
+            for key, one in state.items()
+            if isinstance(one, ShardedValue) and one.frozen and not one.stored_whole  # of which nobody knows the bytes
+        }
         self._read_named(frozen)
         now = _hashes(frozen, self._config.io_threads)
         origins = {}

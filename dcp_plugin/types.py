@@ -22,9 +22,18 @@ class LocalChunk:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same memory seen in the same way: tied weights, for one."""
+    """Equal for two tensors that are the same memory seen in the same way: tied weights, for one.
+
+    Those without memory of their own are told by the memory of their parts, or are like no other.
+    """
+    address: Any
     view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), *view)
+    if not hasattr(tensor, "__tensor_flatten__"):
+        address = tensor.data_ptr()
+    else:
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        address = (type(tensor), *(memory_of(part) if hasattr(part, "data_ptr") else id(part) for part in parts))
+    return (tensor.device, address or (id(tensor) if tensor.numel() else 0), *view)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,9 @@ class ShardedValue:
     first one writes: buffers under DDP, for one, differ between ranks, and rank 0's are those that count."""
     frozen: bool = False
     """A parameter that is not trained: it is expected, and no more than that, to be the same at the next save."""
+    stored_whole: bool = False
+    """Its chunks have no memory of their own, or not only (:mod:`dcp_plugin.tensors`): each is one item that
+    ``torch.save`` makes, and is never cut."""
     layout: str = "replicated or single"
     """How the tensor is distributed, in words for people."""
     whole: Any = field(default=None, compare=False, repr=False)

@@ -13,7 +13,7 @@ import dcp_plugin as dcp
 
 ROOT = Path(dcp.__file__).parent
 FLOORS = [
-    ("_torch", "_python", "config", "errors", "types", "progress", "ranks", "_entry_points"),
+    ("_torch", "_python", "config", "errors", "types", "tensors", "progress", "ranks", "_entry_points"),
     ("storage",),
     ("planning", "staging"),
     ("state", "partial", "hints"),

@@ -108,14 +108,24 @@ class _Keys:
         count = len(self.numbers)
         self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
         self.shape = np.ones((count, self.width), np.int64)
-        for one, numbers in zip(reversed(self._described), reversed(self.number_in), strict=True):
-            self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(one), one.ndim
-            self.shape[numbers] = _widened(one.shape, self.width, 1)
+        stored_whole = np.zeros(count, bool)
+        told = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
+        for one, numbers in told:
+            stored_whole[numbers[one.stored_whole]] = True
+            self._take(one, numbers, np.ones(len(numbers), bool))
+        for one, numbers in told:  # those that have a part of it know better
+            self._take(one, numbers, _has_chunks(one))
         for one, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
             self._check(one, numbers, ranks[0])
         sizes = np.zeros(NO_TENSOR + 1, np.int64)
         sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
-        self.itemsize = sizes[self.dtype]
+        self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # what has no bytes is not cut
+
+    def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
+        """Believe what a description says of some of its keys."""
+        numbers = numbers[chosen]
+        self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(described)[chosen], described.ndim[chosen]
+        self.shape[numbers] = _widened(described.shape, self.width, 1)[chosen]
 
     def _add(self, described: Description) -> Column:
         for dtype in described.dtypes:
@@ -131,6 +141,7 @@ class _Keys:
     def _check(self, described: Description, numbers: Column, rank: int) -> None:
         differs = (self.dtype[numbers] != self._dtypes_of(described)) | (self.ndim[numbers] != described.ndim)
         differs |= (self.shape[numbers] != _widened(described.shape, self.width, 1)).any(axis=1)
+        differs &= _has_chunks(described)
         if differs.any():
             at = int(np.argmax(differs))
             key, number = described.keys[at], int(numbers[at])
@@ -261,6 +272,11 @@ def _with_ties(parts: Parts, rows: _Rows, ties: dict[int, int]) -> Parts:
     )
     order = np.argsort(box, kind="stable")
     return Parts(box[order], holder[order], offsets[order], sizes[order])
+
+
+def _has_chunks(described: Description) -> Column:
+    """Of which keys a rank has a part. A LocalShardsWrapper without shards does not even know its shape and dtype."""
+    return np.bincount(described.key, minlength=len(described.keys)) > 0
 
 
 def _widened(rows: Column, width: int, fill: int) -> Column:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,15 +23,16 @@ from dcp_plugin.storage.index_file import path_to_json
 from dcp_plugin.storage.table import NO_TENSOR, Column, default_path, padded
 from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, memory_of
 
-Entry = tuple[str, "torch.dtype | None", Shape, bool, list[tuple[Shape, Shape]]]
-"""Key, dtype (None: no tensor), shape, whether any holder may write it, and offsets and sizes of each chunk."""
+Entry = tuple[str, "torch.dtype | None", Shape, bool, bool, list[tuple[Shape, Shape]]]
+"""Key, dtype (None: no tensor), shape, whether any holder may write it, whether its chunks must not be cut, and offsets
+and sizes of each chunk."""
 
 
 @dataclass(frozen=True, eq=False)
 class Description:
     """All that a rank holds but the offsets. Columns of keys: ``dtype``, ``ndim``, ``shape`` (1 behind the last
-    dimension), ``any_rank``, ``tie`` (the number of the earlier key that is the same memory, or -1); of chunks:
-    ``key`` (its number) and ``sizes``."""
+    dimension), ``any_rank``, ``stored_whole``, ``tie`` (the number of the earlier key that is the same memory, or -1);
+    of chunks: ``key`` (its number) and ``sizes``."""
 
     keys: list[str]
     paths: dict[str, KeyPath]
@@ -40,6 +41,7 @@ class Description:
     ndim: Column
     shape: Column
     any_rank: Column
+    stored_whole: Column
     tie: Column
     key: Column
     sizes: Column
@@ -48,7 +50,8 @@ class Description:
     def digest(self) -> bytes:
         names = [self.keys, {key: path_to_json(path) for key, path in self.paths.items()}, list(map(str, self.dtypes))]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
-        for column in (self.dtype, self.ndim, self.shape, self.any_rank, self.tie, self.key, self.sizes):
+        columns = (self.dtype, self.ndim, self.shape, self.any_rank, self.stored_whole, self.tie, self.key, self.sizes)
+        for column in columns:
             digest.update(str(column.shape).encode() + column.tobytes())
         return digest.digest()
 
@@ -80,35 +83,38 @@ class Holding:
         for key, value in state.items():
             if isinstance(value, ShardedValue):
                 boxes = [(chunk.offsets, chunk.sizes) for chunk in value.chunks]
-                entries.append((key, value.dtype, value.shape, value.any_rank, boxes))
+                entries.append((key, value.dtype, value.shape, value.any_rank, value.stored_whole, boxes))
             else:
-                entries.append((key, None, (), False, [((), ())]))
+                entries.append((key, None, (), False, False, [((), ())]))
         return cls._of(entries, paths, ties_of(state))
 
     @classmethod
-    def of_plan(cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str]) -> Holding:
+    def of_plan(
+        cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
+    ) -> Holding:
         """What a plan of DCP's own write items says."""
         entries: dict[str, Entry] = {}
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if data is None:
-                entries[key] = (key, None, (), False, [((), ())])
+                entries[key] = (key, None, (), False, False, [((), ())])
                 continue
             any_rank = item.type == WriteItemType.SHARD
-            entry = entries.setdefault(key, (key, data.properties.dtype, tuple(data.size), any_rank, []))
-            entry[4].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+            whole = key in stored_whole
+            entry = entries.setdefault(key, (key, data.properties.dtype, tuple(data.size), any_rank, whole, []))
+            entry[5].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
         return cls._of(list(entries.values()), paths, ties)
 
     @classmethod
     def _of(cls, entries: list[Entry], paths: dict[str, KeyPath], ties: dict[str, str]) -> Holding:
         numbers = {entry[0]: number for number, entry in enumerate(entries)}
-        dtypes = list(dict.fromkeys(dtype for _, dtype, _, _, _ in entries if dtype is not None))
+        dtypes = list(dict.fromkeys(dtype for _, dtype, _, _, _, _ in entries if dtype is not None))
         number_of: dict[torch.dtype | None, int] = {dtype: number for number, dtype in enumerate(dtypes)}
         number_of[None] = NO_TENSOR
-        width = max((len(shape) for _, _, shape, _, _ in entries), default=0)
+        width = max((len(shape) for _, _, shape, _, _, _ in entries), default=0)
         chunks = [
             (numbers[key], offsets, sizes)
-            for key, _, shape, _, boxes in entries
+            for key, _, shape, _, _, boxes in entries
             for offsets, sizes in boxes
             if 0 not in sizes or 0 in shape  # nothing of a tensor that has something
         ]
@@ -120,6 +126,7 @@ class Holding:
             np.array([len(entry[2]) for entry in entries], np.uint8),
             padded([entry[2] for entry in entries], width, 1),
             np.array([entry[3] for entry in entries], bool),
+            np.array([entry[4] for entry in entries], bool),
             np.array([numbers.get(ties.get(key, ""), -1) for key in numbers], np.int64),
             np.array([number for number, _, _ in chunks], np.int64),
             padded([sizes for _, _, sizes in chunks], width, 1),

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import narrow
@@ -62,10 +62,29 @@ class ShardedLoadPlanner(LoadPlanner):
         assert metadata is not None
         self._tree = state_dict
         leaves, self._paths = flatten(state_dict)
-        self._targets = {key: sharded_value(leaf) if is_tensor(leaf) else leaf for key, leaf in leaves.items()}
+        self._targets = self._described(leaves)
         self._keys: Collection[str] = metadata.state_dict_metadata
         known = metadata.state_dict_metadata
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
+
+    def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """The targets; what is on the meta device gets memory in the state that was handed over, as in stock DCP."""
+        targets: dict[str, Any] = {}
+        misfits: list[str] = []
+        for key, leaf in leaves.items():
+            if not is_tensor(leaf):
+                targets[key] = leaf
+                continue
+            try:
+                there = with_memory(leaf)
+                targets[key] = sharded_value(there)
+                if there is not leaf:
+                    _set(self._tree, self._paths[key], there)
+            except CheckpointMismatch as error:
+                misfits.append(f"{key} is {error}")
+        if misfits:
+            raise CheckpointMismatch("\n  ".join(first(misfits)))
+        return targets
 
     def use_index(self, targets: dict[str, Any], index: CheckpointIndex, names: Mapping[str, str]) -> None:
         """:meth:`set_up_planner` for targets by key, tensors as :class:`ShardedValue`; without an object for every
@@ -198,6 +217,12 @@ def _misfit(key: str, target: Any, stored: _Stored) -> Iterator[str]:
         yield f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
     elif not torch.can_cast(stored.dtype, target.dtype):
         yield f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
+    elif any(_is_expanded(chunk.tensor) for chunk in target.chunks):
+        yield f"{key} has several elements in the same memory, as expand() makes them: load into a clone() of it"
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def nearest(key: str, stored: Iterable[str]) -> str:

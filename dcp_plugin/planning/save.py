@@ -37,6 +37,7 @@ from dcp_plugin.planning.holdings import Holding, ties_of
 from dcp_plugin.storage import values
 from dcp_plugin.storage.metadata import state_metadata
 from dcp_plugin.storage.table import NO_TENSOR, default_path
+from dcp_plugin.tensors import narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
 
@@ -46,6 +47,7 @@ class LocalFacts:
 
     paths: dict[str, KeyPath]
     ties: dict[str, str]
+    stored_whole: frozenset[str]
 
 
 class ShardedSavePlanner(SavePlanner):
@@ -74,7 +76,10 @@ class ShardedSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self._state.items() for item in _items(key, value)]
-        return SavePlan(items, planner_data=LocalFacts(self._paths, ties_of(self._state)))
+        stored_whole = frozenset(
+            key for key, value in self._state.items() if isinstance(value, ShardedValue) and value.stored_whole
+        )
+        return SavePlan(items, planner_data=LocalFacts(self._paths, ties_of(self._state), stored_whole))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Distribute the items of all ranks so that each is written once.
@@ -82,7 +87,11 @@ class ShardedSavePlanner(SavePlanner):
         Raises:
             CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
         """
-        holdings = [Holding.of_plan(plan, plan.planner_data.paths, plan.planner_data.ties) for plan in all_plans]
+        facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
+        holdings = [
+            Holding.of_plan(plan, said.paths, said.ties, said.stored_whole)
+            for plan, said in zip(all_plans, facts, strict=True)
+        ]
         assignment = assign(holdings)
         plans = [
             replace(plan, items=items_of(share, holding), planner_data=None)
@@ -111,10 +120,12 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     """Leaves as the planner wants them: tensors as the chunks on this rank, anything else as bytes.
 
     Raises:
+        CheckpointMismatch: Naming every tensor that has nothing to store: no memory, and no parts that have.
         UnsafeCheckpoint: Naming every value that only executing pickled code would restore.
     """
     flat: Flat = {}
     unsafe: list[str] = []
+    misfits: list[str] = []
     same: dict[int, EncodedValue] = {}  # the parameters of an optimizer's group have the same objects
     for key, leaf in leaves.items():
         if id(leaf) in same:
@@ -124,9 +135,10 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
         elif isinstance(leaf, (ShardedValue, EncodedValue)):
             flat[key] = leaf
         elif is_tensor(leaf):
-            if type(leaf) is torch.Tensor and (leaf.layout != torch.strided or leaf.is_quantized):
-                raise CheckpointMismatch(f"{key} is a sparse or quantized tensor, which is not supported: densify it")
-            flat[key] = sharded_value(leaf)
+            try:
+                flat[key] = sharded_value(leaf)
+            except CheckpointMismatch as error:
+                misfits.append(f"{key} is {error}")
         else:
             if holds_sharded(leaf):
                 raise CheckpointMismatch(
@@ -137,6 +149,9 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
                 flat[key] = EncodedValue(values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle)))
             except UnsafeCheckpoint as error:
                 unsafe.append(f"{key} is {error}")
+    if misfits:
+        count = f"{len(misfits)} tensors cannot be saved: " if len(misfits) > 1 else ""
+        raise CheckpointMismatch(count + "; ".join(misfits))
     if unsafe:
         raise UnsafeCheckpoint(
             f"{len(unsafe)} value(s) cannot be saved: {'; '.join(unsafe)}. Make them plain (numbers, text, lists, "
@@ -149,11 +164,25 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
     """The view of a box that lies inside one of this rank's chunks."""
     for chunk in value.chunks:
         if _contains(chunk, box):
-            view = chunk.tensor
-            for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
-                view = view.narrow(dim, at - origin, size)
-            return view
+            try:
+                return _part_of(chunk, box, value.stored_whole)
+            except CheckpointMismatch as error:
+                raise CheckpointMismatch(f"{key} is {error}") from error
     raise CheckpointMismatch(f"{key}: this rank holds no chunk with {tuple(box.sizes)} at {tuple(box.offsets)}")
+
+
+def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
+    """What a box has of a chunk. All of it is the chunk itself: not every class of tensors knows how to narrow."""
+
+    def narrow(view: torch.Tensor) -> torch.Tensor:
+        for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
+            if size < view.shape[dim]:
+                view = view.narrow(dim, at - origin, size)
+        return view
+
+    if tuple(box.sizes) == chunk.sizes:
+        return chunk.tensor
+    return narrowed(chunk.tensor, narrow) if stored_whole else narrow(chunk.tensor)
 
 
 def _contains(chunk: LocalChunk, box: ChunkStorageMetadata) -> bool:

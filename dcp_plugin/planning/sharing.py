@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.partition import Part
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.tensors import is_stored_whole
 
 MIN_HOSTS = 8
 """Hosts that have to want the same bytes before ``"auto"`` shares the reading."""
@@ -83,14 +84,17 @@ class SharedReading:
         if self._ranks.size <= max(1, self._min_hosts - 1):
             return plan
         classes: list[list[_Read]] = [[], []]
+        mine: list[ReadItem] = []
 
         def wants() -> _Wants:
             for item in plan.items:
-                target = self._planner.resolve_tensor(item).detach()
-                classes[self._planner.fills_whole_tensor(item)].append(_Read(item, target))
+                target = self._planner.resolve_tensor(item)
+                if is_stored_whole(target):
+                    mine.append(item)
+                else:
+                    classes[self._planner.fills_whole_tensor(item)].append(_Read(item, target.detach()))
             return _Wants(socket.gethostname(), tuple(map(_digest, classes)))
 
-        mine: list[ReadItem] = []
         for reads, groups in zip(classes, self._ranks.combine(step, wants, self._groups), strict=True):
             group = next((group for group in groups if self._ranks.rank in group), None)
             if group is not None:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_plugin._torch import DTensor, version_of
-from dcp_plugin.errors import SaveFailed
+from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.staging.pool import HostPool, Place
-from dcp_plugin.storage.hostmemory import is_plain_memory
+from dcp_plugin.storage.hostmemory import address_of, is_plain_memory
+from dcp_plugin.tensors import EXACTLY_TENSORS, copied, is_stored_whole, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
 _SMALL = 64 << 10
@@ -78,12 +79,12 @@ class Snapshot:
                 memory = _memory_on_this_rank(leaf)
                 later = memory and still(leaf, memory)
                 versions = _versions_of(leaf, memory) if later else ()
-                if memory and type(leaf) in _PLAIN:
-                    leaf = leaf.detach()  # is what it is now, whatever the other's .data will be
-                    memory = (leaf,)
+                plain = bool(memory) and type(leaf) in EXACTLY_TENSORS
+                if plain:
+                    leaf = memory[0]
                 if later and None not in versions:
                     self._later.append(_Later(key, leaf, memory, versions))
-                elif memory and type(leaf) in _PLAIN:
+                elif plain and _is_memory(leaf):
                     now[key] = leaf
                 else:
                     others[key] = leaf
@@ -95,6 +96,7 @@ class Snapshot:
         # From now on what was copied may be freed: FSDP takes the memory of a gathered parameter away, and not it.
         self._now = {key: (places[_identity(key, 0, tensor)], tensor) for key, tensor in now.items()}
         copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
+        copies |= _copies_of_wholes(described)
         self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}
 
     @property
@@ -132,9 +134,23 @@ class Snapshot:
 def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
     """All memory of a state on this rank. What is tied comes several times, with the same identity."""
     for key, value in state.items():
-        if isinstance(value, ShardedValue):
+        if isinstance(value, ShardedValue) and not value.stored_whole:
             for number, chunk in enumerate(value.chunks):
                 yield _identity(key, number, chunk.tensor), chunk.tensor
+
+
+def _copies_of_wholes(state: Flat) -> dict[Any, torch.Tensor]:
+    """Copies of the tensors that have no memory of their own to be copied, but parts that have."""
+    copies: dict[Any, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, ShardedValue) and value.stored_whole:
+            for number, chunk in enumerate(value.chunks):
+                identity = _identity(key, number, chunk.tensor)
+                try:
+                    copies[identity] = copies[identity] if identity in copies else copied(chunk.tensor)
+                except CheckpointMismatch as error:
+                    raise CheckpointMismatch(f"{key} is {error}") from error
+    return copies
 
 
 def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
@@ -153,7 +169,7 @@ def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
     streams = _Streams(tensor for _, tensor in copied)
     for place, tensor in copied:
         if tensor.nbytes < _SMALL and is_plain_memory(tensor):
-            ctypes.memmove(place.address, tensor.data_ptr(), tensor.nbytes)
+            ctypes.memmove(place.address, address_of(tensor), tensor.nbytes)
         else:
             with streams.of(tensor):
                 place.like(tensor).copy_(tensor, non_blocking=tensor.is_cuda)
@@ -164,7 +180,7 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     """In this thread alone. Torch would start a team of threads for it, which compete with those of the training, and
     go on spinning for a while: twice the CPU seconds, and no sooner done."""
     if is_plain_memory(tensor):
-        ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        ctypes.memmove(copy.data_ptr(), address_of(tensor), tensor.nbytes)
     else:
         copy.copy_(tensor, non_blocking=tensor.is_cuda)
 
@@ -175,24 +191,41 @@ def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
 
 
 def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
-    """That of a kind of tensor that can be copied later; nothing for any other."""
-    if type(leaf) in _PLAIN:
-        return (leaf,) if leaf.layout is torch.strided else ()
+    """That of a kind of tensor that can be copied later; nothing for any other.
+
+    That of a plain tensor is detached: it is what it is now, whatever the other's ``.data`` will be.
+    """
+    if type(leaf) in EXACTLY_TENSORS:
+        if leaf.layout is not torch.strided or is_stored_whole(leaf) or hasattr(leaf, "global_shape"):
+            return ()
+        try:
+            return (leaf.detach(),)
+        except RuntimeError:  # of an inner transform of torch.func that has ended
+            return ()
     if isinstance(leaf, ShardedValue):
-        return tuple(chunk.tensor for chunk in leaf.chunks)
+        return () if leaf.stored_whole else tuple(chunk.tensor for chunk in leaf.chunks)
     if isinstance(leaf, DTensor):
-        return (leaf.to_local(),)
+        local = leaf.to_local()
+        return (local,) if type(local) in EXACTLY_TENSORS else ()
     return ()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """What is not is told with all others, by who describes them."""
+    try:
+        require_memory(tensor)
+    except CheckpointMismatch:
+        return False
+    return True
+
+
 _CONSTANT = (float, int, bool, str, bytes, type(None))
 """Values of these types cannot change. An optimizer has a dozen for every parameter."""
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
     """In-place operations on a DTensor are counted on it, and not on its local tensor."""
-    if type(leaf) in _PLAIN:
+    if type(leaf) in EXACTLY_TENSORS:
         return (version_of(leaf),)
     if isinstance(leaf, DTensor):
         memory = (*memory, leaf)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_tensor, own_parameters, sharded_value
+from dcp_plugin._torch import is_tensor, own_parameters, shape_of, with_memory
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state.module import gather_module, reshard
@@ -332,8 +332,10 @@ class _TreePart:
 
     def _memory_for(self, entry: StoredTensor, mine: Any) -> Any:
         """The object's own tensor, or a new one where it has none to offer."""
-        if is_tensor(mine) and (not self.may_grow or sharded_value(mine).shape == entry.shape):
-            return mine
+        if is_tensor(mine):
+            mine = with_memory(mine)
+            if not self.may_grow or shape_of(mine) == entry.shape:
+                return mine
         return torch.empty(entry.shape, dtype=entry.dtype)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, own_parameters, sharded_value
+from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.fsdp1 import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, is_ddp, parameters_by_name
 from dcp_plugin.state.walk import named_modules
+from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import ShardedValue
 
 
@@ -56,9 +58,10 @@ def layout_of(leaf: Any) -> str:
 def _as_frozen(value: Any) -> Any:
     if isinstance(value, ShardedValue):
         return replace(value, frozen=True)
-    if not is_tensor(value) or (type(value) is torch.Tensor and value.layout != torch.strided):
-        return value  # what cannot be saved is refused later
-    return replace(sharded_value(value), frozen=True, layout=layout_of(value))
+    try:
+        return replace(sharded_value(value), frozen=True, layout=layout_of(value)) if is_tensor(value) else value
+    except CheckpointMismatch:  # refused later, together with all others
+        return value
 
 
 def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +91,11 @@ def _replicated(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _is_replica(value: Any, shape: torch.Size | None) -> bool:
-    return type(value) in (torch.Tensor, nn.Parameter) and value.shape == shape
+    return type(value) in EXACTLY_TENSORS and not value.is_nested and value.shape == shape
 
 
 def _marked(value: Any) -> Any:
-    return replace(sharded_value(value, any_rank=True), whole=value)
+    try:
+        return replace(sharded_value(value, any_rank=True), whole=value)
+    except CheckpointMismatch:
+        return value

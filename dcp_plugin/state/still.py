@@ -51,7 +51,7 @@ class StillMemory:
 
     def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
         """Whether a leaf of the state is still, and what this rank has of it."""
-        places = [one.untyped_storage().data_ptr() for one in memory]
+        places = list(map(_place, memory))
         whole = leaf.whole if isinstance(leaf, ShardedValue) else leaf
         return self._moving.isdisjoint(places) if id(whole) in self._slots else self._still.issuperset(places)
 
@@ -71,5 +71,12 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 def _memory(tensors: Iterable[Any]) -> list[int]:
     with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
-        locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [one.untyped_storage().data_ptr() for one in locals_ if one.layout is torch.strided]
+        return [_place(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where the storage begins; 0 for what has none, which is copied at the call in any case."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except Exception:  # each kind without memory has its own
+        return 0

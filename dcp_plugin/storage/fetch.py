@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import Any
 
@@ -119,9 +119,10 @@ class Whole(Fetch):
         del self._item
 
 
-def of_item(key: str, location: Location, take: Callable[[bytearray], None]) -> Fetch:
+def of_item(key: str, location: Location, take: Callable[[bytearray], None], smallest: int, verify: bool) -> Fetch:
     """The fetch of a complete item, its frame included."""
-    return Whole(key, _from(location, 0, location.length), [(0, location.length)], None, take)
+    block = _block(location, smallest, verify)
+    return Whole(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
 
 
 def of_value(key: str, location: Location, smallest: int, verify: bool) -> tuple[Fetch, bytearray]:
@@ -183,10 +184,6 @@ def of_view(
 
 def _block(location: Location, smallest: int, verify: bool) -> int | None:
     return block_size(location.payload_length, smallest) if verify and location.checksums is not None else None
-
-
-def _from(location: Location, payload_offset: int, payload_length: int) -> Location:
-    return Location(location.file, location.offset, location.length, payload_offset, payload_length)
 
 
 def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:

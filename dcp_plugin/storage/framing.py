@@ -73,7 +73,7 @@ def frame_if_possible(dtype: torch.dtype, shape: Shape) -> Frame | None:
     """The frame, or None for a tensor that torch stores in another form."""
     try:
         return frame(dtype, shape)
-    except ValueError:
+    except (ValueError, KeyError, RuntimeError):  # too large; of no dtype that torch saves; quantized
         return None
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from dcp_plugin.errors import CheckpointMismatch
+
 PIECE = 128 << 10  # fits the processor's cache twice, so that checksum and copy read the bytes from memory once
 BLOCK = 4 << 20
 _BLOCKS = 3  # one that is being worked on, two on their way
@@ -116,7 +118,18 @@ def memory_view(tensor: torch.Tensor) -> memoryview:
 
     ``tensor.numpy()`` knows fewer dtypes and takes five times as long, which counts for thousands of small ones.
     """
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))).cast("B")
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins. What is read or written at address 0 ends the process.
+
+    Raises:
+        CheckpointMismatch: It has no memory. Who takes tensors in has asked before, and named the key.
+    """
+    if tensor.nbytes and not tensor.untyped_storage().data_ptr():  # which raises for most that have none
+        raise CheckpointMismatch(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory")
+    return tensor.data_ptr()
 
 
 def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

@@ -191,13 +191,14 @@ def check_item(directory: Path, key: str, location: Location, smallest_block: in
         CheckpointCorrupt: Naming file and key.
     """
     pieces = _pieces(directory, key, location)
-    if location.checksums is None or location.payload_offset is None:
+    if location.checksums is None:
         for _ in pieces:
             pass
         return
     running = RunningCrc(block_size(location.payload_length, smallest_block))
     frame_crc = 0
-    payload, behind = location.payload_offset, location.payload_offset + location.payload_length
+    payload = location.payload_offset or 0
+    behind = payload + location.payload_length
     for at, piece in pieces:
         low, high = (min(max(edge - at, 0), len(piece)) for edge in (payload, behind))
         frame_crc = crc32(piece[high:], crc32(piece[:low], frame_crc))

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_plugin._torch import load_bytes, undo_transforms
+from dcp_plugin._torch import undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.storage import fetch, read_files, stock
@@ -36,6 +36,7 @@ from dcp_plugin.storage.metadata import metadata_of
 from dcp_plugin.storage.opening import Opened, open_alone, open_checkpoint
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.values import encode
+from dcp_plugin.tensors import decode, fill, is_stored_whole, require_memory, size_of
 from dcp_plugin.types import Shape
 
 _MOST_FRAME = 1 << 20
@@ -163,7 +164,7 @@ class ShardedReader(StorageReader):
         reads = [self._find(item) for item in plan.items]
         self._recognise(reads)
         values: dict[tuple[str, int], bytearray] = {}
-        targets = []
+        targets, wholes = [], []
         fetches: list[Fetch] = []
         for read in reads:
             if read.item.storage_index.fqn in self.index.values_here:
@@ -171,13 +172,16 @@ class ShardedReader(StorageReader):
             if read.chunk is None:
                 fetches += self._fetch_of_value(read, values)
             else:
-                target = planner.resolve_tensor(read.item).detach()
+                target = self._resolve(planner, read.item)
                 targets.append((read.item, target))
-                fetches += self._fetches_of_tensor(read, read.chunk, target)
+                if is_stored_whole(target):
+                    wholes.append((read, read.chunk, target))
+                else:
+                    fetches += self._fetches_of_tensor(read, read.chunk, target)
         finish_device_work(target for _, target in targets)
-        count = read_files.read(self.opened.directory, fetches, self._io_threads)
-        self.bytes_read += count.read
-        self.unchecked_bytes += count.unchecked
+        self._read(fetches)
+        for read, chunk, target in wholes:  # here, and one at a time: their classes have code of their own
+            self._fill(read, chunk, target)
         for read in reads:
             if read.chunk is None:
                 planner.load_bytes(read.item, io.BytesIO(self._value(read, values)))
@@ -204,6 +208,24 @@ class ShardedReader(StorageReader):
         except Exception as error:
             return str(error)
         return ""
+
+    @staticmethod
+    def _resolve(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+        """The target of a read; other planners than ours hand over whatever the state has."""
+        target = planner.resolve_tensor(item)
+        if is_stored_whole(target):
+            return target
+        try:
+            target = target.detach()
+            require_memory(target)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{item.dest_index.fqn} is {error}") from error
+        return target
+
+    def _read(self, fetches: list[Fetch]) -> None:
+        count = read_files.read(self.opened.directory, fetches, self._io_threads)
+        self.bytes_read += count.read
+        self.unchecked_bytes += count.unchecked
 
     def _find(self, item: ReadItem) -> _Read:
         """The stored chunk that a read is about; planners tell its offset and a hint at its position."""
@@ -261,10 +283,29 @@ class ShardedReader(StorageReader):
             return
         if chunk.location.payload_offset is None:
             chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
+        smallest, verify = self.index.smallest_block, self._verify
         if chunk.location.payload_offset is None:
-            yield fetch.of_item(key, chunk.location, lambda item: self._load_item(item, read, chunk, target))
+            take = lambda item: self._load_item(item, read, chunk, target)  # noqa: E731
+            yield fetch.of_item(key, chunk.location, take, smallest, verify)
         else:
-            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, self.index.smallest_block, self._verify)
+            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, smallest, verify)
+
+    def _fill(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
+        """Fill a target that has no memory of its own: through a tensor that has, or from an item stored whole."""
+        known = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
+        key = read.item.storage_index.fqn
+        if known.location.payload_offset is None and key not in self.index.strides:
+            self._read(list(self._fetches_of_tensor(read, chunk, target)))
+            return
+        memory = torch.empty(read.box[1], dtype=read.dtype)
+        self._read(list(self._fetches_of_tensor(read, chunk, memory)))
+        self._take(key, memory, target)
+
+    def _take(self, key: str, loaded: torch.Tensor, target: torch.Tensor) -> None:
+        try:
+            fill(target, loaded)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{self.path}: {key} is {error}") from error
 
     def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
         """An item as it was before stream transforms; of one that turns out larger, the first bytes."""
@@ -280,12 +321,24 @@ class ShardedReader(StorageReader):
 
     def _load_item(self, item: bytearray, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
         """A tensor of unknown layout, through torch."""
-        where = f"the item of {read.item.storage_index.fqn} in {chunk.location.file}"
-        largest = prod(chunk.sizes) * read.dtype.itemsize + _MOST_FRAME
+        key = read.item.storage_index.fqn
+        where = f"the item of {key} in {chunk.location.file}"
+        largest = prod(chunk.sizes) * read.dtype.itemsize + size_of(target) + _MOST_FRAME
         try:
-            stored = load_bytes(self._plain(item, chunk.location, largest), weights_only=True)
+            stored = decode(self._plain(item, chunk.location, largest), target)
+        except UnsafeCheckpoint as error:
+            raise UnsafeCheckpoint(f"{self.path}: {key} is {error}") from error
         except Exception as error:
             raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         if not isinstance(stored, torch.Tensor) or tuple(stored.shape) != chunk.sizes:
             raise CheckpointCorrupt(f"{where} is not the tensor that the metadata describes")
-        target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(*read.box, strict=True))])
+        if read.box[1] != chunk.sizes:
+            try:
+                with torch.no_grad():
+                    stored = stored[tuple(slice(at, at + size) for at, size in zip(*read.box, strict=True))]
+            except Exception as error:  # whatever the class does
+                raise CheckpointMismatch(
+                    f"{self.path}: {key} is stored whole, as a {type(stored).__name__}, of which no part can be taken "
+                    f"({error}): load it as it was distributed when it was saved"
+                ) from error
+        self._take(key, stored, target)

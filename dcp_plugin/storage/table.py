@@ -29,7 +29,8 @@ class Location:
     """Where an item is: ``length`` bytes at ``offset`` of ``file``, with the payload inside of them.
 
     ``checksums`` are the running CRC32 at the end of each block of the payload; None if nobody computed them.
-    ``payload_offset`` is None for an item of unknown layout (a stock checkpoint): read it through ``torch.load``.
+    ``payload_offset`` is None for an item of unknown layout (a stock checkpoint, a tensor that is stored whole): read
+    it through ``torch.load``. Its checksums, if any, are of the whole item, and ``payload_length`` is its length.
     ``hash`` is the payload's XXH3-128; None if nobody computed it, which is so for what changes from save to save.
     """
 

@@ -40,7 +40,7 @@ def validate(
     sizes = np.array(list(files.values()), np.int64)[file]
     offset, length, payload_offset, payload_length = columns["place"].T
     outside = (offset < 0) | (length < 0) | (offset > sizes - length) | (payload_length < 0)
-    outside |= (payload_offset >= 0) & (payload_offset > length - payload_length)
+    outside |= np.maximum(payload_offset, 0) > length - payload_length
     blocks = np.diff(columns["block_ends"], prepend=0)
     for bad, what in (
         (outside, "lies outside its file or item"),

@@ -22,6 +22,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from dcp_plugin import progress
+from dcp_plugin.errors import SaveFailed
 from dcp_plugin.storage.checksums import RunningCrc, block_size
 from dcp_plugin.storage.direct import ALIGNMENT, IN_PLACE, BlockFile
 from dcp_plugin.storage.framing import frame, padded
@@ -29,8 +30,9 @@ from dcp_plugin.storage.hashing import RunningHash
 from dcp_plugin.storage.hostmemory import PIECE, Rings, finish_device_work
 from dcp_plugin.storage.index import Location
 from dcp_plugin.storage.links import free_name
+from dcp_plugin.tensors import WholeItem
 
-Data = torch.Tensor | bytes
+Data = torch.Tensor | WholeItem | bytes
 _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
 _STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced
@@ -88,6 +90,8 @@ def write(
 
 
 def _item_length(data: Data) -> int:
+    if isinstance(data, WholeItem):
+        return data.length
     return len(data) if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape)).length
 
 
@@ -175,6 +179,14 @@ def _write_item(
 ) -> Location:
     """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
     offset = file.tell()
+    whole = isinstance(data, WholeItem)
+    if isinstance(data, WholeItem):
+        length = data.length
+        data = data.encode()
+        if len(data) != length:
+            raise SaveFailed(
+                "a tensor that torch.save writes has changed while it was saved; do not change it meanwhile"
+            )
     if isinstance(data, bytes):
         head, head_crc, length = b"", 0, len(data)
         pieces = iter([memoryview(data)])
@@ -191,8 +203,8 @@ def _write_item(
             also(piece)
         file.write(piece)
     checksums = np.array(running.ends, np.uint32) if checksum else None
-    if isinstance(data, bytes):
-        return Location(name, offset, length, 0, length, 0, checksums)
+    if isinstance(data, bytes):  # what is stored whole has its payloads somewhere inside
+        return Location(name, offset, length, None if whole else 0, length, 0, checksums)
     tail = around.tail(running.crc)
     file.write(tail)
     frame_crc = crc32(tail, head_crc) if checksum else 0

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import SaveFailed
+from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.storage import commit, files, write_files
 from dcp_plugin.storage.framing import padded
 from dcp_plugin.storage.index import (
@@ -47,6 +48,7 @@ from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Re
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
 from dcp_plugin.storage.views import Aliases, Views, with_aliases, write_views
+from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
 
 _NOTICE_SECONDS = 10.0
@@ -175,8 +177,9 @@ class ShardedWriter(StorageWriter):
     def _candidate(self, item: WriteItem, data: Any) -> Candidate | None:
         key = item.index.fqn
         frozen = key in self.frozen
-        if item.tensor_data is None or data.nbytes < (1 if frozen else WORTH_LINKING):
+        if not isinstance(data, torch.Tensor) or data.nbytes < (1 if frozen else WORTH_LINKING):
             return None
+        assert item.tensor_data is not None
         box = item.tensor_data.chunk
         return Candidate(Item(key, tuple(box.offsets), tuple(box.sizes), data.dtype), data, frozen)
 
@@ -285,12 +288,21 @@ def wait_until_visible(directory: Path, path: Path) -> None:
         time.sleep(0.1)
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor | bytes:
+def _resolve(planner: SavePlanner, item: WriteItem) -> write_files.Data:
+    """What to write; other planners than ours hand over whatever the state has."""
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
         return cast(Any, data).getvalue()  # type: ignore[no-any-return]
     assert isinstance(data, torch.Tensor)
-    return data.detach()
+    data = settled(data)
+    try:
+        if is_stored_whole(data):
+            return WholeItem.of(data)
+        data = data.detach()
+        require_memory(data)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{item.index.fqn} is {error}") from error
+    return data
 
 
 def _without_duplicates(
@@ -302,6 +314,8 @@ def _without_duplicates(
     for item, data in resolved:
         if isinstance(data, bytes):
             identity: Any = data
+        elif isinstance(data, WholeItem):
+            identity = memory_of(data.tensor)
         elif data.numel() == 0:
             identity = item.index
         else:

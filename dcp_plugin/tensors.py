@@ -1,0 +1,353 @@
+"""What a tensor is made of: memory that can be read and written, other tensors, or nothing that can be stored.
+
+Almost every tensor is memory, and everything else here reads and writes that through its address. Some have none. The
+numbers of a wrapper subclass (torchao's quantized weights and optimizer states, for some) are in other tensors, its
+attributes; a tensor on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed has no numbers at
+all. They look like any other, with shape, dtype and strides, and reading at their address ends the process. So
+:func:`require_memory` comes before the first byte.
+
+A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*: as one item that
+``torch.save`` makes of it, which is what stock DCP does. Torch's own quantized tensors are stored likewise, because
+their scales are not in their memory. Such an item is only read into a tensor of the same class: the file alone never
+decides of which class an object is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.types import memory_of
+
+EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
+"""Types that are no subclass of anybody's."""
+
+
+def is_stored_whole(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.save`` makes the item: a wrapper subclass that can be taken apart, or a quantized tensor."""
+    return _is_wrapper(tensor) or (tensor.layout is torch.strided and tensor.is_quantized)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    if type(tensor) in EXACTLY_TENSORS or not hasattr(tensor, "__tensor_flatten__"):
+        return False
+    return hasattr(tensor, "__tensor_unflatten__") and not tensor.is_nested and not _storage_address(tensor)
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """0 if there is none. The tensor's own ``data_ptr()`` adds its offset to that, and is not 0 then."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except Exception:  # each kind without memory has its own
+        return 0
+
+
+def require_memory(tensor: torch.Tensor) -> None:
+    """Raise unless all elements of a tensor are in memory of its own.
+
+    Raises:
+        CheckpointMismatch: What it is instead, and the way out; the caller knows the key.
+    """
+    exactly = type(tensor) in EXACTLY_TENSORS
+    if not exactly and nn.parameter.is_lazy(tensor):
+        raise CheckpointMismatch("a parameter of a lazy module that has no shape yet: run a batch through it first")
+    if tensor.layout is not torch.strided and not tensor.is_nested:
+        kind = f"a {str(tensor.layout).removeprefix('torch.').removeprefix('_')} tensor"
+        raise CheckpointMismatch(f"{kind}, which is not supported: densify it (to_dense())")
+    if tensor.is_nested:
+        raise CheckpointMismatch("a nested tensor, which is not supported: keep its values() and offsets() instead")
+    if tensor.is_meta:
+        raise CheckpointMismatch("on the meta device, where there are no values: give it memory first (to_empty())")
+    try:
+        storage = tensor.untyped_storage()
+        held, needed = storage.nbytes(), _extent(tensor)
+        if not exactly and storage.device.type == "meta":  # a FakeTensor, which warns when asked for its address
+            raise CheckpointMismatch(f"{_a(tensor)}, which has no values")
+        lost = needed > 0 and held >= needed and _is_local(tensor) and not storage.data_ptr()
+    except CheckpointMismatch:
+        raise
+    except Exception:  # each kind without memory has its own
+        lost, held, needed = True, 0, 0
+    if lost:
+        raise CheckpointMismatch(f"{_a(tensor)} without memory of its own{_way_out(tensor)}")
+    if held < needed:
+        raise CheckpointMismatch(
+            f"{_a(tensor)} whose storage has {held} bytes and should have {needed}: its memory has been freed"
+        )
+    if not tensor.is_quantized:
+        _require_storable(tensor.dtype)
+
+
+def require_parts(tensor: torch.Tensor) -> None:
+    """Raise unless all that a tensor consists of, which is stored whole, is in memory.
+
+    Raises:
+        CheckpointMismatch: Which part is not, and the way out; the caller knows the key.
+    """
+    if not _is_wrapper(tensor):
+        require_memory(tensor)
+        return
+    for name, part in _parts(tensor).items():
+        if hasattr(part, "__create_chunk_list__"):
+            raise CheckpointMismatch(
+                f"{_a(tensor)} of sharded tensors, which is not supported: make it the other way round, a DTensor of it"
+            )
+        try:
+            require_parts(part)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{_a(tensor)} whose part {name} is {error}") from error
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes of the storage up to the tensor's last element."""
+    if not tensor.numel():
+        return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + int(last) + 1) * tensor.itemsize
+
+
+def _is_local(tensor: torch.Tensor) -> bool:
+    """Other devices may have no addresses to tell."""
+    return tensor.is_cpu or tensor.is_cuda
+
+
+def _a(tensor: torch.Tensor) -> str:
+    return f"a {type(tensor).__name__}"
+
+
+def _way_out(tensor: torch.Tensor) -> str:
+    if type(tensor) in EXACTLY_TENSORS:
+        return " (a leftover of torch.func, torch.compile or the like): store a clone() that was made outside of it"
+    return (
+        " that cannot be taken apart (it has no __tensor_flatten__ and __tensor_unflatten__): store the tensors that "
+        "it consists of"
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _require_storable(dtype: torch.dtype) -> None:
+    """Raise if ``torch.save`` does not know the dtype: those of less than a byte.
+
+    Raises:
+        CheckpointMismatch: Without the key.
+    """
+    try:
+        torch.save(torch.empty(1, dtype=dtype), io.BytesIO())
+    except Exception as error:
+        raise CheckpointMismatch(
+            f"of dtype {dtype}, which torch.save cannot write: store its bytes, view(torch.uint8)"
+        ) from error
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host of a tensor that is stored whole; it shares no memory with it, and has no more than it needs.
+
+    Raises:
+        CheckpointMismatch: Parts of it are not in memory, or its class cannot be put together. Without the key.
+    """
+    require_parts(tensor)
+    try:
+        return _copied(tensor)
+    except Exception as error:  # whatever the class does
+        raise CheckpointMismatch(f"{_a(tensor)} that cannot be copied ({_line(error)})") from error
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if not _is_wrapper(tensor):
+            return tensor.detach().cpu().clone()
+        moved = tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
+        names, context = moved.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: _copied_part(moved, name) for name in names}
+        return type(moved).__tensor_unflatten__(inner, context, moved.shape, moved.stride())  # type: ignore[no-any-return, attr-defined]
+
+
+def _copied_part(tensor: torch.Tensor, name: str) -> Any:
+    part = getattr(tensor, name)
+    if not isinstance(part, torch.Tensor):
+        return part
+    return _copied(part) if is_stored_whole(part) else part.detach().clone()
+
+
+@dataclass(frozen=True, eq=False)
+class WholeItem:
+    """A tensor that is stored whole, as what is to be written.
+
+    Raises:
+        CheckpointMismatch: From both: it cannot be. Without the key.
+    """
+
+    tensor: torch.Tensor
+    length: int
+    """Bytes of the item."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> WholeItem:
+        """The bytes are counted and not kept, so that a save holds one item at a time."""
+        counter = _Counter()
+        _save(tensor, counter)
+        return cls(tensor, counter.count)
+
+    def encode(self) -> bytes:
+        buffer = io.BytesIO()
+        _save(self.tensor, buffer)
+        return buffer.getvalue()
+
+
+class _Counter:
+    """A file that counts."""
+
+    count = 0
+
+    def write(self, data: Any) -> int:
+        size = len(data)
+        self.count += size
+        return size
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+
+def _save(tensor: torch.Tensor, file: Any) -> None:
+    try:
+        torch.save(copied(tensor), file)
+    except CheckpointMismatch:
+        raise
+    except Exception as error:  # whatever the class does
+        raise CheckpointMismatch(f"{_a(tensor)} that torch.save cannot write ({error})") from error
+
+
+def decode(data: bytes | bytearray, target: torch.Tensor) -> Any:
+    """What ``torch.save`` made of a tensor, without executing code, for ``target`` to be filled with.
+
+    What torch takes for safe may be in it, and the classes that the target consists of: its owner has made one.
+
+    Raises:
+        UnsafeCheckpoint: There is something of another class in it. Without the key.
+    """
+    known = set(torch.serialization.get_safe_globals())
+    own: list[Any] = [one for one in dict.fromkeys(_classes(target)) if one not in known]  # leaving it forgets them
+    with _one_at_a_time, torch.serialization.safe_globals(own):
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            unknown = _unknown_globals(data)
+            if not unknown:
+                raise
+            raise UnsafeCheckpoint(
+                f"stored as an object of {', '.join(unknown)}, which is only loaded into a tensor of that class, and "
+                f"the target is {_a(target)}. Give the target that class first (for optimizer state, take one step), "
+                f"or, if you trust it, say torch.serialization.add_safe_globals([...])"
+            ) from error
+
+
+_one_at_a_time = threading.Lock()
+"""What torch takes for safe is one set for all threads."""
+
+
+def _classes(tensor: torch.Tensor) -> list[type]:
+    if type(tensor) in EXACTLY_TENSORS:
+        return []
+    classes: list[type] = [type(tensor)]
+    if _is_wrapper(tensor):
+        for part in _parts(tensor).values():
+            classes += _classes(part)
+    return classes
+
+
+def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: getattr(tensor, name) for name in names}
+    return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+
+
+def _unknown_globals(data: bytes | bytearray) -> list[str]:
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    except Exception:  # no file of torch.save
+        return []
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes in memory, of all parts."""
+    return sum(map(size_of, _parts(tensor).values())) if _is_wrapper(tensor) else tensor.nbytes
+
+
+def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Copy what was loaded into the target: part by part where they consist of the same, else as the class does it.
+
+    Raises:
+        CheckpointMismatch: They are of different classes, or the class cannot. Without the key.
+    """
+    if _is_wrapper(loaded) and type(loaded) is not type(target):
+        raise CheckpointMismatch(
+            f"stored as {_a(loaded)} and is {_a(target)} here: give the target that class first (for optimizer state, "
+            f"take one step)"
+        )
+    with torch.no_grad():
+        if _is_wrapper(loaded) and _consist_of_the_same(target, loaded):
+            for mine, other in zip(_parts(target).values(), _parts(loaded).values(), strict=True):
+                fill(mine, other)
+            return
+        try:
+            target.copy_(loaded)
+        except Exception as error:
+            raise CheckpointMismatch(f"{_a(target)} that cannot take what is stored ({_line(error)})") from error
+
+
+def _consist_of_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    mine, theirs = _parts(one), _parts(other)
+    if mine.keys() != theirs.keys():
+        return False
+    pairs = [(mine[name], theirs[name]) for name in mine]
+    if any(a.shape != b.shape or a.dtype != b.dtype or is_stored_whole(a) != is_stored_whole(b) for a, b in pairs):
+        return False
+    try:
+        return bool(one.__tensor_flatten__()[1] == other.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+    except Exception:  # whatever the class keeps there
+        return False
+
+
+def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A part of a tensor that is stored whole, to be written to.
+
+    Raises:
+        CheckpointMismatch: Its class makes none, or one that is a copy. Without the key.
+    """
+    try:
+        part = narrow(tensor)
+        if _memory(part) <= _memory(tensor):
+            return part
+        error: object = "a part of it is a copy"
+    except Exception as failure:
+        error = _line(failure)
+    raise CheckpointMismatch(
+        f"{_a(tensor)}, of which no part can be taken ({error}): load it as it was distributed when it was saved"
+    )
+
+
+def _memory(tensor: torch.Tensor) -> set[int]:
+    """Where the storages of its parts are."""
+    if _is_wrapper(tensor):
+        return set().union(*map(_memory, _parts(tensor).values()))
+    return {tensor.untyped_storage().data_ptr()}
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+__all__ = [
+    "EXACTLY_TENSORS", "WholeItem", "copied", "decode", "fill", "is_stored_whole", "memory_of", "narrowed",
+    "require_memory", "require_parts", "size_of",
+]  # fmt: skip
