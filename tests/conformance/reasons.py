@@ -17,9 +17,9 @@ EXACT_SLOTS = """\
 into the text of a generator. What we restore has the dtype, the type and the value that was saved."""
 
 EXACT_KEYS = """\
-Stock reads the keys that the target has. An extra state that is a dict comes back with the keys of the target: what the
-checkpoint has beyond them is lost, and integer keys come back as strings, beside the old ones. We restore the value that
-was saved."""
+Stock reads the keys that the target has. An extra state that is a dict comes back with the keys of the target: what
+the checkpoint has beyond them is lost, and integer keys come back as strings, beside the old ones. We restore the value
+that was saved."""
 
 STRICT = """\
 Stock passes over what a checkpoint has and the model has not. With `strict=True`, the default, we raise

@@ -88,7 +88,7 @@ def test_random_on_two_ranks() -> None:
     drawn: dict[str, Case] = {}
 
     @settings(RANDOM, max_examples=EXAMPLES or 40, phases=[Phase.generate])
-    @given(_combinations("ddp", "fsdp2", "fsdp2_keep"))
+    @given(_combinations("ddp", "fsdp2"))
     def draw(name: str) -> None:
         drawn[name] = find(name)
 

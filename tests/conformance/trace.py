@@ -75,15 +75,15 @@ class Trace:
     def before(self, *objects: Any) -> None:
         """The objects as they are right before a save, which may not change them."""
         if not any(isinstance(module, FSDPModule) for each in objects for module in _modules(each)):
-            self.right["what the save left"] = _all(objects)
+            self.right["what the save left"] = _words_of(objects)
 
     def saved(self, *objects: Any) -> None:
         """The objects after the save: what a resume should restore."""
-        self.seen["what the save left"] = _all(objects)
-        self.right["resumed state"] = _all(objects)
+        self.seen["what the save left"] = _words_of(objects)
+        self.right["resumed state"], _ = _split(_words_of(objects))
 
     def resumed(self, *objects: Any) -> None:
-        self.seen["resumed state"] = _all(objects)
+        self.seen["resumed state"], self.seen["what else is there"] = _split(_words_of(objects))
 
     def see(self, name: str, value: Any, right: Any = ...) -> None:
         """Any value that the user looks at."""
@@ -143,14 +143,15 @@ def describe_module(module: nn.Module) -> Words:
         tensors = child._parameters | child._buffers
         for key, tensor in tensors.items():
             known = tensor is not None and first.setdefault(id(tensor), name + key)
-            words[name + key] = describe(tensor) if not known or known == name + key else f"same as {known}"
+            mark = _NOT_SAVED if key in child._non_persistent_buffers_set else ""
+            words[name + key + mark] = describe(tensor) if not known or known == name + key else f"same as {known}"
         if not type(child).__module__.startswith("torch."):
             words |= {
-                name + key: describe(value)
+                name + key + _NOT_SAVED: describe(value)
                 for key, value in vars(child).items()
                 if not key.startswith("_") and key != "call_super_init" and _is_plain(value)
             }
-        words |= {f"{name}training": str(child.training)}
+        words[f"{name}training{_NOT_SAVED}"] = str(child.training)
     return words
 
 
@@ -171,7 +172,16 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> Words:
     return words
 
 
-def _all(objects: tuple[Any, ...]) -> Words:
+def _split(words: Words) -> tuple[Words, Words]:
+    """What a checkpoint has, and what it has not."""
+    beside = {key: value for key, value in words.items() if key.endswith(_NOT_SAVED)}
+    return {key: value for key, value in words.items() if key not in beside}, beside
+
+
+_NOT_SAVED = " (not saved)"
+
+
+def _words_of(objects: tuple[Any, ...]) -> Words:
     words: Words = {}
     for number, each in enumerate(objects):
         prefix = f"{number}." if len(objects) > 2 else ""
