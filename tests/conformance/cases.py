@@ -1,0 +1,163 @@
+"""Every case by name: ``<corpus>/<name>``, and combinations of three corpora."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tests.conformance.differences import UNCAST_SLOT
+from tests.conformance.known import known_failure
+from tests.conformance.modules import MODULES, NoHook, Small
+from tests.conformance.moments import MOMENTS
+from tests.conformance.optimizers import OPTIMIZERS
+from tests.conformance.programs import PROGRAMS, run
+from tests.conformance.tensors import CAST_IN_SLOTS, TENSORS
+from tests.conformance.tensors import run as run_tensor
+from tests.conformance.tools import Tool
+from tests.conformance.trace import Trace
+from tests.conformance.training import WORLD_SIZE, resume
+
+UserCode = Callable[[Tool, Trace], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    code: UserCode
+    layout: str = "plain"
+    oracle: str = "stock"
+    differs: Mapping[str, str] = field(default_factory=dict)
+    must_work: bool = True
+    """Ours has to restore what is right where stock fails. Where this is false, it may raise a CheckpointError, too."""
+
+    @property
+    def world_size(self) -> int:
+        return WORLD_SIZE[self.layout]
+
+
+@functools.cache
+def modules() -> dict[str, Case]:
+    return {
+        f"{layout}-{name}": Case(
+            f"modules/{layout}-{name}",
+            functools.partial(resume, layout=layout, module=entry.make),
+            layout,
+            entry.oracle,
+            entry.differs,
+            must_work=False,
+        )
+        for name, entry in MODULES.items()
+        for layout in entry.layouts
+    }
+
+
+@functools.cache
+def optimizers() -> dict[str, Case]:
+    return {
+        f"{layout}-{name}": Case(
+            f"optimizers/{layout}-{name}",
+            functools.partial(resume, layout=layout, module=entry.module, optimizer=entry.make),
+            layout,
+            entry.oracle,
+            entry.differs,
+            must_work=entry.must_work,
+        )
+        for name, entry in OPTIMIZERS.items()
+        for layout in entry.layouts
+    }
+
+
+@functools.cache
+def moments() -> dict[str, Case]:
+    """AdamW, which has state from its first step on, and a plain model, at every moment."""
+    adam = OPTIMIZERS["AdamW"].make
+    return {
+        f"{layout}-{name}": Case(
+            f"moments/{layout}-{name}",
+            functools.partial(resume, layout=layout, module=NoHook, optimizer=adam, moment=moment),
+            layout,
+            differs=moment.differs,
+        )
+        for name, moment in MOMENTS.items()
+        for layout in moment.layouts
+    }
+
+
+@functools.cache
+def programs() -> dict[str, Case]:
+    return {
+        f"{layout}-{name}": Case(
+            f"programs/{layout}-{name}",
+            functools.partial(run, entry, layout),
+            layout,
+            entry.oracle,
+            entry.differs,
+            must_work=entry.must_work,
+        )
+        for name, entry in PROGRAMS.items()
+        for layout in entry.layouts
+    }
+
+
+@functools.cache
+def tensors() -> dict[str, Case]:
+    return {
+        f"{place}-{name}": Case(
+            f"tensors/{place}-{name}",
+            functools.partial(run_tensor, entry, place),
+            "plain" if entry.world_size == 1 else "ddp",
+            entry.oracle,
+            UNCAST_SLOT if place == "slot" and name in CAST_IN_SLOTS else entry.differs,
+            must_work=False,
+        )
+        for name, entry in TENSORS.items()
+        for place in entry.places
+    }
+
+
+CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
+    "modules": modules,
+    "optimizers": optimizers,
+    "moments": moments,
+    "programs": programs,
+    "tensors": tensors,
+}
+
+
+def find(name: str) -> Case:
+    corpus, _, rest = name.partition("/")
+    return combination(*rest.split("+")) if corpus == "random" else CORPORA[corpus]()[rest]
+
+
+def combination(layout: str, module: str, optimizer: str, moment: str) -> Case:
+    """One of each corpus."""
+    parts = MODULES[module], OPTIMIZERS[optimizer], MOMENTS[moment]
+    return Case(
+        f"random/{layout}+{module}+{optimizer}+{moment}",
+        functools.partial(resume, layout=layout, module=parts[0].make, optimizer=parts[1].make, moment=parts[2]),
+        layout,
+        differs={aspect: reason for part in parts for aspect, reason in part.differs.items()},
+        must_work=False,
+    )
+
+
+def combinable(layout: str) -> tuple[list[str], list[str], list[str]]:
+    """The modules, optimizers and moments that go with each other, and in which nothing is known to be wrong."""
+
+    def fine(corpus: str, name: str, layouts: Iterable[str], oracle: str = "stock") -> bool:
+        return layout in layouts and oracle == "stock" and not known_failure(f"{corpus}/{layout}-{name}")
+
+    return (
+        [name for name, each in MODULES.items() if fine("modules", name, each.layouts, each.oracle)],
+        [
+            name
+            for name, each in OPTIMIZERS.items()
+            if each.module is Small and fine("optimizers", name, each.layouts, each.oracle)
+        ],
+        [name for name, each in MOMENTS.items() if fine("moments", name, each.layouts)],
+    )
+
+
+def all_cases() -> list[Case]:
+    return [case for corpus in CORPORA.values() for case in corpus().values()]

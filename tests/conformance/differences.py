@@ -1,0 +1,49 @@
+"""Where we differ from stock on purpose: the aspects of a case that may differ, each with the reason.
+
+``docs/differences.md`` is made of these (``python -m tests.conformance --write-docs``), under the titles below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tests.conformance.reasons import EXACT_KEYS, EXACT_SLOTS, NO_STEP, OWN_ERRORS, REASONS, RESTORES_STATE, STRICT
+
+Differs = Mapping[str, str]
+
+STEPLESS: Differs = dict.fromkeys(("resumed state", "losses", "what the save left"), NO_STEP)
+ACCUMULATING: Differs = dict.fromkeys(("resumed state", "losses"), RESTORES_STATE)
+UNCAST_SLOTS: Differs = {"resumed state": EXACT_SLOTS}
+UNCAST_SLOT: Differs = {"values": EXACT_SLOTS}
+EXTRA_STATES: dict[str, Differs] = {
+    name: {"resumed state": EXACT_KEYS} for name in ("dict_with_int_keys", "dict_that_grows")
+}
+UNEXPECTED_KEYS: Differs = {"load": STRICT}
+OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
+
+PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+
+INTRO = """\
+# Where we differ from stock
+
+What code does with `torch.distributed.checkpoint` it does with `dcp_plugin`: the same hooks are called in the same
+order, the same values come back with their types. Where that is not so on purpose, it stands here with its reason.
+`tests/conformance` runs the same code with both and fails for any other difference, and for one of these that is gone.
+
+This page is generated from those tests: `python -m tests.conformance --write-docs`.
+"""
+
+
+def page(cases: Iterable[tuple[str, Mapping[str, str]]]) -> str:
+    """The page, from the names of the cases and what each declares."""
+    seen_in: dict[str, set[str]] = {}
+    for name, differs in cases:
+        for reason in differs.values():
+            seen_in.setdefault(reason, set()).add(name.partition("/")[0] + ": " + name.partition("-")[2])
+    parts = [INTRO]
+    for title, reason in REASONS.items():
+        names = ", ".join(f"`{name}`" for name in sorted(seen_in.pop(reason, ())))
+        parts.append(f"## {title}\n\n{reason}\n\nSeen in: {names}.\n" if names else f"## {title}\n\n{reason}\n")
+    assert not seen_in, f"reasons that have no title in reasons.py: {list(seen_in)}"
+    return "\n".join(parts)

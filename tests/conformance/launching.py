@@ -1,0 +1,109 @@
+"""Runs cases on real ranks, all of one tool and world size in one launch."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import launch
+from tests.conformance.tools import TOOLS
+from tests.conformance.trace import Raised, Trace, tracing
+
+SECONDS_PER_WAIT = 15
+"""How long a rank waits for one that has failed alone."""
+
+
+@functools.cache
+def run_cases(names: tuple[str, ...], tool: str, world_size: int) -> dict[str, list[Trace] | str]:
+    """What each rank sees of each case; or, of a case that killed a process, how."""
+    found: dict[str, list[Trace] | str] = {}
+    remaining = list(names)
+    while remaining:
+        with tempfile.TemporaryDirectory(prefix="conformance") as folder:
+            ends = launch.outcomes_of(_rank, world_size, remaining, tool, Path(folder), timeout=60 + 4 * len(names))
+            traces = [_read(Path(folder) / f"traces.{rank}") for rank in range(world_size)]
+        finished = min(map(len, traces))
+        _seconds.extend((seen.seconds, tool, name) for name, seen in zip(remaining, traces[0], strict=False))
+        found |= {name: list(seen) for name, seen in zip(remaining, zip(*traces, strict=False), strict=False)}
+        if finished < len(remaining):
+            said = [end.traceback or f"exit code {end.exit_code}" for end in ends]
+            found[remaining[finished]] = "; ".join(f"rank {rank}: {text[-600:]}" for rank, text in enumerate(said))
+        remaining = remaining[finished + 1 :]
+    return found
+
+
+def slowest() -> list[tuple[float, str, str]]:
+    """Seconds, tool and name of every case that has run."""
+    return _seconds
+
+
+_seconds: list[tuple[float, str, str]] = []
+
+
+def _rank(names: Sequence[str], tool: str, folder: Path) -> None:
+    from tests.conformance.cases import find
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    with open(folder / f"traces.{rank}", "ab") as log:
+        for number, name in enumerate(names):
+            here = folder / str(number)
+            here.mkdir(exist_ok=True)
+            with _group_of_its_own(here / "meeting", rank, world_size):
+                pickle.dump(_traced(find(name).code, tool, here), log)
+                log.flush()
+            if rank == 0:
+                shutil.rmtree(folder / str(number - 1), ignore_errors=True)
+
+
+@contextmanager
+def _group_of_its_own(meeting: Path, rank: int, world_size: int) -> Iterator[None]:
+    """A process group for one case: ranks that failed apart are together again in the next one."""
+    if world_size == 1:  # what most single processes have: no group at all
+        yield
+        return
+    store = dist.FileStore(str(meeting), world_size)
+    store.set_timeout(timedelta(seconds=2 * SECONDS_PER_WAIT))
+    waits = timedelta(seconds=SECONDS_PER_WAIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=waits)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _traced(code: Any, tool: str, folder: Path) -> Trace:
+    trace, began = Trace(), time.monotonic()
+    torch.manual_seed(0)
+    with tracing(trace):
+        try:
+            code(TOOLS[tool](trace, folder), trace)
+        except BaseException as error:
+            if trace.raised is None:
+                after = f"running after the {trace.done[-1]}" if trace.done else "running"
+                trace.raised = Raised.of(after, error)
+    trace.seconds = time.monotonic() - began
+    return trace
+
+
+def _read(path: Path) -> list[Trace]:
+    traces = []
+    with open(path, "rb") as log:
+        while True:
+            try:
+                traces.append(pickle.load(log))
+            except EOFError:
+                return traces

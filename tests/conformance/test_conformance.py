@@ -1,0 +1,126 @@
+"""Whatever a user's code does with stock DCP it does with ours; the rules are in the docstring of the package."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.conformance.cases import CORPORA, Case, all_cases, combinable, find
+from tests.conformance.checking import verdicts
+from tests.conformance.differences import PAGE, page
+from tests.conformance.known import KNOWN, known_failure
+from tests.conformance.verdict import Verdict
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a corpus runs it all
+
+
+@functools.cache
+def _verdicts(corpus: str) -> dict[str, Verdict]:
+    return verdicts(CORPORA[corpus]().values())
+
+
+def _check(case: Case, verdict: Verdict) -> None:
+    if verdict.kind in ("different", "invalid"):
+        pytest.fail(f"{case.name}:\n{verdict.told()}", pytrace=False)
+
+
+def _parameters(corpus: str) -> list[object]:
+    return [
+        pytest.param(
+            case, id=name, marks=[pytest.mark.xfail(reason=item)] if (item := known_failure(case.name)) else []
+        )
+        for name, case in CORPORA[corpus]().items()
+    ]
+
+
+@pytest.mark.parametrize("case", _parameters("modules"))
+def test_modules(case: Case) -> None:
+    _check(case, _verdicts("modules")[case.name])
+
+
+@pytest.mark.parametrize("case", _parameters("optimizers"))
+def test_optimizers(case: Case) -> None:
+    _check(case, _verdicts("optimizers")[case.name])
+
+
+@pytest.mark.parametrize("case", _parameters("moments"))
+def test_moments(case: Case) -> None:
+    _check(case, _verdicts("moments")[case.name])
+
+
+@pytest.mark.parametrize("case", _parameters("programs"))
+def test_programs(case: Case) -> None:
+    _check(case, _verdicts("programs")[case.name])
+
+
+@pytest.mark.parametrize("case", _parameters("tensors"))
+def test_tensors(case: Case) -> None:
+    _check(case, _verdicts("tensors")[case.name])
+
+
+EXAMPLES = int(os.environ.get("CONFORMANCE_EXAMPLES", "0"))
+"""Random combinations per world size; in CI the same few each time."""
+
+RANDOM = settings(
+    deadline=None, derandomize=not EXAMPLES, database=None, suppress_health_check=list(HealthCheck), print_blob=False
+)
+
+
+def _combinations(*layouts: str) -> st.SearchStrategy[str]:
+    """Names of random cases."""
+    each = [st.tuples(st.just(layout), *map(st.sampled_from, combinable(layout))) for layout in layouts]
+    return st.one_of(each).map(lambda parts: "random/" + "+".join(parts))
+
+
+@settings(RANDOM, max_examples=EXAMPLES or 10)
+@given(_combinations("plain"))
+def test_random_on_one_rank(name: str) -> None:
+    verdict = verdicts([find(name)])[name]
+    assert verdict.kind != "different", f"{name}:\n{verdict.told()}"
+
+
+def test_random_on_two_ranks() -> None:
+    """Drawn first, because what costs is the launch."""
+    drawn: dict[str, Case] = {}
+
+    @settings(RANDOM, max_examples=EXAMPLES or 40, phases=[Phase.generate])
+    @given(_combinations("ddp", "fsdp2"))
+    def draw(name: str) -> None:
+        drawn[name] = find(name)
+
+    draw()
+    found = {name: verdict for name, verdict in verdicts(drawn.values()).items() if verdict.kind == "different"}
+    told = "\n".join(f"{name}:\n{verdict.told()}" for name, verdict in found.items())
+    assert not found, f"{len(found)} of {len(drawn)}; python -m tests.conformance NAME runs one alone\n{told}"
+
+
+def test_every_corpus_is_tested() -> None:
+    assert {f"test_{corpus}" for corpus in CORPORA} <= globals().keys()
+
+
+def test_the_page_of_differences_is_what_the_cases_declare() -> None:
+    assert PAGE.read_text() == page((case.name, case.differs) for case in all_cases()), (
+        "run: python -m tests.conformance --write-docs"
+    )
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_no_declared_difference_is_gone(corpus: str) -> None:
+    """In one layout at least it is there."""
+    declared: dict[tuple[str, str], bool] = {}
+    for case in CORPORA[corpus]().values():
+        verdict, entry = _verdicts(corpus)[case.name], case.name.partition("-")[2]
+        for aspect in case.differs:
+            there = aspect in verdict.declared or aspect in verdict.better or bool(known_failure(case.name))
+            declared[entry, aspect] = declared.get((entry, aspect), False) or there
+    assert [which for which, there in declared.items() if not there] == []
+
+
+def test_every_known_failure_is_one_of_a_case() -> None:
+    names = [case.name for case in all_cases()]
+    found = {known_failure(name) for name in names}
+    assert set(KNOWN) <= found, "nothing has these names any more"
