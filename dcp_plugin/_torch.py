@@ -322,11 +322,39 @@ def load_from_state_dict(
     module._load_from_state_dict(state, prefix, metadata, True, missing, unexpected, errors)
 
 
+def has_post_load_hooks(module: nn.Module) -> bool:
+    """Whether code of the user's runs after a submodule was loaded."""
+    return any(not _is_of_torch(hook) for hook in module._load_state_dict_post_hooks.values())
+
+
 def call_post_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str], of_torch_too: bool) -> None:
+    """Call the hooks that run after a submodule was loaded.
+
+    Raises:
+        AssertionError: One returns something, as in torch.
+    """
     keys = _IncompatibleKeys(missing, unexpected)
     for hook in tuple(module._load_state_dict_post_hooks.values()):
-        if of_torch_too or not _is_of_torch(hook):
-            hook(module, keys)
+        if (of_torch_too or not _is_of_torch(hook)) and hook(module, keys) is not None:
+            raise AssertionError(f"{hook} runs after a load and has returned something; it may change keys in place")
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    cls = type(module)
+    return (cls.get_extra_state, cls.set_extra_state) != (nn.Module.get_extra_state, nn.Module.set_extra_state)
+
+
+_RESHARDS = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
+
+
+def reshard(module: nn.Module) -> None:
+    """What FSDP2 does with one module before ``state_dict()``: put its sharded parameters back in place.
+
+    The public ``FSDPModule.reshard`` does nothing after an exception in a forward.
+    """
+    for hook in tuple(module._state_dict_pre_hooks.values()):
+        if getattr(hook, "__qualname__", "") == _RESHARDS and _is_of_torch(hook):
+            hook()
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -121,7 +121,8 @@ class Loading:
             if part.kind == "module" and part.module is not None:
                 waiting += [join(part.name, key) for key in materialise(part.module)]
         match = self._match(parts)
-        left = [key for key in waiting if key not in match.targets and key not in match.deferred]
+        undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
+        left = [key for key in waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
             match.said.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "

@@ -198,7 +198,7 @@ class Matching:
     def _select(self, part: Part, place: _Place, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
-        self._keys += [join(part.name, key) for key in (*want.targets, *want.missing, *want.lost)]
+        self._keys += [join(part.name, key) for key in (*want.targets, *want.missing, *want.undecided, *want.lost)]
         chosen = {}
         for key, target in want.targets.items():
             full = join(part.name, key)
@@ -217,7 +217,8 @@ class Matching:
                     report.renamed[full] = match.stored[full]
             else:
                 report.left_out.append(full)
-        report.left_out.extend(join(part.name, key) for key in want.missing if not self._selected(part, key))
+        missing_keys = (*want.missing, *want.undecided)
+        report.left_out.extend(join(part.name, key) for key in missing_keys if not self._selected(part, key))
         lost = [join(part.name, key) for key in want.lost if self._selected(part, key)]
         report.missing.extend(lost)
         if lost:

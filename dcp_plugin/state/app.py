@@ -39,6 +39,8 @@ class Wanted:
     unexpected: list[str] = field(default_factory=list)
     alien: list[str] = field(default_factory=list)
     """The keys of a module of which nothing is stored under its own names."""
+    undecided: list[str] = field(default_factory=list)
+    """Missing keys of a module on which its own load hooks decide."""
     stored_as: dict[str, str] = field(default_factory=dict)
     """Targets that each rank had for itself, and the key of the one for this rank."""
     lost: list[str] = field(default_factory=list)
@@ -242,7 +244,7 @@ class _ModulePart:
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         targets, missing = self._loading.want(stored, paths)
         unexpected = [key for key in stored if key not in targets]
-        return Wanted(targets, missing, unexpected, self._loading.alien_to(stored))
+        return Wanted(targets, missing, unexpected, self._loading.alien_to(stored), self._loading.undecided)
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from dcp_plugin import _torch
 from dcp_plugin._torch import DTensor, overrides_load_state_dict, sharded_value
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import CleanNames
@@ -23,14 +23,13 @@ from dcp_plugin.types import memory_of
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP2 put its sharded parameters back where a forward has left whole ones.
+    """Have FSDP2 put its sharded parameters back where a forward has left whole ones, as ``state_dict()`` does.
 
-    Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones. ``state_dict()`` has the
-    same effect.
+    Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones.
     """
     for _, child in named_modules(module):
-        if isinstance(child, FSDPModule):
-            child.reshard()
+        if child._state_dict_pre_hooks:
+            _torch.reshard(child)
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:

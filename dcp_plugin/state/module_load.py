@@ -10,8 +10,9 @@ Hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from dcp_plugin._torch import (
     DTensor,
     ShardedTensor,
     call_post_load_hooks,
+    has_extra_state,
+    has_post_load_hooks,
     is_tensor,
     load_from_state_dict,
     overrides_load_state_dict,
@@ -35,6 +38,7 @@ from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import ModuleState, apply_module, clean_keys, own_tensors, same_memory, same_parameter
 from dcp_plugin.storage.index import Entry, StoredTensor
+from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath
 
 Read = Callable[[dict[str, Any]], None]
@@ -100,30 +104,49 @@ class ModuleLoad:
             self._hooked = {""}
         elif not self._fsdp1:  # whose load goes through load_state_dict as a whole
             self._hooked = set(_topmost_that_take_a_state_dict(module, ""))
-        self._below = [self.state.clean_prefix(prefix) for prefix in self._hooked]
-        self._judging = [below for below in self._below if not apply or not self._is_sharded(below)]
-        self._free = {key for key, value in self.state.values.items() if not is_tensor(value) or _is_extra(key)}
+        values, clean = self.state.values, self.state.clean_prefix
+        self._free = {key for key, value in values.items() if not is_tensor(value) or _is_extra(key)}
+        self._below = set(map(clean, self._hooked))
+        """The clean prefixes of what is handed over."""
+        sharded = {
+            parent
+            for key, value in values.items()
+            if isinstance(value, (DTensor, ShardedTensor))
+            for parent in _parents(key)
+        }
+        # Where a submodule is sharded its hooks get what the module has, sharded as it is. What else is stored stays
+        # unread: nobody could tell how to distribute it.
+        self._judging = {below for below in self._below if not apply or below not in sharded}
+        self._forgiving = set(map(clean, _with_post_hooks(module, ""))) if apply and not self._fsdp1 else set()
+        self._apart = self._tied_to_hooked()
         self._paths: Mapping[str, KeyPath] = {}
+        self._parts: dict[str, list[str]] = {}
         self._tied: dict[str, str] = {}
         self._wanted: set[str] = set()
+        self.undecided: list[str] = []
+        """Keys that are missing, after :meth:`want`, where the module's own code may know a way out."""
         self.unapplied: dict[str, Any] = {}
         """What was read and not applied, by clean FQN."""
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> tuple[dict[str, Any], list[str]]:
         """What to read: a tensor to fill, :class:`Deferred`, or None for a value; and the keys that are missing.
 
-        What is missing where the module's own code may know a way out is not listed; :meth:`take` returns it.
+        What is missing where the module's own code may know a way out is in :attr:`undecided` instead.
         """
         self._paths, values = paths, self.state.values
+        self._parts = defaultdict(list)
+        for name in stored:
+            if name not in values and (tree := next((one for one in _trees(name) if one in self._free), None)):
+                self._parts[tree].append(name)
         targets: dict[str, Any] = {}
         absent: list[str] = []
         for key, value in values.items():
             names = [key] if key in stored else []
             if key in self._free:  # what is stored says what it is, and it may be a tree
-                names = names or [name for name in stored if name.startswith(f"{key}.")]
+                names = names or self._parts.get(key, [])
                 inner = {} if is_tensor(value) else flatten({key: value})[0]
                 targets |= {name: _room(stored[name], inner.get(name)) for name in names}
-            elif names and self._is_hooked(key):
+            elif names and (key in self._apart or _is_below(key, self._below)):
                 targets[key] = _room(stored[key], value)
             elif names:
                 targets[key] = value
@@ -135,7 +158,10 @@ class ModuleLoad:
         for key, other in self._tied.items():  # else it would be applied with the old values
             values[key] = values[other]
         self._wanted = set(targets)
-        return targets, [key for key in absent if key not in self._tied and not _is_below(key, self._judging)]
+        absent = [key for key in absent if key not in self._tied]
+        self.undecided = [key for key in absent if _is_below(key, self._judging | self._forgiving)]
+        undecided = set(self.undecided)
+        return targets, [key for key in absent if key not in undecided]
 
     def alien_to(self, stored: Mapping[str, Entry]) -> list[str]:
         """The tensors of the module, if nothing of it is stored under its own names."""
@@ -162,20 +188,22 @@ class ModuleLoad:
         elif self._overridden:
             result = self._module.load_state_dict(load.whole(), **({} if strict else {"strict": False}))
             found.missing, found.unexpected = clean_keys(self.state.clean, result)
+            if not strict and not hasattr(result, "missing_keys"):  # it does not say, and was told not to raise
+                found.missing = self.undecided
         else:
             load.walk(self._module, "", None, found)
         clean = self.state.clean
-        missing = [key for key in dict.fromkeys(map(clean, found.missing)) if key not in self._tied]
+        unknown = load.missing_in_place - set(self.undecided)  # in no state dict of the module: not saved, not missed
+        missing = [key for key in dict.fromkeys(map(clean, found.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, found.unexpected))), found.errors)
 
-    def _is_hooked(self, key: str) -> bool:
-        return _is_below(key, self._below)
-
-    def _is_sharded(self, below: str) -> bool:
-        """Then its hooks get what the module has, sharded as it is, and what else is stored stays unread: nobody
-        could tell how to distribute it."""
-        sharded = (key for key, value in self.state.values.items() if isinstance(value, (DTensor, ShardedTensor)))
-        return any(key.startswith(below) for key in sharded)
+    def _tied_to_hooked(self) -> set[str]:
+        """Keys that are filled in place, but not before a submodule with hooks has filled the same parameter."""
+        if not self._below or "" in self._below:
+            return set()
+        same = same_parameter(self._module)
+        hooked = {first for key, first in same.items() if _is_below(key, self._below)}
+        return {key for key, first in same.items() if first in hooked and not _is_below(key, self._below)}
 
     def _filled_under_another_name(self, absent: list[str], targets: Iterable[str]) -> dict[str, str]:
         """Tied weights that the checkpoint has under one of their names only, as Hugging Face's have; and that name."""
@@ -192,14 +220,28 @@ class _Taking:
     def __init__(self, load: ModuleLoad, filled: dict[str, Any], read: Read) -> None:
         self._load, self._filled, self._read = load, filled, read
         complete = filled.keys() == load._wanted
-        self._touched = None if complete else {name[: name.rfind(".") + 1] for name in _with_parents(filled)}
+        self._touched = None if complete else {parent for name in filled for parent in _parents(name)}
+        self.missing_in_place: set[str] = set()
+        """Clean keys that torch would miss in submodules that were filled in place."""
         self._copies: dict[str, dict[str, str]] = defaultdict(dict)
+        self._keys_below: dict[str, list[str]] = defaultdict(list)
+        self._names_below: dict[str, list[str]] = defaultdict(list)
+        if load._fsdp1 and load._apply:
+            return  # whose load is that of the whole
         own = own_tensors(load._module)
         for key, value in load.state.values.items():
+            below = _topmost(key, load._below)
+            if below is not None:
+                self._keys_below[below].append(key)
+                continue
             free = key in load._free
-            here = key in filled or key in load._tied or (free and bool(self._parts(key, filled)))
-            if here and not load._is_hooked(key) and (free or key not in own or not same_memory(own[key], value)):
-                self._copies[key[: key.rfind(".") + 1]][key.rpartition(".")[2]] = key
+            here = key in filled or key in load._tied or (free and any(name in filled for name in load._parts[key]))
+            apart = free or key in load._apart or key not in own
+            if here and (apart or not same_memory(own[key], value)):
+                self._copies[_above(key)][key.rpartition(".")[2]] = key
+        for name in filled:
+            if (below := _topmost(name, load._below)) is not None:
+                self._names_below[below].append(name)
 
     def walk(self, module: nn.Module, prefix: str, state: dict[str, Any] | None, found: Incompatible) -> None:
         """The recursion of ``nn.Module.load_state_dict``.
@@ -213,7 +255,12 @@ class _Taking:
         metadata = self._load.state.metadata.get(prefix.removesuffix("."), {})
         if state is None and prefix in self._load._hooked:
             state = self._handed_to(prefix)
-        handed = state if state is not None else self._of_one(module, prefix, self._copies.get(clean, {}))
+        handed = state
+        if state is None:
+            handed = self._of_one(module, prefix, self._copies.get(clean, {}))
+            absent = [name for name in own_state(module) if not self._is_filled(f"{clean}{name}")]
+            found.missing += [f"{prefix}{name}" for name in absent]
+            self.missing_in_place.update(f"{clean}{name}" for name in absent)
         if handed is not None:
             load_from_state_dict(module, handed, prefix, metadata, found.missing, found.unexpected, found.errors)
         for name, child in own_modules(module):
@@ -230,34 +277,42 @@ class _Taking:
 
     def values_below(self, below: str) -> dict[str, Any]:
         """Everything below a clean prefix, read, by clean FQN."""
-        values = self._load.state.values
-        found = self._read_now([name for name in self._filled if name.startswith(below)])
-        mine = (key for key in values if key.startswith(below))
-        ordered = {key: value for key in mine if (value := self._assembled(key, found)) is not _NOTHING}
-        inside = {*ordered, *(name for key in self._load._free for name in self._parts(key, found))}
+        load = self._load
+        keys, names = self._keys_below[below], self._names_below[below]
+        if load._fsdp1 and load._apply:
+            keys, names = list(load.state.values), list(self._filled)
+        found = self._read_now(names)
+        ordered = {key: value for key in keys if (value := self._assembled(key, found)) is not _NOTHING}
+        inside = {*ordered, *(name for key in ordered if key in load._free for name in load._parts[key])}
         ordered |= {name: value for name, value in found.items() if name not in inside}
-        tied = {key: other for key, other in self._load._tied.items() if key.startswith(below)}
-        return ordered | {key: found.get(other, values[other]) for key, other in tied.items()}
+        tied = {key: load._tied[key] for key in keys if key in load._tied}
+        return ordered | {key: found.get(other, load.state.values[other]) for key, other in tied.items()}
+
+    def _is_filled(self, key: str) -> bool:
+        return key in self._filled or key in self._load._tied
 
     def _handed_to(self, prefix: str) -> OrderedDict[str, Any]:
         """What torch would hand to a submodule: its part of the state dict, under the keys of ``state_dict()``."""
         below = self._load.state.clean_prefix(prefix)
         above = prefix.replace(_CHECKPOINT_WRAPPER, "")
+        raw = self._load.state.raw
+        owners = {_above(key): _above(raw[key]) for key in self._keys_below[below] if key in raw}
         handed: OrderedDict[str, Any] = OrderedDict()
         for key, value in self.values_below(below).items():
-            raw = self._load.state.raw.get(key, "")
-            rest = raw.removeprefix(above) if raw.startswith(above) and raw else key.removeprefix(below)
-            handed[prefix + rest] = value
+            owner = next((one for one in _owners(key) if one in owners), None)  # of what is only stored: the nearest
+            name = raw.get(key) or (owners[owner] + key[len(owner) :] if owner is not None else "")
+            handed[prefix + (name[len(above) :] if name.startswith(above) and name else key[len(below) :])] = value
         return handed
 
     def _of_one(self, module: nn.Module, prefix: str, copies: Mapping[str, str]) -> dict[str, Any] | None:
         """A state dict for one module without its children, if something of it was not filled in place. What was, is
         in it as itself, and copying it onto itself does nothing."""
         own = own_state(module)
-        mine = {name: key for name, key in copies.items() if name in own or name == _EXTRA_STATE}
+        extra = has_extra_state(module)
+        mine = {name: key for name, key in copies.items() if name in own or (extra and name == _EXTRA_STATE)}
         if not mine:
             return None
-        trees = [name for key in mine.values() if key in self._load._free for name in self._parts(key, self._filled)]
+        trees = [name for key in mine.values() if key in self._load._free for name in self._load._parts[key]]
         found = self._read_now([name for name in (*mine.values(), *trees) if name in self._filled])
         values = {name: self._assembled(key, found) for name, key in mine.items()}
         values = {name: value for name, value in values.items() if value is not _NOTHING}
@@ -270,21 +325,19 @@ class _Taking:
             self._read(later)
         return {name: later.get(name, self._filled[name]) for name in names}
 
-    @staticmethod
-    def _parts(key: str, found: Iterable[str]) -> list[str]:
-        return [name for name in found if name.startswith(f"{key}.")]
-
     def _assembled(self, key: str, found: Mapping[str, Any]) -> Any:
         """The value of a key: what was read for it, or the tree of what was read below it."""
+        load = self._load
+        value = load.state.values[key]
         if key in found:
-            return found[key]
-        if key in self._load._tied and key not in self._load._free:
-            return self._load.state.values[key]
-        parts = self._parts(key, found) if key in self._load._free else []
+            return _in_the_containers_of(value, found[key])
+        if key in load._tied and key not in load._free:
+            return value
+        parts = [name for name in load._parts[key] if name in found] if key in load._free else []
         if not parts:
             return _NOTHING
-        paths = {name: ("it", *_tail(self._load._paths[name], name[len(key) + 1 :])) for name in parts}
-        return unflatten({name: found[name] for name in parts}, paths)["it"]
+        paths = {name: ("it", *_tail(load._paths[name], name[len(key) + 1 :])) for name in parts}
+        return _in_the_containers_of(value, unflatten({name: found[name] for name in parts}, paths)["it"])
 
 
 _NOTHING = object()
@@ -304,8 +357,8 @@ def _room(entry: Entry, like: Any) -> Any:
         return None
     if not is_tensor(like) or is_lazy(like):
         return Deferred(entry)
-    has_memory = type(like) in (torch.Tensor, nn.Parameter, nn.Buffer) or isinstance(like, (DTensor, ShardedTensor))
-    return Deferred(entry, like) if has_memory else like
+    plain = type(like) in EXACTLY_TENSORS and like.layout is torch.strided and not is_stored_whole(like)
+    return Deferred(entry, like) if plain or isinstance(like, (DTensor, ShardedTensor)) else like
 
 
 def _is_empty(value: Any) -> bool:
@@ -316,15 +369,55 @@ def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _is_below(key: str, prefixes: Iterable[str]) -> bool:
-    return any(key.startswith(prefix) for prefix in prefixes)
+def _with_post_hooks(module: nn.Module, prefix: str) -> Iterator[str]:
+    if has_post_load_hooks(module):
+        yield prefix
+    for name, child in own_modules(module):
+        yield from _with_post_hooks(child, f"{prefix}{name}.")
 
 
-def _with_parents(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        while name:
-            yield name
-            name = name.rpartition(".")[0]
+def _parents(key: str) -> Iterator[str]:
+    """The prefixes that a key is below: of the root and of each module around it, the outermost first."""
+    yield ""
+    at = key.find(".")
+    while at >= 0:
+        yield key[: at + 1]
+        at = key.find(".", at + 1)
+
+
+def _owners(key: str) -> Iterator[str]:
+    """:func:`_parents`, the innermost first."""
+    return reversed(list(_parents(key)))
+
+
+def _trees(name: str) -> Iterator[str]:
+    """The keys that a name may be a part of the tree of, the outermost first."""
+    return (parent[:-1] for parent in _parents(name) if parent)
+
+
+def _above(key: str) -> str:
+    return key[: key.rfind(".") + 1]
+
+
+def _topmost(key: str, prefixes: Collection[str]) -> str | None:
+    return next((parent for parent in _parents(key) if parent in prefixes), None) if prefixes else None
+
+
+def _is_below(key: str, prefixes: Collection[str]) -> bool:
+    return _topmost(key, prefixes) is not None
+
+
+def _in_the_containers_of(live: Any, value: Any) -> Any:
+    """A tree with the classes of mappings that the live one has in the same places, as stock fills these."""
+    if not isinstance(live, dict) or type(value) is not dict:
+        return value
+    inside = {key: _in_the_containers_of(live.get(key), each) for key, each in value.items()}
+    if type(live) is dict:
+        return inside
+    made = copy.copy(live)
+    made.clear()
+    made.update(inside)
+    return made
 
 
 def _tail(path: KeyPath, name: str) -> KeyPath:
