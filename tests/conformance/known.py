@@ -16,6 +16,7 @@ SHARDS_WRAPPER = "(7) LocalShardsWrapper"
 OPTIMIZER_HOOKS = "(8) state_dict and load_state_dict of an optimizer, and their hooks, are not called"
 GLOBAL_SLOTS = "(9) optimizer state that is of no parameter, or of a parameter in no single module"
 NESTED_SHARDS = "(10) a module's own nested state dict with sharded tensors"
+OTHER_DTYPE = "(12) the optimizer state of parameters that have another dtype than in the checkpoint keeps the old one"
 CALLED_TWICE = "(11) state_dict is called twice during a load"
 
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -57,6 +58,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     GLOBAL_SLOTS: (
         "optimizers/*-KeepsGlobalState", "programs/*-LooseParameter", "programs/*-OneOptimizerOverTwoModels",
     ),
+    OTHER_DTYPE: ("optimizers/*-AdamSavedInBFloat16",),
     NESTED_SHARDS: ("modules/fsdp2-OverriddenNested",),
     CALLED_TWICE: (
         *(

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from tests.conformance import differences as known
-from tests.conformance.modules import Small
+from tests.conformance.modules import SavedInBFloat16LoadedInFloat, Small
 from tests.conformance.trace import note
 
 ALL = ("plain", "ddp", "fsdp2")
@@ -266,6 +266,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "Adam": OptimizerEntry(over_all(optim.Adam), ("plain", "ddp", "fsdp2", "fsdp2@3", "fsdp1")),
     "AdamAmsgrad": OptimizerEntry(over_all(optim.Adam, amsgrad=True)),
     "AdamForeach": OptimizerEntry(over_all(optim.Adam, foreach=True)),
+    "AdamSavedInBFloat16": OptimizerEntry(over_all(optim.Adam), ("plain",), SavedInBFloat16LoadedInFloat),
     "AdamFused": OptimizerEntry(over_all(optim.Adam, fused=True)),
     "AdamMaximize": OptimizerEntry(over_all(optim.Adam, maximize=True)),
     "AdamTensorLr": OptimizerEntry(over_all(optim.Adam, lr=torch.tensor(0.1), foreach=False)),

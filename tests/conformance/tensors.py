@@ -139,7 +139,7 @@ TENSORS: dict[str, TensorEntry] = {
     "mesh_2x1_of_two_dimensions": TensorEntry(lambda: dtensor(Shard(1), Shard(0), shape=(2, 1)), 2),
     "dtensor_of_bfloat16": TensorEntry(lambda: distribute_tensor(whole().bfloat16(), mesh(), [Shard(0)]), 2),
     "plain_on_two_ranks": TensorEntry(whole, 2),
-    "not_yet_arrived": TensorEntry(not_yet_arrived, 2, ("value", "stateful")),
+    "not_yet_arrived": TensorEntry(not_yet_arrived, 2, VALUE),
     "local_shards": TensorEntry(local_shards, 2, ("value", "parameter", "stateful", "slot")),
     "one_local_shard": TensorEntry(lambda: local_shards(1), 2, ("value", "parameter", "stateful", "slot")),
     "dtensor_of_local_shards": TensorEntry(dtensor_of_local_shards, 2),

@@ -143,8 +143,12 @@ def describe_module(module: nn.Module) -> Words:
         tensors = child._parameters | child._buffers
         for key, tensor in tensors.items():
             known = tensor is not None and first.setdefault(id(tensor), name + key)
+            if known and known != name + key:
+                words[name + key] = f"same as {known}"
+                continue
             mark = _NOT_SAVED if key in child._non_persistent_buffers_set else ""
-            words[name + key + mark] = describe(tensor) if not known or known == name + key else f"same as {known}"
+            words[name + key + mark] = describe(tensor).replace(" grad", "", 1)
+            words[f"{name}{key} is trained{_NOT_SAVED}"] = str(tensor is not None and tensor.requires_grad)
         if not type(child).__module__.startswith("torch."):
             words |= {
                 name + key + _NOT_SAVED: describe(value)
