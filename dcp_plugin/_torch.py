@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import IO, Any
 
@@ -195,6 +196,18 @@ def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
             _boxes.clear()
         _boxes[where] = None if fewer_rows_than_ranks else (tuple(chunks[0].offsets), sizes)
     return _boxes[where]
+
+
+def shard_of(value: Any) -> tuple[Shape, Shape] | None:
+    """Begin and end of this rank's part of a tensor that is sharded over several ranks, without dimensions for no part;
+    None for any other tensor."""
+    if not isinstance(value, DTensor) or not any(
+        placement.is_shard() and size > 1
+        for placement, size in zip(value.placements, value.device_mesh.shape, strict=True)
+    ):
+        return None
+    box = _box_of(value)
+    return ((), ()) if box is None else (box[0], tuple(map(add, *box)))
 
 
 _MOST_BOXES = 10_000

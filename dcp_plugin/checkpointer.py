@@ -133,7 +133,7 @@ class Checkpointer:
                 return handle
             with _collector_paused(), progress.progress_line(handle.path, self._shows_progress(ranks)):
                 with walked_once():
-                    job.gather(state, self._saving.omission)
+                    job.gather(state, self._saving.omission, list(owners))
                 job.describe()
                 self._saving.write(job, ranks)
             handle._end()
@@ -330,11 +330,11 @@ class Checkpointer:
     def _save_in_background(
         self, handle: SaveHandle, job: Gathered, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
     ) -> None:
-        pool = self._pools[self._saves % len(self._pools)]
+        pool, owners = self._pools[self._saves % len(self._pools)], list(owners)
         self._background.speaks = ranks.rank == 0
         try:
             with _collector_paused(), walked_once():
-                job.gather(state, self._saving.omission)
+                job.gather(state, self._saving.omission, owners)
                 job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
                 handle._staged.set()

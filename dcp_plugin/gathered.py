@@ -13,11 +13,12 @@ from typing import Any
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.omission import Omission
+from dcp_plugin.planning.rank_local import Shards
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.pool import HostPool
 from dcp_plugin.staging.snapshot import Snapshot
-from dcp_plugin.state.app import gather_state, layouts_of, parts_of
+from dcp_plugin.state.app import gather_state, layouts_of, parts_of, shards_in
 from dcp_plugin.state.still import StillMemory
 from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import Flat, KeyPath, ShardedValue
@@ -38,6 +39,8 @@ class Gathered:
     """What was gathered, until it is described."""
     state: Flat = field(default_factory=dict)
     paths: dict[str, KeyPath] = field(default_factory=dict)
+    shards: Shards = field(default_factory=dict)
+    """Of the parameters of each optimizer, what this rank has."""
     failure: Exception | None = None
     """Gathering or copying has failed here; told when all ranks meet."""
     snapshot: Snapshot | None = None
@@ -47,14 +50,19 @@ class Gathered:
     copied: float = 0.0
     """Seconds that the copy to host memory took."""
 
-    def gather(self, state: Mapping[str, Any], omission: Omission) -> None:
-        """This rank's part of the state."""
+    def gather(self, state: Mapping[str, Any], omission: Omission, owners: list[Any]) -> None:
+        """This rank's part of the state.
+
+        Args:
+            owners: Modules and optimizers whose state dicts are in the state.
+        """
         try:
             parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, self.paths = gather_state(parts)
             self.leaves = omission.without_excluded(leaves)
             live = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
             self.writer.facts["kinds"] = {**self.kinds, **live}
+            self.shards = shards_in(parts, self.kinds, owners)
         except Exception as error:
             self.failure = error
 

@@ -30,6 +30,7 @@ from dcp_plugin.hints import (
 )
 from dcp_plugin.partial import PartialLoad, Policy
 from dcp_plugin.planning.load import first, some
+from dcp_plugin.planning.rank_local import without_rank
 from dcp_plugin.state.app import Part, Wanted
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
@@ -188,7 +189,8 @@ class Matching:
         A module does not, and its optimizer needs to know where it is."""
         entries, paths = place.entries(self._index)
         if self._given is not None and part.kind != "module":
-            keys = dict.fromkeys((*entries, *(name.removesuffix(".") for name in part.names())))
+            stored = (without_rank(key) for key in entries)
+            keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in part.names())))
             if not any(self._selected(part, key) for key in keys):
                 self._keys += [join(part.name, key) for key in keys]
                 self._match.report.left_out.extend(join(part.name, key) for key in entries)
@@ -198,7 +200,9 @@ class Matching:
     def _select(self, part: Part, place: _Place, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
-        self._keys += [join(part.name, key) for key in (*want.targets, *want.missing, *want.undecided, *want.lost)]
+        self._keys += [
+            join(part.name, key) for key in (*want.targets, *want.missing, *want.undecided, *want.lost, *want.needless)
+        ]
         chosen = {}
         for key, target in want.targets.items():
             full = join(part.name, key)

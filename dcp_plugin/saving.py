@@ -73,7 +73,7 @@ class Saving:
                 raise job.failure
             paths = dict(job.paths)
             state = self._leave_out(job.state, left_out, writer)
-            planner.take(self._local.sorted_out(state, paths, writer.facts["kinds"], ranks.rank), paths)
+            planner.take(self._local.sorted_out(state, paths, job.shards, ranks.rank), paths)
             return planner.holding()
 
         def write() -> _Written:

@@ -56,12 +56,14 @@ class LocalSlot:
         return cls(found["slot"], int(found["rank"]), (begin, end))
 
 
-def box_of(value: ShardedValue) -> Box:
-    """The part of a tensor that this rank has. A rank has one, or none."""
-    if not value.chunks:
-        return (), ()
-    chunk = value.chunks[0]
-    return chunk.offsets, tuple(at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+def without_rank(key: str) -> str:
+    """A key without the rank and the part that it may be for."""
+    found = LocalSlot.parse(key)
+    return found.slot if found else key
+
+
+Shards = Mapping[str, Mapping[str, Box]]
+"""The parts of sharded parameters that this rank has: by the name of their optimizer, and by FQN."""
 
 
 class RankLocal:
@@ -69,33 +71,42 @@ class RankLocal:
 
     def __init__(self) -> None:
         self._apart: frozenset[str] = frozenset()
-        self._doubtful: dict[str, bytes] = {}
+        self._doubtful: dict[str, tuple[str, bytes]] = {}
 
-    def sorted_out(self, state: Flat, paths: dict[str, KeyPath], kinds: Mapping[str, str], rank: int) -> Flat:
+    def sorted_out(self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int) -> Flat:
         """The state with what is known to be this rank's alone under keys of its own; ``paths`` follow."""
-        found = _slots_of_sharded(state, kinds)
-        mine = {key: box for key, box in found.items() if key in self._apart}
-        evident = {key for key, box in found.items() if key not in mine and _has_shape_of(state[key], box)}
-        self._doubtful = _hashes({key: state[key] for key in found if key not in mine and key not in evident})
-        self._doubtful |= dict.fromkeys(evident, _OWN)
+        found = _slots_of_sharded(state, shards)
+        mine = {key: one for key, one in found.items() if key in self._apart}
+        evident = {key for key, (_, box) in found.items() if key not in mine and _has_shape_of(state[key], box)}
+        hashes = _hashes({key: state[key] for key in found if key not in mine and key not in evident})
+        hashes |= dict.fromkeys(evident, _OWN)
+        self._doubtful = {key: (found[key][0], each) for key, each in hashes.items()}
         renamed: dict[str, str] = {}
-        for key, box in mine.items():
-            slot = key.rpartition(".")[2]
-            renamed[key] = key.removesuffix(slot) + str(LocalSlot(slot, rank, box))
+        for key, (slot, box) in mine.items():
+            own = str(LocalSlot(slot, rank, box))
+            renamed[key] = key.removesuffix(slot) + own
             if key in paths:
                 *above, last = paths.pop(key)
-                paths[renamed[key]] = (*above, str(last).removesuffix(slot) + str(LocalSlot(slot, rank, box)))
+                paths[renamed[key]] = (*above, str(last).removesuffix(slot) + own)
         return {renamed.get(key, key): value for key, value in state.items()}
 
     def digest(self, rank: int) -> bytes:
         """Of what might differ between ranks; empty where there is nothing of that. With what evidently does, it is
-        like that of no other rank."""
+        like that of no other rank.
+
+        Where a slot is the same for all parameters (``step`` mostly is), the parameters do not count: ranks that have
+        state for other parameters, but nothing that differs, need not compare each time.
+        """
         if not self._doubtful:
             return b""
-        if _OWN in self._doubtful.values():
-            return hashlib.blake2b(f"rank {rank}".encode(), digest_size=16).digest()
-        together = b"".join(key.encode() + each for key, each in sorted(self._doubtful.items()))
-        return hashlib.blake2b(together, digest_size=16).digest()
+        slots = {(slot, each) for slot, each in self._doubtful.values()}
+        if any(each == _OWN for _, each in slots):
+            told = f"rank {rank}".encode()
+        elif len({slot for slot, _ in slots}) == len(slots):
+            told = b"".join(slot.encode() + each for slot, each in sorted(slots))
+        else:
+            told = b"".join(key.encode() + each for key, (_, each) in sorted(self._doubtful.items()))
+        return hashlib.blake2b(told, digest_size=16).digest()
 
     def compare(self, step: str, ranks: Ranks) -> bool:
         """Find out what differs between ranks; whether anything does. Collective."""
@@ -109,38 +120,35 @@ class RankLocal:
                 if first.setdefault(key, each) != each or each == _OWN
             )
 
-        found = ranks.combine(step, lambda: self._doubtful, differing)
+        mine = {key: each for key, (_, each) in self._doubtful.items()}
+        found = ranks.combine(step, lambda: mine, differing)
         self._apart |= found
         return bool(found)
 
 
-def _slots_of_sharded(state: Flat, kinds: Mapping[str, str]) -> dict[str, Box]:
-    """The keys of plain optimizer state beside a parameter of which this rank has a part; and that part."""
-    modules = [f"{name}." for name, kind in kinds.items() if kind == "module"]
-    optimizers = [f"{name}.state." for name, kind in kinds.items() if kind == "optimizer"]
-    parts: dict[str, Box] = {}
-    plain: dict[str, str] = {}
-    for key, value in state.items():
-        part = _part_of(value)
-        for prefix in optimizers:
+def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]:
+    """The keys of plain optimizer state beside a sharded parameter; the slot, and the part that this rank has."""
+    found: dict[str, tuple[str, Box]] = {}
+    prefixes = {f"{name}.state.": boxes for name, boxes in shards.items() if boxes}
+    for key, value in state.items() if prefixes else ():
+        if isinstance(value, ShardedValue) and (value.any_rank or value.stored_whole):
+            continue
+        for prefix, boxes in prefixes.items():
             if key.startswith(prefix):
-                fqn = key[len(prefix) :].rpartition(".")[0]
-                if part is not None:
-                    parts.setdefault(fqn, part)
-                elif isinstance(value, EncodedValue) or not value.any_rank:
-                    plain[key] = fqn
-        for prefix in modules if part is not None else ():
-            if key.startswith(prefix) and part is not None:
-                parts[key[len(prefix) :]] = part
-    return {key: parts[fqn] for key, fqn in plain.items() if fqn in parts}
+                fqn, slot = _known_first(key[len(prefix) :], boxes)
+                if fqn is not None:
+                    found[key] = slot, boxes[fqn]
+    return found
 
 
-def _part_of(value: ShardedValue | EncodedValue) -> Box | None:
-    """The part that this rank has of a sharded tensor; None for anything that is whole here."""
-    if not isinstance(value, ShardedValue) or not value.any_rank:
-        return None
-    box = box_of(value)
-    return None if box == ((0,) * len(value.shape), value.shape) else box
+def _known_first(rest: str, known: Mapping[str, Box]) -> tuple[str | None, str]:
+    """A known name in front of a dot, the longest, and what is behind it."""
+    at = rest.rfind(".")
+    while at > 0:
+        if rest[:at] in known:
+            return rest[:at], rest[at + 1 :]
+        at = rest.rfind(".", 0, at)
+    return None, rest
 
 
 def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:

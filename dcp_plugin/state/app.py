@@ -7,7 +7,7 @@ of the mapping are the first segments of the keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,9 +18,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_plugin._torch import is_tensor, own_parameters, shape_of, with_memory
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
+from dcp_plugin.planning.rank_local import Box
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
-from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
+from dcp_plugin.state.optimizer import (
+    OptimizerLoad,
+    flatten_optimizer,
+    gather_optimizer,
+    group_list,
+    shards_of,
+    trained_names,
+)
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.state.walk import named_modules
@@ -45,6 +53,8 @@ class Wanted:
     """Targets that each rank had for itself, and the key of the one for this rank."""
     lost: list[str] = field(default_factory=list)
     """Those of which none is for this rank."""
+    needless: list[str] = field(default_factory=list)
+    """Those that are for other ranks only."""
     tolerated: str = ""
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
@@ -168,6 +178,23 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
     return leaves, paths
 
 
+def shards_in(parts: list[Part], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, dict[str, Box]]:
+    """The parts of sharded parameters that this rank has, by the name of their optimizer.
+
+    Args:
+        kinds: Names of parts that are state dicts. Those of optimizers are of the optimizers in ``owners``, in their
+            order, and these train its only module.
+    """
+    found = {part.name: part.shards() for part in parts if isinstance(part, _OptimizerPart)}
+    owners = list(owners)
+    modules = [one for one in owners if isinstance(one, nn.Module)]
+    optimizers = [one for one in owners if isinstance(one, torch.optim.Optimizer)]
+    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in found]
+    if len(modules) == 1 and len(names) == len(optimizers):
+        found |= {name: shards_of(modules[0], one) for name, one in zip(names, optimizers, strict=True)}
+    return found
+
+
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     """How the tensors were distributed, in words for the summary."""
     found = {id(leaf): leaf for leaf in leaves.values() if type(leaf) not in (int, float, bool)}.values()
@@ -275,6 +302,10 @@ class _OptimizerPart:
                 return state | listed, paths
         return state, {}
 
+    def shards(self) -> dict[str, Box]:
+        """See :func:`~dcp_plugin.state.optimizer.shards_of`."""
+        return shards_of(self.module, self._optimizer)
+
     def names(self) -> list[str]:
         trained = trained_names(self.module, self._optimizer)
         return [f"{kind}.{fqn}." for fqn in trained for kind in ("state", "param_groups")]
@@ -282,7 +313,7 @@ class _OptimizerPart:
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
         wanted = Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
-        wanted.stored_as, wanted.lost = self._load.stored_as, self._load.lost
+        wanted.stored_as, wanted.lost, wanted.needless = self._load.stored_as, self._load.lost, self._load.needless
         if stored and not self._load.foreign:
             wanted.tolerated = (
                 "parameters that are trained now and were not then start with fresh optimizer state, and the state of "

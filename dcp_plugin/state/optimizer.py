@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin._torch import ShardedTensor, sharded_like, sharded_value
+from dcp_plugin._torch import ShardedTensor, shard_of, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.planning.rank_local import LocalSlot, box_of
+from dcp_plugin.planning.rank_local import Box, LocalSlot
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import reshard
 from dcp_plugin.state.names import parameter_names, parameters_by_name
@@ -113,6 +113,16 @@ def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[s
     return [fqn for names in group_names(module, optimizer) for fqn in names]
 
 
+def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
+    """The parts that this rank has of the sharded parameters of an optimizer, by clean FQN. None under FSDP1, whose
+    state dicts have no state of a rank's own."""
+    if fsdp1.contains_fsdp1(module):
+        return {}
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = {fqn: shard_of(parameter) for fqn, parameter in parameters_by_name(module).items() if id(parameter) in mine}
+    return {fqn: box for fqn, box in found.items() if box is not None}
+
+
 class OptimizerLoad:
     """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
 
@@ -146,6 +156,8 @@ class OptimizerLoad:
         """Slots that each rank had for itself, and the key of the one that is for this rank."""
         self.lost: list[str] = []
         """Those of which none is for this rank."""
+        self.needless: list[str] = []
+        """Those of parameters of which this rank has no part."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
             if kind == "state" and (local := LocalSlot.parse(name)) is not None:
@@ -173,13 +185,13 @@ class OptimizerLoad:
     def _take_local(self, fqn: str, slot: str, found: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]) -> None:
         """What this rank itself had for its part of a parameter, else what another rank had for the same part."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        box = box_of(sharded_value(self._layouts[fqn])) if fqn in self._layouts else ((), ())
+        box = shard_of(self._layouts.get(fqn)) or _whole_of(self._layouts[fqn])
         fitting = [(local.rank != rank, key) for local, key in found if local.box == box]
         if fitting:
             _, self.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
             self._slots[fqn][slot] = stored[self.stored_as[f"state.{fqn}.{slot}"]]
-        elif box != ((), ()):  # a rank without a part of the parameter needs none of its state
-            self.lost.append(f"state.{fqn}.{slot}")
+        else:  # a rank without a part of the parameter needs none of its state
+            (self.lost if box != ((), ()) else self.needless).append(f"state.{fqn}.{slot}")
 
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
@@ -235,7 +247,8 @@ class OptimizerLoad:
             for parameter in group["params"]:
                 fqn = names[id(parameter)]
                 if fqn in state:
-                    complete = state[fqn].keys() == self._slots[fqn].keys()
+                    lost = any(key.startswith(f"state.{fqn}.") for key in self.lost)
+                    complete = state[fqn].keys() == self._slots[fqn].keys() and not lost
                     kept = {} if complete else self._optimizer.state.get(parameter, {})
                     self._optimizer.state[parameter] = {**kept, **state[fqn]}
                 elif fqn in touched and fqn not in self._slots:  # it never got a gradient before the checkpoint
@@ -317,6 +330,12 @@ def _names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, 
                     f"wrapped or moved? Make it after."
                 )
     return names
+
+
+def _whole_of(value: Any) -> Box:
+    """All of a tensor, as the part that a rank has."""
+    shape = sharded_value(value).shape
+    return (0,) * len(shape), shape
 
 
 def _parameter_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
