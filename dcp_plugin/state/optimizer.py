@@ -289,12 +289,20 @@ class OptimizerLoad:
         and is not this rank's own."""
         like = self._layouts[fqn]
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
+            dtype = self._dtype_of_slot(entry.dtype, like)
             if isinstance(like, ShardedTensor):
-                local = [torch.empty_like(shard.tensor, dtype=entry.dtype) for shard in like.local_shards()]
+                local = [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()]
                 return sharded_like(like, local)
-            return torch.empty_like(like.detach(), dtype=entry.dtype, requires_grad=False)
+            return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
         on_device = entry.shape != () or self._steps_on_device(fqn)
         return torch.empty(entry.shape, dtype=entry.dtype, device=like.device if on_device else "cpu")
+
+    def _dtype_of_slot(self, stored: torch.dtype, like: Any) -> torch.dtype:
+        """Torch's own optimizers want state of the dtype of the parameter, which may have been another at the save.
+        What others have is theirs: 8 bits beside 32, say."""
+        of_torch = type(self._optimizer).__module__.startswith("torch.optim.")
+        cast = of_torch and stored.is_floating_point and like.dtype.is_floating_point
+        return like.dtype if cast else stored
 
     def _steps_on_device(self, fqn: str) -> bool:
         """Optimizers keep scalars such as ``step`` on the host, unless they are fused or capturable."""

@@ -8,16 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.conformance.reasons import EXACT_KEYS, EXACT_SLOTS, NO_STEP, OWN_ERRORS, REASONS, RESTORES_STATE, STRICT
+from tests.conformance.reasons import (
+    EXACT_KEYS,
+    EXACT_SLOTS,
+    FINDS_UNSHARDED,
+    NO_STEP,
+    OWN_ERRORS,
+    REASONS,
+    RESTORES_STATE,
+    STRICT,
+)
 
 Differs = Mapping[str, str]
 
 STEPLESS: Differs = dict.fromkeys(("resumed state", "losses", "what the save left"), NO_STEP)
 ACCUMULATING: Differs = dict.fromkeys(("resumed state", "losses"), RESTORES_STATE)
+UNSHARDED: Differs = dict.fromkeys(("resumed state", "losses"), FINDS_UNSHARDED)
 UNCAST_SLOTS: Differs = {"resumed state": EXACT_SLOTS}
 UNCAST_SLOT: Differs = {"values": EXACT_SLOTS}
 EXTRA_STATES: dict[str, Differs] = {
-    name: {"resumed state": EXACT_KEYS} for name in ("dict_with_int_keys", "dict_that_grows")
+    name: {"what else is there": EXACT_KEYS} for name in ("dict_with_int_keys", "dict_that_grows")
 }
 UNEXPECTED_KEYS: Differs = {"load": STRICT}
 OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}

@@ -484,7 +484,7 @@ class HookRaisesOnSave(Small):
         raise LookupError("not now")
 
 
-@module()
+@module(differs=known.OWN_EXCEPTION)
 class HookRaisesOnLoad(Small):
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,10 @@ Where a parameter has a gradient, `set_state_dict` of torch does not invent the 
 leaves an optimizer without state as it is: the training goes on with moments of zero. We restore the state, whatever
 gradients there are."""
 
+FINDS_UNSHARDED = """\
+After a forward without a backward the root of an FSDP2 model stays unsharded, and `get_state_dict` of torch does not
+find the state of its optimizer: the checkpoint has none of it, without an error. We save and restore it."""
+
 EXACT_SLOTS = """\
 `Optimizer.load_state_dict` casts tensors in the state to the dtype of the parameter (but for `step`), and turns strings
 into the text of a generator. What we restore has the dtype, the type and the value that was saved."""
@@ -27,8 +31,9 @@ Stock passes over what a checkpoint has and the model has not. With `strict=True
 does."""
 
 OWN_ERRORS = """\
-What a user's hook raises during a save is raised on all ranks as `SaveFailed`, with the class and the message of what
-the hook raised. Stock raises the hook's exception on the rank where it happened; the others wait for that rank."""
+What a user's hook raises during a save is raised on all ranks as `SaveFailed`, and what it raises during a load on
+several ranks as `CheckpointError`, with the class and the message of what the hook raised. Stock raises the hook's
+exception on the rank where it happened; the others wait for that rank."""
 
 STOCK_ERRORS = """\
 Our errors are `CheckpointError`s, which are `Exception`s. Stock's `CheckpointException` derives from `BaseException`
@@ -42,6 +47,7 @@ interrupted. They are not listed here one by one; `python -m tests.conformance -
 REASONS = {
     "A save takes no step": NO_STEP,
     "Optimizer state is restored in the middle of an accumulation, too": RESTORES_STATE,
+    "An unsharded root is no reason to lose the optimizer's state": FINDS_UNSHARDED,
     "Optimizer state comes back as it was saved": EXACT_SLOTS,
     "Extra state comes back as it was saved": EXACT_KEYS,
     "What the model has not is an error": STRICT,
