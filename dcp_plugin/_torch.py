@@ -21,6 +21,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.distributed_c10d import _get_object_coll_device  # no public one tells a group's device
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
 
@@ -167,13 +168,22 @@ def with_memory(value: Any) -> Any:
     """A tensor to load into: the value itself or, for one on the meta device, the same with memory, as in stock DCP."""
     if not getattr(value, "is_meta", False) or isinstance(value, ShardedTensor) or nn.parameter.is_lazy(value):
         return value
-    device = value.device_mesh.device_type if isinstance(value, DTensor) else torch.get_default_device()
+    device = value.device_mesh.device_type if isinstance(value, DTensor) else _device_of_process()
     with torch.no_grad():
         made: Any = torch.empty_like(value, device=device)
     for name in _CHECKPOINTABLE:
         if hasattr(value, name) and not hasattr(made, name):
             setattr(made, name, getattr(value, name))
     return made
+
+
+def _device_of_process() -> torch.device | str:
+    """Where stock DCP puts what was on the meta device: where the process group communicates, the CPU if it can. The
+    public ``get_backend_config`` is text to be parsed."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _get_object_coll_device()
+    device = torch.get_default_device()
+    return "cpu" if device.type == "meta" else device  # inside ``with torch.device("meta")``
 
 
 def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:

@@ -174,7 +174,7 @@ class Loading:
         problems: list[str] = []
         for part in parts:
             targets = match.wanted[part.name].targets
-            if targets:
+            if targets or match.wanted[part.name].empty:
                 filled = {
                     key: self._targets[join(part.name, key)] if target is None else target
                     for key, target in targets.items()

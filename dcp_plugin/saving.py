@@ -29,7 +29,7 @@ from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.table import Location, Places
 from dcp_plugin.storage.writer import Assignment as WhereToWrite
 from dcp_plugin.storage.writer import ShardedWriter
-from dcp_plugin.types import Flat
+from dcp_plugin.types import EncodedValue, Flat
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -73,7 +73,9 @@ class Saving:
                 raise job.failure
             paths = dict(job.paths)
             state = self._leave_out(job.state, left_out, writer)
-            planner.take(self._local.sorted_out(state, paths, job.shards, ranks.rank), paths)
+            mine = self._local.sorted_out(state, paths, job.shards, ranks.rank)
+            writer.empty = [key for key, one in mine.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
+            planner.take(mine, paths)
             return planner.holding()
 
         def write() -> _Written:

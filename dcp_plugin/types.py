@@ -63,6 +63,7 @@ class EncodedValue:
     """A value that is no tensor, as the bytes that go to disk."""
 
     data: bytes
+    is_empty_mapping: bool = False
 
 
 Flat = dict[str, "ShardedValue | EncodedValue"]

@@ -165,3 +165,11 @@ def test_a_module_is_loaded_by_the_steps_of_load_state_dict() -> None:
 
 def test_python_runs_work_at_the_end_of_a_program_before_it_stops_thread_pools() -> None:
     assert callable(getattr(threading, "_register_atexit", None)), "background saves that nobody waits for would fail"
+
+
+def _devices() -> tuple[str, str]:
+    return str(_torch._get_object_coll_device()), str(_torch.with_memory(torch.empty(2, device="meta")).device)
+
+
+def test_a_process_group_tells_on_which_device_it_communicates() -> None:
+    assert launch.run(_devices, 1) == [("cpu", "cpu")]

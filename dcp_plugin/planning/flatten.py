@@ -1,13 +1,20 @@
 """Nested state to flat keys and back.
 
 Keys are the path joined by dots, as stock DCP makes them: mappings are walked, lists only if they hold tensors or
-mappings. Two things are kept that stock loses: empty containers, and mapping keys that are not text.
+mappings, and a tuple is one value. What is walked depends on who asks:
+
+- :func:`walked_by_us`: our own saves. Two things are kept that stock loses: empty mappings, and mappings with a class
+  or with keys of their own. A tuple or list with sharded tensors is walked, because one value could not have them.
+- :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Who loads them has the same containers.
+- :func:`walked_as_stored`: loads. The checkpoint says which containers are one value. Up to 0.1.0 we walked tuples
+  with tensors, and torch before 2.4 had mappings without tensors as one value.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +23,43 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.types import KeyPath
 
+Walks = Callable[[str, Any], bool]
+"""Whether the container of a key is walked, or one value."""
 
-def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+
+def walked_by_us(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        plain = not isinstance(value, Counter) and all(_mapping_part(key) is not None for key in value)
+        return bool(value) and (plain or _holds_tensors(value))
+    return _is_walked_list(value) or (type(value) in (list, tuple) and holds_sharded(value))
+
+
+def walked_by_stock(key: str, value: Any) -> bool:
+    return bool(value) if isinstance(value, Mapping) else walked_by_us(key, value)
+
+
+def walked_as_stored(stored: Collection[str], old_mappings: bool = False) -> Walks:
+    """As the checkpoint has it, and by the rules of a save where it has neither the value nor parts of it.
+
+    Args:
+        stored: The keys of the checkpoint.
+        old_mappings: Whether a mapping may be one value there, as before torch 2.4.
+    """
+
+    def has_parts(key: str) -> bool:
+        return any(other.startswith(f"{key}.") for other in stored)
+
+    def walked(key: str, value: Any) -> bool:
+        may_be_value = old_mappings or not isinstance(value, Mapping)
+        if walked_by_us(key, value):
+            return not (may_be_value and key in stored and not has_parts(key))
+        may_be_walked = isinstance(value, Mapping) or type(value) in (list, tuple)
+        return may_be_walked and bool(value) and key not in stored and has_parts(key)
+
+    return walked
+
+
+def flatten(tree: Mapping[str, Any], walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """The leaves of a nested state by key, and the path of each.
 
     Raises:
@@ -25,8 +67,7 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    for path, leaf in _walk((), tree):
-        key = ".".join(str(part[1] if isinstance(part, tuple) else part) for part in path)
+    for key, path, leaf in _walk("", (), tree, walks):
         if key in leaves:
             raise CheckpointMismatch(f"two values of the state have the key {key!r} (paths {paths[key]} and {path})")
         leaves[key] = leaf
@@ -45,7 +86,7 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
             if not isinstance(node, dict):
                 raise CheckpointMismatch(f"{key} lies inside of another value")
         node[path[-1]] = _Leaf(leaf)
-    return {str(part): _restore(node) for part, node in root.items()}
+    return {(part[1] if isinstance(part, tuple) else str(part)): _restore(node) for part, node in root.items()}
 
 
 class _Leaf:
@@ -53,6 +94,31 @@ class _Leaf:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def with_types_of(current: Any, tree: Any) -> Any:
+    """A tree of plain dicts with the classes (OrderedDict, defaultdict, Counter) that it has in a current state."""
+    if isinstance(current, Mapping) and type(tree) is dict:
+        children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
+        if type(current) is dict or not isinstance(current, dict):
+            return children
+        made = copy.copy(current)
+        made.clear()
+        made.update(children)
+        return made
+    if type(current) is type(tree) and type(tree) in (list, tuple) and len(current) == len(tree):
+        return type(tree)(map(with_types_of, current, tree))
+    return tree
+
+
+def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
+    """A stored path with the keys that are no text in a current state. Stock makes text of all."""
+    if current is None or len(current) != len(path):
+        return path
+    return tuple(
+        mine if isinstance(mine, tuple) and mine[0] == "k" and part == str(mine[1]) else part
+        for mine, part in zip(current, path, strict=True)
+    )
 
 
 def _restore(node: Any) -> Any:
@@ -67,21 +133,31 @@ def _restore(node: Any) -> Any:
     return {(part[1] if isinstance(part, tuple) else part): _restore(child) for part, child in node.items()}
 
 
-def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    if not path or _is_walked(value):
-        for key, child in value.items():
-            if key == "":
-                raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
-            part = _mapping_part(key)
-            yield from _walk((*path, str(key) if part is None else part), child)
-    elif isinstance(value, list) and _holds_more(value):
+def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
+    if path and not (isinstance(value, (Mapping, list, tuple)) and walks(key, value)):
+        yield key, path, value
+        return
+    front = f"{key}." if path else ""
+    for part, child in _children(path, value):
+        name = str(part[1] if isinstance(part, tuple) else part)
+        yield from _walk(front + name, (*path, part), child, walks)
+
+
+def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(value, Mapping):
         for position, child in enumerate(value):
-            yield from _walk((*path, position), child)
-    elif type(value) is tuple and _holds_tensors(value):
-        for position, child in enumerate(value):
-            yield from _walk((*path, ("t", position)), child)
-    else:
-        yield path, value
+            yield ("t", position) if isinstance(value, tuple) else position, child
+        return
+    for key, child in value.items():
+        if key == "":
+            raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
+        part = _mapping_part(key)
+        yield str(key) if part is None else part, child
+
+
+def is_empty_mapping(value: Any) -> bool:
+    """Stock stores nothing for it."""
+    return isinstance(value, Mapping) and not value
 
 
 def holds_sharded(value: Any) -> bool:
@@ -102,17 +178,11 @@ def _mapping_part(key: Any) -> Any:
     return None
 
 
-def _is_walked(value: Any) -> bool:
-    """Plain mappings are; a mapping with other keys than text and numbers, or of a class of its own such as a Counter,
-    only if it holds tensors, which a single value could not share out."""
-    if not isinstance(value, Mapping) or not value:
-        return False
-    plain = not isinstance(value, Counter) and all(_mapping_part(key) is not None for key in value)
-    return plain or _holds_tensors(value)
-
-
-def _holds_more(values: list[Any]) -> bool:
-    return any(isinstance(value, Mapping) for value in values) or _holds_tensors(values)
+def _is_walked_list(value: Any) -> bool:
+    """Stock's rule: a list is walked if it, or a list in it, has a mapping or a tensor in it."""
+    return isinstance(value, list) and any(
+        is_tensor(child) or isinstance(child, Mapping) or _is_walked_list(child) for child in value
+    )
 
 
 def _holds_tensors(values: Any) -> bool:

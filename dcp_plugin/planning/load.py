@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
-from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.planning.flatten import flatten, is_empty_mapping, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.storage import values
 from dcp_plugin.storage.index import CheckpointIndex
@@ -61,10 +61,11 @@ class ShardedLoadPlanner(LoadPlanner):
     ) -> None:
         assert metadata is not None
         self._tree = state_dict
-        leaves, self._paths = flatten(state_dict)
-        self._targets = self._described(leaves)
         self._keys: Collection[str] = metadata.state_dict_metadata
         known = metadata.state_dict_metadata
+        leaves, self._paths = flatten(state_dict, walked_as_stored(known, old_mappings=True))
+        leaves = {key: leaf for key, leaf in leaves.items() if key in known or not is_empty_mapping(leaf)}
+        self._targets = self._described(leaves)
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
 
     def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +134,13 @@ class ShardedLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         stored = read_item.storage_index.fqn
         allowed = any(fnmatchcase(stored, glob) for glob in self._allow_pickle)
-        _set(self._tree, self._paths[read_item.dest_index.fqn], values.decode(stored, value.getvalue(), allowed))
+        key = read_item.dest_index.fqn
+        target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed)
+        if self._strict and isinstance(target, Mapping) and isinstance(loaded, Mapping):
+            lacking = [name for name in target if name not in loaded]
+            if lacking:
+                raise CheckpointMismatch(f"{key}.{lacking[0]} is not in the checkpoint")
+        _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target = self._targets[read_item.dest_index.fqn]
@@ -276,7 +283,21 @@ def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tu
 
 
 def _set(tree: Any, path: KeyPath, value: Any) -> None:
-    steps = [part[1] if isinstance(part, tuple) else part for part in path]
-    for step in steps[:-1]:
-        tree = tree[step]
-    tree[steps[-1]] = value
+    """Replace what is at a path. A tuple on the way is replaced by one with the rest of its items."""
+    step, *rest = path
+    if isinstance(step, tuple):
+        step = step[1]
+    elif isinstance(tree, Mapping) and step not in tree:  # a key that is no text
+        step = next((key for key in tree if str(key) == step), step)
+    if rest and isinstance(tree[step], tuple):
+        tree[step] = _with_item(tree[step], tuple(rest), value)
+    elif rest:
+        _set(tree[step], tuple(rest), value)
+    else:
+        tree[step] = value
+
+
+def _with_item(items: tuple[Any, ...], path: KeyPath, value: Any) -> tuple[Any, ...]:
+    changed = list(items)
+    _set(changed, path, value)
+    return tuple(changed)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.planning.assignment import Share, assign
-from dcp_plugin.planning.flatten import flatten, holds_sharded
+from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping, walked_by_stock
 from dcp_plugin.planning.holdings import Holding, ties_of
 from dcp_plugin.storage import values
 from dcp_plugin.storage.metadata import state_metadata
@@ -66,8 +66,13 @@ class ShardedSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state, nested and of any content."""
-        leaves, self._paths = flatten(state_dict)
+        """Take the state, nested and of any content, under the keys that stock's planner gives it.
+
+        An empty mapping has none. If it had, stock's load planner would take the checkpoint for one of torch 2.3.
+        """
+        leaves, paths = flatten(state_dict, walked_by_stock)
+        leaves = {key: leaf for key, leaf in leaves.items() if not is_empty_mapping(leaf)}
+        self._paths = {key: paths[key] for key in leaves}
         self._state = encode_state(leaves, self._allow_pickle)
 
     def take(self, state: Flat, paths: dict[str, KeyPath]) -> None:
@@ -146,7 +151,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
                     f"be stored. Keep sharded tensors in dicts or lists of the state, or directly in optimizer slots."
                 )
             try:
-                flat[key] = EncodedValue(values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle)))
+                encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle))
+                flat[key] = EncodedValue(encoded, is_empty_mapping(leaf))
             except UnsafeCheckpoint as error:
                 unsafe.append(f"{key} is {error}")
     if misfits:

@@ -17,7 +17,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_plugin._torch import is_tensor, own_parameters, shape_of, with_memory
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.planning.flatten import flatten, unflatten
+from dcp_plugin.planning.flatten import (
+    Walks,
+    flatten,
+    is_empty_mapping,
+    unflatten,
+    walked_as_stored,
+    walked_by_us,
+    with_keys_of,
+    with_types_of,
+)
 from dcp_plugin.planning.rank_local import Box
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
@@ -32,6 +41,7 @@ from dcp_plugin.state.optimizer import (
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.state.walk import named_modules
+from dcp_plugin.storage import values
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath, ShardedValue
 
@@ -55,6 +65,8 @@ class Wanted:
     """Those of which none is for this rank."""
     needless: list[str] = field(default_factory=list)
     """Those that are for other ranks only."""
+    empty: bool = False
+    """Nothing is stored because the object had nothing to store; it takes that, too."""
     tolerated: str = ""
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
@@ -341,23 +353,34 @@ class _TreePart:
     def __init__(self, name: str) -> None:
         self.name = name
         self._paths: dict[str, KeyPath] = {}
+        self._empty: dict[str, Any] = {}
+        """The empty mappings that the object has now and of which nothing is stored: stock never stores them."""
+        self._order: list[str] = []
 
-    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         raise NotImplementedError
 
     def names(self) -> list[str]:
         return list(self.gather()[0])
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        current, _ = self.gather()
-        wanted = Wanted(missing=self.missing(current, stored))
+        current, mine_at = self.gather(walked_as_stored(stored))
+        needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
+        wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
+        self._order = list(current)
+        self._empty = {
+            key: value
+            for key, value in current.items()
+            if key not in needed and not any(not key or other.startswith(f"{key}.") for other in stored)
+        }
         for key, entry in stored.items():
             mine = current.get(key)
             if isinstance(entry, StoredTensor):
                 wanted.targets[key] = self._memory_for(entry, mine)
             else:
                 wanted.targets[key] = None
-        self._paths = dict(paths)
+        self._paths = {key: with_keys_of(mine_at.get(key), path) for key, path in paths.items()}
+        self._paths |= {key: mine_at[key] for key in self._empty}
         return wanted
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -373,15 +396,23 @@ class _TreePart:
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """The structure may differ from the checkpoint's; that nothing is stored at all is a miss."""
-        return [] if stored else [""]
+        return [] if stored or not current else [""]
 
-    def tree(self, filled: dict[str, Any]) -> dict[str, Any]:
-        return {} if "" in filled else unflatten(filled, self._paths)
+    def tree(self, filled: dict[str, Any]) -> Any:
+        filled = self.with_empty(filled)
+        return filled[""] if "" in filled else unflatten(filled, self._paths)
+
+    def with_empty(self, filled: dict[str, Any]) -> dict[str, Any]:
+        """What was read, and the empty mappings in their places among it."""
+        if not self._empty:
+            return filled
+        both = filled | self._empty
+        return {key: both[key] for key in self._order if key in both} | both
 
 
-def _flatten_or_empty(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """An empty mapping is a value too, stored under the bare name."""
-    return flatten(tree) if tree else ({"": {}}, {"": ()})
+    return flatten(tree, walks) if tree else ({"": {}}, {"": ()})
 
 
 class _StatefulPart(_TreePart):
@@ -391,12 +422,14 @@ class _StatefulPart(_TreePart):
     def __init__(self, name: str, value: Any) -> None:
         super().__init__(name)
         self._value = value
+        self._current: Any = {}
 
-    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return _flatten_or_empty(self._value.state_dict())
+    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        self._current = self._value.state_dict()
+        return _flatten_or_empty(self._current, walks)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        self._value.load_state_dict(self.tree(filled))
+        self._value.load_state_dict(with_types_of(self._current, self.tree(filled)))
 
 
 class _MappingPart(_TreePart):
@@ -404,13 +437,13 @@ class _MappingPart(_TreePart):
         super().__init__(name)
         self._value = value
 
-    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return _flatten_or_empty(self._value)
+    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        return _flatten_or_empty(self._value, walks)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """Whoever names the keys of a mapping wants all of them; an empty container takes what comes."""
         if not stored:
-            return [""]
+            return [""] if current else []
         empty = {key for key, value in current.items() if isinstance(value, (Mapping, list)) and not value}
         return [
             key
@@ -426,7 +459,7 @@ class _MappingPart(_TreePart):
             for key, holder in holders.items():  # the structure is there: leaf by leaf, also in lists
                 holder[_step(self._paths[key][-1])] = filled[key]
         else:
-            _update(self._value, self.tree(filled))
+            _update(self._value, with_types_of(self._value, self.tree(filled)))
 
 
 def _holder_of(node: Any, path: KeyPath) -> Any:
@@ -463,10 +496,14 @@ class _ValuePart(_TreePart):
         self._owner = owner
         self._key = key
 
-    def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        leaves, paths = flatten({"it": self._owner[self._key]})
+    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        leaves, paths = flatten({"it": self._owner[self._key]}, lambda key, value: walks(key[3:], value))
         return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
+        filled = self.with_empty(filled)
+        if not filled:
+            return
         paths = {key: ("it", *self._paths[key]) for key in filled}
-        self._owner[self._key] = unflatten(filled, paths)["it"]
+        loaded = unflatten(filled, paths)["it"]
+        self._owner[self._key] = values.on_devices_of(self._owner[self._key], loaded)

@@ -46,6 +46,7 @@ DATA_SUFFIX = ".distcp"
 
 _OURS = {METADATA, SUMMARY, INDEX}
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
+_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 _mine: dict[str, tuple[int, str]] = {}
 """The locks that this process holds: descriptor and target, by token. POSIX locks do not exclude their own process,
 and closing any descriptor of a file drops them: the records of these tokens must not be opened again."""
@@ -206,6 +207,12 @@ def uncommitted_reason(path: Path) -> str:
         return "no such directory" if not path.exists() else "not a directory"
     names = os.listdir(path)
     if METADATA not in names:
+        if any(_OF_ONE_RANK.fullmatch(name) for name in names):
+            return (
+                "it was saved without a coordinator (use_collectives=False), so each rank has a table of contents and "
+                "none is for all; torch.distributed.checkpoint.load(..., use_collectives=False) reads it, on as many "
+                "ranks. Save with use_collectives=True"
+            )
         return "its save was never committed (no .metadata)" if looks_like_checkpoint(path) else "it has no .metadata"
     if (SUMMARY in names) != (INDEX in names):
         return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"

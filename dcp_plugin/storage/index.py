@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import posixpath
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.storage.checksums import SMALLEST_BLOCK
 from dcp_plugin.storage.index_file import IndexFile
@@ -112,6 +113,13 @@ class CheckpointIndex(Mapping[str, Entry]):
         """By key, values that were read with the index. Only ``torch.save`` files have such values."""
         self.left_out: dict[str, str] = {}
         """Keys that are not stored because another checkpoint, the base, has the same, and their keys there."""
+        self.empty: Collection[str] = ()
+        """Keys of empty mappings. Stock has none for these. It takes a checkpoint that has them for one of torch 2.3,
+        and looks for keys as that version made them."""
+        self.planner_data: tuple[Any, ...] = ()
+        """In place of the paths of keys, what a planner of somebody else's made its ``planner_data``; one item."""
+        self.storage_meta: StorageMeta | None = None
+        """What stock's writer noted of its save."""
         self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
@@ -216,6 +224,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         selected = CheckpointIndex.of(table, places, files)
         selected.transforms = {(posixpath.join(below, name), at): what for (name, at), what in self.transforms.items()}
         selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
+        selected.empty = [new for new, key in names.items() if key in self.empty] if self.empty else ()
         return selected
 
     def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
@@ -228,7 +237,16 @@ class CheckpointIndex(Mapping[str, Entry]):
         both.smallest_block = self.smallest_block
         both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
         both.left_out = self.left_out
+        both.empty = [*self.empty, *other.empty]
         return both
+
+    def as_stock_knows_it(self) -> CheckpointIndex:
+        """Without the keys that stock would not have made."""
+        if not self.empty:
+            return self
+        known = self.selected({key: key for key in self if key not in set(self.empty)}, self.table.paths)
+        known.planner_data = self.planner_data
+        return known
 
     @property
     def places(self) -> Places:
@@ -273,7 +291,8 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def encode(self) -> bytes:
         """What the file of the index holds."""
-        return IndexFile(self.table, self.columns, self.files, self.smallest_block, self.left_out).encode()
+        about = self.left_out, self.empty, self.planner_data
+        return IndexFile(self.table, self.columns, self.files, self.smallest_block, *about).encode()
 
     @classmethod
     def read(cls, path: Path, sha256: str) -> CheckpointIndex:
@@ -284,7 +303,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         """
         file = IndexFile.read(path, sha256)
         index = cls(file.table, file.columns, file.files, file.smallest_block)
-        index.left_out = file.left_out
+        index.left_out, index.empty, index.planner_data = file.left_out, file.empty, file.planner_data
         index.validate(path.parent)
         return index
 

@@ -15,6 +15,8 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``block_crc``           B         running CRC32 of the payload at the end of each block
 ``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these
 ``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
+``empty``               text      optional: a JSON list of the keys of empty mappings
+``planner_data``        bytes     optional: what a planner made its own, as ``torch.save`` has it (weights only)
 ======================  ========  =====================================================================
 
 Blocks are described in :mod:`~dcp_plugin.storage.checksums`; their size follows from the payload's length.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.storage import values
 from dcp_plugin.storage.checksums import LARGEST_BLOCK
 from dcp_plugin.storage.files import read_regular
 from dcp_plugin.storage.table import NO_TENSOR, Column, Table, dtype_named
@@ -51,6 +55,8 @@ class IndexFile:
     files: dict[str, int]
     smallest_block: int
     left_out: dict[str, str]
+    empty: Collection[str] = ()
+    planner_data: tuple[Any, ...] = ()
 
     def encode(self) -> bytes:
         about = {
@@ -61,10 +67,15 @@ class IndexFile:
             "files": json.dumps(self.files),
             "paths": json.dumps({key: path_to_json(path) for key, path in self.table.paths.items()}),
         }
-        columns = self.columns
+        more: dict[str, bytes] = {}
         if self.left_out:
-            columns = {**columns, "left_out": np.frombuffer(json.dumps(self.left_out).encode(), np.uint8)}
-        return save_columns(columns, metadata=about)
+            more["left_out"] = json.dumps(self.left_out).encode()
+        if self.empty:
+            more["empty"] = json.dumps(list(self.empty)).encode()
+        if self.planner_data:
+            more["planner_data"] = values.encode(self.planner_data[0])
+        columns = {name: np.frombuffer(data, np.uint8) for name, data in more.items()}
+        return save_columns({**self.columns, **columns}, metadata=about)
 
     @classmethod
     def read(cls, path: Path, sha256: str) -> IndexFile:
@@ -139,7 +150,11 @@ class IndexFile:
                 raise ValueError("a key is both stored and left out")
         if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
             raise ValueError("shapes and boxes do not fit the dimensions")
-        return cls(table, columns, files, smallest_block, left_out)
+        empty = [str(key) for key in json.loads(columns["empty"].tobytes())] if "empty" in columns else ()
+        planner_data: tuple[Any, ...] = ()
+        if "planner_data" in columns:
+            planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
+        return cls(table, columns, files, smallest_block, left_out, empty, planner_data)
 
 
 def _split_keys(text: Column, ends: Column) -> list[str]:

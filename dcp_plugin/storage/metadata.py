@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_plugin._torch import StorageInfo
-from dcp_plugin.storage.index import CheckpointIndex, StoredValue
+from dcp_plugin.storage.index import CheckpointIndex, Location, StoredValue
 from dcp_plugin.storage.table import NO_TENSOR, Column, Table
 from dcp_plugin.types import KeyPath
 
@@ -47,17 +47,34 @@ def state_metadata(table: Table) -> dict[str, Any]:
     return state
 
 
-def metadata_of(index: CheckpointIndex) -> Metadata:
+def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
     """The DCP metadata of an index, for planners of other makes."""
+    index = index.as_stock_knows_it()
     state = state_metadata(index.table)
     storage: dict[MetadataIndex, Any] = {}
     for key in state:
         entry = index[key]
         places = [(None, entry.location)] if isinstance(entry, StoredValue) else _places(entry)
         for offsets, where in places:
-            storage[MetadataIndex(key, offsets)] = StorageInfo(where.file, where.offset, where.length)
-    paths = {key: index.path_of(key) for key in state}
-    return Metadata(state, planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
+            storage[MetadataIndex(key, offsets)] = storage_info(where)
+    said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
+    return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
+
+
+def storage_info(where: Location) -> Any:
+    """Where an item is, in DCP's words."""
+    return StorageInfo(where.file, where.offset, where.length)
+
+
+def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath] | None:
+    """The paths of keys, which DCP's own planners note; None if it is anything else that a planner made of it."""
+    if not isinstance(planner_data, Mapping):
+        return None
+    known = all(
+        key in keys and isinstance(path, (tuple, list)) and all(isinstance(part, (str, int, tuple)) for part in path)
+        for key, path in planner_data.items()
+    )
+    return dict(planner_data) if known else None
 
 
 def _places(entry: Any) -> list[tuple[Any, Any]]:
@@ -73,6 +90,7 @@ def stock_path(path: KeyPath) -> Sequence[str | int]:
 
 def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     """``.metadata`` as stock readers want it."""
+    index = index.as_stock_knows_it()
     table, memo = index.table, _Memo()
     keys = np.array([memo.number(key) for key in table.keys], np.uint32)
     files = np.array([memo.number(name) for name in index.file_names], np.uint32)
@@ -96,10 +114,12 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         for chosen, offset in ((~is_value[slots], {"offset": offsets}), (is_value[slots], {})):
             record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
             storage.append(_rows(len(chunks), record)[np.repeat(chosen, counts)].tobytes())
+    paths = {key: stock_path(table.path_of(key)) for key in table.keys}
+    planner_data = index.planner_data[0] if index.planner_data else paths
     content = memo.instance(
         Metadata,
         state_dict_metadata=[b"}(", *state, b"u"],
-        planner_data=[_plain({key: stock_path(table.path_of(key)) for key in table.keys})],
+        planner_data=[_plain(planner_data)],
         storage_data=[b"}(", *storage, b"u"],
         storage_meta=[_plain(storage_meta)],
         version=[_plain(Metadata({}).version)],

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -90,6 +91,8 @@ class ShardedReader(StorageReader):
         self._base = local_path(base) if base else None
         self._complete = complete
         self._opened: Opened | None = None
+        self.load_id = str(uuid.uuid4())
+        """Tells one load from any other."""
         self._layouts: dict[tuple[str, int], StoredChunk] = {}
         self.bytes_read = 0
         """Bytes of data files that were read, to the last one: checksum blocks and gaps included."""
@@ -146,10 +149,13 @@ class ShardedReader(StorageReader):
         if checkpoint_id:
             self.path = local_path(checkpoint_id)
         self._opened = None
+        self.load_id = str(uuid.uuid4())
         self._layouts = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return metadata_of(self.index)
+        save_id = self.summary.save_id if self.summary else None
+        noted = self.index.storage_meta or StorageMeta(str(self.opened.path), save_id)
+        return metadata_of(self.index, replace(noted, load_id=self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the index is read when it is first needed."""

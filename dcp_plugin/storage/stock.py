@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from dcp_plugin._torch import transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
@@ -26,6 +32,7 @@ from dcp_plugin.storage.commit import METADATA
 from dcp_plugin.storage.files import read_regular
 from dcp_plugin.storage.framing import Frame, frame_if_possible
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.storage.metadata import planner_paths
 from dcp_plugin.types import KeyPath
 
 _DCP = "torch.distributed.checkpoint"
@@ -37,6 +44,8 @@ _ALLOWED = {
     )
 } | {
     (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # torch 2.2 and earlier
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_get_layout"),
@@ -107,13 +116,17 @@ def index_of(metadata: Metadata, directory: Path) -> CheckpointIndex:
             (key, _entry(metadata.storage_data, key, stored)) for key, stored in metadata.state_dict_metadata.items()
         ]
         files = sorted({info.relative_path for info in metadata.storage_data.values()})
-        paths = {key: _key_path(path) for key, path in (metadata.planner_data or {}).items()}
+        noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
+        paths = {key: _key_path(path) for key, path in (noted or {}).items()}
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorrupt(f"{directory / METADATA} contradicts itself: {error!r}") from error
     sizes = {name: _size(directory, name) for name in files}
     index = CheckpointIndex.build(entries, sizes, paths)
     index.validate(directory)
     index.transforms = _transforms(metadata)
+    index.storage_meta = metadata.storage_meta if isinstance(metadata.storage_meta, StorageMeta) else None
+    if noted is None:
+        index.planner_data = (metadata.planner_data,)
     return index
 
 

@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def encode(value: Any, allow_pickle: bool = False) -> bytes:
         raise UnsafeCheckpoint(f"a {type(value).__name__} that cannot even be pickled ({error})") from error
     if not allow_pickle:
         try:
-            load_bytes(data, weights_only=True)
+            _load(data)
         except Exception as error:
             raise UnsafeCheckpoint(f"a {type(value).__name__} that only executing pickled code restores") from error
     return data
@@ -50,7 +51,7 @@ def decode(key: str, data: bytes, allow_pickle: bool = False) -> Any:
     """
     try:
         if allow_pickle or len(data) > _SMALL:
-            return load_bytes(data, weights_only=not allow_pickle)
+            return load_bytes(data, weights_only=False) if allow_pickle else _load(data)
         return copy.deepcopy(_decode_small(data))
     except Exception as error:
         raise UnsafeCheckpoint(
@@ -58,6 +59,15 @@ def decode(key: str, data: bytes, allow_pickle: bool = False) -> Any:
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__} If you trust its origin: "
             f"allow_pickle=({key!r},)."
         ) from error
+
+
+def on_devices_of(target: Any, value: Any) -> Any:
+    """The value with its tensors where those of the target are, as far as both have the same lists and tuples."""
+    if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
+        return value if target.is_meta else value.to(target.device)
+    if type(value) is type(target) and type(value) in (list, tuple) and len(value) == len(target):
+        return type(value)(map(on_devices_of, target, value))
+    return value
 
 
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
@@ -87,7 +97,21 @@ def _encode_plain(value: Any) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _decode_small(data: bytes) -> Any:
-    return load_bytes(data, weights_only=True)
+    return _load(data)
+
+
+_allowing = threading.RLock()
+
+
+def _load(data: bytes) -> Any:
+    """Without executing code. An ``io.BytesIO`` is made of bytes, a position and a dict of its attributes and runs
+    none, but torch does not count it among what is safe; and torch's list of that is one for all threads."""
+    if b"_io\nBytesIO\n" not in data:
+        return load_bytes(data, weights_only=True)
+    with _allowing:
+        added: list[Any] = [] if io.BytesIO in torch.serialization.get_safe_globals() else [io.BytesIO]
+        with torch.serialization.safe_globals(added):  # takes them out again, who ever has put them in
+            return load_bytes(data, weights_only=True)
 
 
 def _dump(value: Any) -> bytes:

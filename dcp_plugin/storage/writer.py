@@ -10,6 +10,7 @@ rank that are the same memory or the same bytes (tied weights, equal values) are
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -31,7 +32,7 @@ from torch.futures import Future
 
 from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.storage import commit, files, write_files
 from dcp_plugin.storage.framing import padded
 from dcp_plugin.storage.index import (
@@ -44,6 +45,7 @@ from dcp_plugin.storage.index import (
 )
 from dcp_plugin.storage.links import LinkableFile
 from dcp_plugin.storage.metadata import encode as encode_metadata
+from dcp_plugin.storage.metadata import planner_paths, storage_info
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
 from dcp_plugin.storage.summary import Summary
 from dcp_plugin.storage.table import NO_TENSOR, Places, Table
@@ -67,6 +69,28 @@ class Assignment:
         """The reservation's: unique to this save, and the same on all ranks."""
         return self.directory.stem
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.rank, self.directory)
+
+
+def _received(rank: int, directory: Path) -> Assignment:
+    """An assignment that has come from the coordinator, noted for :meth:`ShardedWriter.write_data`.
+
+    It comes with the plan, but the planner need not hand that on: one that caches plans (``enable_plan_caching``) gives
+    the writer the plan of an earlier save, with the directory of that save. Nothing else that DCP calls on every rank
+    hears from the coordinator, and the process group is not told to a writer that would ask there itself. The thread
+    that receives a plan is the one that writes.
+    """
+    _of_this_thread.assignment = Assignment(rank, directory)
+    return _of_this_thread.assignment
+
+
+class _OfThisThread(threading.local):
+    assignment: Assignment | None = None
+
+
+_of_this_thread = _OfThisThread()
+
 
 class ShardedWriter(StorageWriter):
     """Writer of one checkpoint directory.
@@ -80,6 +104,7 @@ class ShardedWriter(StorageWriter):
         views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
         reuse: What this rank knows of the run's last checkpoint; without it everything is written.
         aliases: More keys for stock readers, see there too.
+        overwrite: Whether a checkpoint that is there already is replaced; otherwise that is a ``RuntimeError``.
         facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
 
     Raises:
@@ -97,6 +122,7 @@ class ShardedWriter(StorageWriter):
         views: Views | None = None,
         reuse: Reuse | None = None,
         aliases: Aliases | None = None,
+        overwrite: bool = True,
         **facts: Any,
     ) -> None:
         self.path = local_path(path)
@@ -110,10 +136,14 @@ class ShardedWriter(StorageWriter):
         """Keys of tensors that the training does not mean to change."""
         self.left_out: dict[str, str] = {}
         """Keys that are not in the plan because the base has them, and their keys there. ``base`` is in the facts."""
+        self.empty: Collection[str] = ()
+        """Keys of empty mappings, of which stock readers are not told."""
         self._aliases = aliases or {}
+        self.overwrite = overwrite
+        self._driven_by_stock = False
         self.facts = facts
         self._reservation: commit.Reservation | None = None
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self.bytes_written = 0
         """Bytes of this rank's data files."""
         self.findings = NOTHING
@@ -125,15 +155,19 @@ class ShardedWriter(StorageWriter):
         if checkpoint_id:
             self.path = local_path(checkpoint_id)
         self._reservation = None
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise SaveFailed(
                 f"cannot save {self.path} with use_collectives=False: without a coordinator nobody commits it."
             )
+        self._driven_by_stock = True
+        _of_this_thread.assignment = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not self.overwrite and commit.uncommitted_reason(commit.locate(self.path)) == "":
+            raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")  # as stock's FileSystemWriter
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -141,7 +175,7 @@ class ShardedWriter(StorageWriter):
         return [replace(plan, storage_data=Assignment(rank, directory)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assignment: Assignment = plan.storage_data
+        assignment = self._assignment(plan)
         wait_until_visible(assignment.directory, self.path)
         resolved = [(item, _resolve(planner, item)) for item in plan.items]
         unique, same_as = _without_duplicates(resolved)
@@ -155,6 +189,16 @@ class ShardedWriter(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(index, where.length, where) for index, where in places.items()])
         return done
+
+    def _assignment(self, plan: SavePlan) -> Assignment:
+        """Who this rank is in this save. A plan from a planner's cache has the directory of an earlier save."""
+        planned: Assignment = plan.storage_data
+        if not self._driven_by_stock:
+            return planned
+        received, _of_this_thread.assignment = _of_this_thread.assignment, None
+        if self._reservation is not None:  # the coordinator; without a process group it receives nothing
+            return Assignment(planned.rank, self._reservation.directory)
+        return received or planned
 
     def _write(self, items: list[tuple[WriteItem, Any]], assignment: Assignment) -> list[Location]:
         """Link what is unchanged, write the rest; where each item is."""
@@ -201,15 +245,20 @@ class ShardedWriter(StorageWriter):
             entries = list(_entries(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
-        sizes = _file_sizes(self._directory())
-        self._commit(CheckpointIndex.build(entries, sizes, metadata.planner_data), len(results))
+        paths = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
+        index = CheckpointIndex.build(entries, _file_sizes(self._directory()), paths)
+        if paths is None:
+            index.planner_data = (metadata.planner_data,)
+        self._commit(index, len(results))
+        metadata.storage_data = {item: storage_info(where) for item, where in places.items()}
+        metadata.storage_meta = self.storage_meta()
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         return self.path
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -238,7 +287,14 @@ class ShardedWriter(StorageWriter):
         assert self._reservation is not None
         directory = self._reservation.directory
         index.left_out = self.left_out
-        encoded = index.encode()
+        index.empty = [key for key in self.empty if key in index]
+        try:
+            encoded = index.encode()
+        except UnsafeCheckpoint as error:
+            raise UnsafeCheckpoint(
+                f"cannot save {self.path}: the planner_data that the planner has put into the metadata is {error}. "
+                f"Make it plain (numbers, text, lists, dicts, tensors)."
+            ) from error
         for_stock = encode_metadata(with_aliases(index, self._aliases), self.storage_meta())
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
@@ -246,7 +302,7 @@ class ShardedWriter(StorageWriter):
             encoded,
             for_stock,
             self.path.parent,
-            save_id=self._save_id,
+            save_id=self.save_id,
             attached=sorted(attached.union(self._views)),
             step=self._step,
             world_size=world_size,

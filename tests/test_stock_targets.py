@@ -1,0 +1,228 @@
+"""What stock DCP brings back into a state of containers, we bring back too, in both directions: with the same values,
+bytes and classes. Stock saves and loads with its own planner and storage, next to ours."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dcp_plugin as dcp
+from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
+from tests import launch
+from tests.compare import full, same_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _tensor(at: int) -> torch.Tensor:
+    return torch.full((3,), at, dtype=torch.bfloat16)
+
+
+def _bytes_io(at: int) -> io.BytesIO:
+    file = io.BytesIO(b"abc" * (at + 1))
+    file.seek(at)
+    return file
+
+
+STATES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "tuple": lambda at: {"t": (_tensor(at), at)},
+    "tuple in a list": lambda at: {"l": [(_tensor(at), at), _tensor(at)]},
+    "list of tuples": lambda at: {"l": [(_tensor(at), at)]},
+    "tuples in tuples": lambda at: {"d": {"t": ((_tensor(at),), at), "l": [at, (at, _tensor(at))]}},
+    "lists": lambda at: {"l": [[{"a": at}], at], "m": [[at, at], [at]], "n": [_tensor(at), at, [_tensor(at)]]},
+    "nothing": lambda at: {"a": _tensor(at), "e": {}, "cfg": {"lr": at}, "l": [], "t": (), "d": {"e": {}, "b": at}},
+    "list of nothing": lambda at: {"a": at, "l": [{}]},
+    "classes": lambda at: {"o": OrderedDict(a=at, b=_tensor(at)), "d": defaultdict(list, x=at)},
+    "counter": lambda at: {"c": Counter(a=at), "d": {"lr": at}},
+    "number keys": lambda at: {"s": {0: {"m": _tensor(at)}, 1: {"m": _tensor(at)}}},
+    "file in memory": lambda at: {"f": _bytes_io(at), "d": {"f": _bytes_io(at)}},
+}
+
+
+class Saved:
+    """A stateful object that keeps what it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.given = state, None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, given: Any) -> None:
+        self.given = given
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, io.BytesIO):
+        return (one.getvalue(), one.tell()) == (other.getvalue(), other.tell())
+    return same_bytes(full(one), full(other))
+
+
+SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+    "stock": lambda state, path: stock.save(state, checkpoint_id=path),
+    "planner": lambda state, path: stock.save(
+        state, storage_writer=dcp.ShardedWriter(path), planner=dcp.ShardedSavePlanner()
+    ),
+    "writer": lambda state, path: stock.save(state, storage_writer=dcp.ShardedWriter(path)),
+    "ours": lambda state, path: dcp.save(state, path),
+}
+LOADS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+    "stock": lambda state, path: stock.load(state, checkpoint_id=path),
+    "planner": lambda state, path: stock.load(
+        state, storage_reader=dcp.ShardedReader(path), planner=dcp.ShardedLoadPlanner()
+    ),
+    "planner alone": lambda state, path: stock.load(state, checkpoint_id=path, planner=dcp.ShardedLoadPlanner()),
+    "reader": lambda state, path: stock.load(state, storage_reader=dcp.ShardedReader(path)),
+    "ours": lambda state, path: dcp.load(state, path),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_whoever_saved_it_whoever_loads_it(tmp_path: Path, name: str) -> None:
+    state = STATES[name]
+    for saver, save in SAVES.items():
+        path = tmp_path / saver
+        save(state(1), path)
+        for loader, load in LOADS.items():
+            if name == "counter" and saver == "ours" and loader in ("stock", "reader"):
+                continue  # our own saves keep a Counter as one value, so that one that is empty now gets its class back
+            found = state(0)
+            load(found, path)
+            assert same(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_stateful_object_gets_what_stock_gives_it(tmp_path: Path, name: str) -> None:
+    state = STATES[name]
+    for saver in ("stock", "ours"):
+        path = tmp_path / saver
+        SAVES[saver]({"one": Saved(state(1)), "none": Saved({})}, path)
+        for loader in ("stock", "ours"):
+            if name == "counter" and saver == "ours" and loader == "stock":
+                continue
+            one, none = Saved(state(0)), Saved({})
+            LOADS[loader]({"one": one, "none": none}, path)
+            assert none.given == {}, f"saved by {saver}, loaded by {loader}"
+            got = one.given or {}
+            assert got.keys() == state(1).keys()
+            assert all(same(got[key], value) for key, value in state(1).items()), f"{saver}, {loader}: {got}"
+
+
+class _OfEarlierVersions(ShardedSavePlanner):
+    """Up to 0.1.0, tuples with tensors were walked."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        leaves, paths = flatten(state_dict, lambda _, value: bool(value))
+        self.take(encode_state(leaves), paths)
+
+
+@pytest.mark.parametrize("name", ["tuple", "tuple in a list", "list of tuples", "tuples in tuples"])
+def test_tuples_that_earlier_versions_walked_are_read(tmp_path: Path, name: str) -> None:
+    state, path = STATES[name], tmp_path / "checkpoint"
+    stock.save(state(1), storage_writer=dcp.ShardedWriter(path), planner=_OfEarlierVersions())
+    walked, _ = flatten(state(1), lambda _, value: bool(value))
+    stored = {tensor.key for tensor in dcp.inspect(path).tensors}
+    assert stored == {key for key, leaf in walked.items() if torch.is_tensor(leaf)}
+    for loader in ("planner", "ours"):
+        found = state(0)
+        LOADS[loader](found, path)
+        assert same(found, state(1)), loader
+    one = Saved(state(0))
+    stateful = tmp_path / "stateful"
+    stock.save({"one": state(1)}, storage_writer=dcp.ShardedWriter(stateful), planner=_OfEarlierVersions())
+    dcp.load({"one": one}, stateful)
+    assert same(one.given, state(1))
+
+
+def test_mappings_that_torch_before_2_4_did_not_walk_are_read(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import _version
+
+    state, path = {"a": _tensor(1), "cfg": {"lr": 1, "more": {"b": 2}}}, tmp_path / "checkpoint"
+    _version._derived_version = "2_3"
+    try:
+        stock.save(state, checkpoint_id=path)
+    finally:
+        _version._derived_version = None
+    found: dict[str, Any] = {"a": _tensor(0), "cfg": {"lr": 0, "more": {"b": 0}}}
+    LOADS["planner"](found, path)
+    assert same(found, state)
+    with pytest.raises(BaseException, match=r"cfg\.other is not in the checkpoint"):
+        LOADS["planner"]({"cfg": {"lr": 0, "other": 0}}, path)
+
+
+def test_what_is_wanted_and_not_there_is_still_missing(tmp_path: Path) -> None:
+    for saver, save in SAVES.items():
+        path = tmp_path / saver
+        save({"a": _tensor(1), "e": {}, "d": {"b": 1}}, path)
+        for wanted in ({"e": {"x": 1}}, {"d": {"b": 1, "c": {"x": 1}}}, {"t": (_tensor(0), 1)}, {"l": []}):
+            for loader in ("planner", "ours"):
+                with pytest.raises(BaseException, match=r"is not in the checkpoint|has no|not there|missing"):
+                    LOADS[loader](dict(wanted), path)
+
+
+def _on_meta(directory: Path) -> None:
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def state(at: int) -> dict[str, Any]:
+        sharded = distribute_tensor(torch.arange(10.0).reshape(5, 2) * at, mesh, [Shard(0)])
+        return {"a": _tensor(at), "l": [_tensor(at), {"q": _tensor(at)}], "t": (_tensor(at), at), "d": {"s": sharded}}
+
+    def meta() -> dict[str, Any]:
+        found = state(0)
+        sharded = found["d"]["s"]
+        local = torch.empty_like(sharded.to_local(), device="meta")
+        on_meta = DTensor.from_local(local, mesh, [Shard(0)], shape=sharded.shape, stride=sharded.stride())
+        empty = torch.empty_like(_tensor(0), device="meta")
+        return {"a": empty, "l": [empty.clone(), {"q": empty.clone()}], "t": (empty.clone(), 0), "d": {"s": on_meta}}
+
+    for saver, save in SAVES.items():
+        save(state(1), directory / saver)
+        for loader, load in LOADS.items():
+            found = meta()
+            load(found, directory / saver)
+            assert same(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
+    dcp.save({"one": Saved(state(1))}, directory / "stateful")
+    one = Saved(meta())
+    dcp.load({"one": one}, directory / "stateful")
+    assert same(one.given, state(1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_on_the_meta_device_gets_memory_and_the_values(tmp_path: Path, world_size: int) -> None:
+    launch.run(_on_meta, world_size, tmp_path)
+
+
+def test_a_default_device_of_meta_is_no_memory(tmp_path: Path) -> None:
+    dcp.save({"a": _tensor(1)}, tmp_path / "checkpoint")
+    found = {"a": torch.empty_like(_tensor(0), device="meta")}
+    with torch.device("meta"):
+        dcp.load(found, tmp_path / "checkpoint")
+    assert same(found["a"], _tensor(1))
+
+
+def test_a_file_in_memory_that_the_user_allows_stays_allowed(tmp_path: Path) -> None:
+    dcp.save({"f": _bytes_io(1)}, tmp_path / "checkpoint")
+    for allowed in ([], [io.BytesIO]):
+        with torch.serialization.safe_globals(allowed):
+            dcp.load({"f": _bytes_io(0)}, tmp_path / "checkpoint")
+            assert (io.BytesIO in torch.serialization.get_safe_globals()) == bool(allowed)
