@@ -200,6 +200,9 @@ class Matching:
         for key, target in want.targets.items():
             full = join(part.name, key)
             if self._selected(part, key):
+                if key in want.refused:
+                    match.problems.append(f"{full} is {want.refused[key]}")
+                    continue
                 try:
                     match.targets[full] = sharded_value(target) if is_tensor(target) else None
                 except CheckpointMismatch as error:

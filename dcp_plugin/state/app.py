@@ -24,6 +24,7 @@ from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.state.walk import named_modules
 from dcp_plugin.storage.index import Entry, StoredTensor
+from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue
 
 
@@ -35,6 +36,8 @@ class Wanted:
     """Tensors to fill; None for other values, which are replaced by what was read."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Targets that there would have to be to load into, and why."""
     tolerated: str = ""
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
@@ -251,7 +254,8 @@ class _OptimizerPart:
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
-        wanted = Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
+        targets = self._load.targets()
+        wanted = Wanted(targets, self._load.missing, self._load.unexpected, self._load.refused)
         if stored and not self._load.foreign:
             wanted.tolerated = (
                 "parameters that are trained now and were not then start with fresh optimizer state, and the state of "
@@ -292,7 +296,9 @@ class _TreePart:
         for key, entry in stored.items():
             mine = current.get(key)
             if isinstance(entry, StoredTensor):
-                wanted.targets[key] = self._memory_for(entry, mine)
+                made = wanted.targets[key] = self._memory_for(entry, mine)
+                if entry.stored_whole and made is not mine and type(made) is torch.Tensor:
+                    wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
             else:
                 wanted.targets[key] = None
         self._paths = dict(paths)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_plugin._torch import DTensor, is_tensor, sharded_value
+from dcp_plugin._torch import DTensor, checkpointable_parameters, is_tensor, laid_out_like, sharded_value
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import CleanNames
+from dcp_plugin.state.walk import named_modules
 from dcp_plugin.types import memory_of
 
 
@@ -28,7 +29,10 @@ def gather_module(module: nn.Module) -> dict[str, Any]:
     if fsdp1.contains_fsdp1(module):
         return fsdp1.gather_module(module)
     clean = CleanNames(module)
-    return {clean(name): value for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    for name, own in checkpointable_parameters(named_modules(module)):
+        state[name] = laid_out_like(state[name], own)
+    return {clean(name): value for name, value in state.items()}
 
 
 def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
