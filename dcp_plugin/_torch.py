@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from operator import add
 from pathlib import Path
 from typing import IO, Any
@@ -30,8 +31,9 @@ from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory,
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = [
-    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "load_mapped", "load_structure", "pickled_tensor",
-    "record_offset", "settled", "shape_of", "sharded_like", "sharded_value", "with_memory",
+    "DTensor", "ShardedTensor", "StorageInfo", "checkpointable_parameters", "is_tensor", "laid_out_like", "load_mapped",
+    "load_structure", "pickled_tensor", "record_offset", "settled", "shape_of", "sharded_like", "sharded_value",
+    "with_memory",
 ]  # fmt: skip
 
 StorageInfo = _StorageInfo
@@ -156,6 +158,29 @@ def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
             raise ValueError(f"{size} elements at {at} are not inside of {length}")
 
 
+def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that have the fields of ``CheckpointableTensor``. Every save asks, and there are hardly any."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for prefix, module in modules
+        for name, parameter in module._parameters.items()
+        if hasattr(parameter, "global_shape") and parameter is not None
+    ]
+
+
+def laid_out_like(value: Any, parameter: Any) -> Any:
+    """A tensor that belongs to a parameter, as distributed as that: with its fields of ``CheckpointableTensor``, which
+    ``detach()`` and ``zeros_like()`` lose. Any other value as it is."""
+    if not hasattr(parameter, "global_shape") or not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "global_shape") or value.shape != parameter.shape:
+        return value
+    made: Any = value.detach()
+    for name in _CHECKPOINTABLE:
+        setattr(made, name, getattr(parameter, name))
+    return made
+
+
 def shape_of(value: Any) -> Shape | None:
     """The shape of the whole tensor; None if it can be neither stored nor filled."""
     try:
@@ -193,11 +218,7 @@ def _box_of(value: DTensor) -> tuple[Shape, Shape] | None:
         return None
     where = (tuple(value.device_mesh.shape), tuple(coordinate), value.placements, tuple(value.shape))
     if where not in _boxes:
-        if any(placement.is_partial() for placement in value.placements):
-            raise CheckpointMismatch(
-                f"a DTensor with the placements {value.placements}, of which each rank has a summand: redistribute() "
-                f"it to Shard or Replicate first"
-            )
+        _check_placements(value)
         chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
         assert len(chunks) == 1, "a DTensor has one chunk per rank"
         sizes = tuple(chunks[0].sizes)
@@ -218,6 +239,22 @@ def shard_of(value: Any) -> tuple[Shape, Shape] | None:
         return None
     box = _box_of(value)
     return ((), ()) if box is None else (box[0], tuple(map(add, *box)))
+
+
+def _check_placements(value: DTensor) -> None:
+    """Raise unless each rank has one box of the tensor."""
+    what = f"a DTensor with the placements {value.placements}"
+    if any(placement.is_partial() for placement in value.placements):
+        raise CheckpointMismatch(f"{what}, of which each rank has a summand: redistribute() it to Shard or Replicate")
+    for number, placement in enumerate(value.placements):
+        split = getattr(placement, "split_factor", 1)  # _StridedShard: the dimension was cut that often before
+        within = (at for at, other in enumerate(value.placements) if at > number and _same_dim(other, placement))
+        if split != 1 and split != prod(value.device_mesh.size(at) for at in within):
+            raise CheckpointMismatch(f"{what}, of which each rank has several boxes: redistribute() it to Shard")
+
+
+def _same_dim(one: Any, other: Any) -> bool:
+    return hasattr(one, "dim") and one.dim == other.dim
 
 
 _MOST_BOXES = 10_000

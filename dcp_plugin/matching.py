@@ -207,6 +207,9 @@ class Matching:
         for key, target in want.targets.items():
             full = join(part.name, key)
             if self._selected(part, key):
+                if key in want.refused:
+                    match.problems.append(f"{full} is {want.refused[key]}")
+                    continue
                 if isinstance(target, Deferred):
                     match.deferred[full] = target
                 else:

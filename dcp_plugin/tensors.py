@@ -8,8 +8,8 @@ all. They look like any other, with shape, dtype and strides, and reading at the
 
 A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*: as one item that
 ``torch.save`` makes of it, which is what stock DCP does. Torch's own quantized tensors are stored likewise, because
-their scales are not in their memory. Such an item is only read into a tensor of the same class: the file alone never
-decides of which class an object is made.
+their scales are not in their memory. Such an item is read into a tensor of the same class, or if the user has told
+torch that the class is safe: the file alone never decides of which class an object is made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import torch
 from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.types import memory_of
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """Types that are no subclass of anybody's."""
+
+
+OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
+"""What errors say of a stored tensor that only one of its class can take."""
 
 
 def is_stored_whole(tensor: torch.Tensor) -> bool:
@@ -56,34 +59,55 @@ def require_memory(tensor: torch.Tensor) -> None:
     Raises:
         CheckpointMismatch: What it is instead, and the way out; the caller knows the key.
     """
-    exactly = type(tensor) in EXACTLY_TENSORS
-    if not exactly and nn.parameter.is_lazy(tensor):
-        raise CheckpointMismatch("a parameter of a lazy module that has no shape yet: run a batch through it first")
-    if tensor.layout is not torch.strided and not tensor.is_nested:
-        kind = f"a {str(tensor.layout).removeprefix('torch.').removeprefix('_')} tensor"
-        raise CheckpointMismatch(f"{kind}, which is not supported: densify it (to_dense())")
+    if not _is_there(tensor):
+        raise CheckpointMismatch(_what_instead(tensor))
+    if not tensor.is_quantized:
+        _require_storable(tensor.dtype)
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Every tensor of every save is asked, so this takes a microsecond; :func:`_what_instead` takes its time."""
+    try:
+        storage = tensor.untyped_storage()
+        if type(tensor) not in EXACTLY_TENSORS and storage.device.type == "meta":
+            return False  # a FakeTensor, which warns when asked for its address
+        if tensor.layout is not torch.strided or tensor.is_nested or storage.nbytes() < _extent(tensor):
+            return False
+        if storage.data_ptr():
+            return True
+        local = tensor.is_cpu or tensor.is_cuda  # other devices may have no addresses to tell
+        return not tensor.is_meta and (not local or not tensor.numel())
+    except Exception:  # each kind without memory has its own
+        return False
+
+
+def _what_instead(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "a parameter of a lazy module that has no shape yet: run a batch through it first"
     if tensor.is_nested:
-        raise CheckpointMismatch("a nested tensor, which is not supported: keep its values() and offsets() instead")
+        return "a nested tensor, which is not supported: keep its values() and offsets() instead"
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.").removeprefix("_")
+        return f"a {kind} tensor, which is not supported: densify it (to_dense())"
     if tensor.is_meta:
-        raise CheckpointMismatch("on the meta device, where there are no values: give it memory first (to_empty())")
+        return "on the meta device, where there are no values: give it memory first (to_empty())"
     try:
         storage = tensor.untyped_storage()
         held, needed = storage.nbytes(), _extent(tensor)
-        if not exactly and storage.device.type == "meta":  # a FakeTensor, which warns when asked for its address
-            raise CheckpointMismatch(f"{_a(tensor)}, which has no values")
-        lost = needed > 0 and held >= needed and _is_local(tensor) and not storage.data_ptr()
-    except CheckpointMismatch:
-        raise
+        if storage.device.type == "meta":
+            return f"{_a(tensor)}, which has no values"
+        if held < needed:
+            return f"{_a(tensor)} whose storage has {held} bytes and should have {needed}: its memory has been freed"
     except Exception:  # each kind without memory has its own
-        lost, held, needed = True, 0, 0
-    if lost:
-        raise CheckpointMismatch(f"{_a(tensor)} without memory of its own{_way_out(tensor)}")
-    if held < needed:
-        raise CheckpointMismatch(
-            f"{_a(tensor)} whose storage has {held} bytes and should have {needed}: its memory has been freed"
+        pass
+    if type(tensor) in EXACTLY_TENSORS:
+        way_out = " (a leftover of torch.func, torch.compile or the like): store a clone() that was made outside of it"
+    else:
+        way_out = (
+            " that cannot be taken apart (it has no __tensor_flatten__ and __tensor_unflatten__): store the tensors "
+            "that it consists of"
         )
-    if not tensor.is_quantized:
-        _require_storable(tensor.dtype)
+    return f"{_a(tensor)} without memory of its own{way_out}"
 
 
 def require_parts(tensor: torch.Tensor) -> None:
@@ -108,30 +132,16 @@ def require_parts(tensor: torch.Tensor) -> None:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes of the storage up to the tensor's last element."""
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes if tensor.nbytes else 0
     if not tensor.numel():
         return 0
-    if tensor.is_contiguous():
-        return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + int(last) + 1) * tensor.itemsize
 
 
-def _is_local(tensor: torch.Tensor) -> bool:
-    """Other devices may have no addresses to tell."""
-    return tensor.is_cpu or tensor.is_cuda
-
-
 def _a(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}"
-
-
-def _way_out(tensor: torch.Tensor) -> str:
-    if type(tensor) in EXACTLY_TENSORS:
-        return " (a leftover of torch.func, torch.compile or the like): store a clone() that was made outside of it"
-    return (
-        " that cannot be taken apart (it has no __tensor_flatten__ and __tensor_unflatten__): store the tensors that "
-        "it consists of"
-    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -245,9 +255,8 @@ def decode(data: bytes | bytearray, target: torch.Tensor) -> Any:
             if not unknown:
                 raise
             raise UnsafeCheckpoint(
-                f"stored as an object of {', '.join(unknown)}, which is only loaded into a tensor of that class, and "
-                f"the target is {_a(target)}. Give the target that class first (for optimizer state, take one step), "
-                f"or, if you trust it, say torch.serialization.add_safe_globals([...])"
+                f"stored as an object of {', '.join(unknown)}, and the target is {_a(target)}. Give the target that "
+                f"class, or say that you trust it: torch.serialization.add_safe_globals([...])"
             ) from error
 
 
@@ -286,23 +295,24 @@ def size_of(tensor: torch.Tensor) -> int:
 def fill(target: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy what was loaded into the target: part by part where they consist of the same, else as the class does it.
 
+    Into a plain tensor goes what ``copy_`` makes of the other class, as in stock DCP.
+
     Raises:
-        CheckpointMismatch: They are of different classes, or the class cannot. Without the key.
+        CheckpointMismatch: They are of two classes, or theirs cannot. Without the key.
     """
-    if _is_wrapper(loaded) and type(loaded) is not type(target):
-        raise CheckpointMismatch(
-            f"stored as {_a(loaded)} and is {_a(target)} here: give the target that class first (for optimizer state, "
-            f"take one step)"
-        )
+    if _is_wrapper(loaded) and _is_wrapper(target) and type(loaded) is not type(target):
+        raise CheckpointMismatch(f"stored as {_a(loaded)} and is {_a(target)} here")
     with torch.no_grad():
-        if _is_wrapper(loaded) and _consist_of_the_same(target, loaded):
+        if _is_wrapper(loaded) and _is_wrapper(target) and _consist_of_the_same(target, loaded):
             for mine, other in zip(_parts(target).values(), _parts(loaded).values(), strict=True):
                 fill(mine, other)
             return
         try:
             target.copy_(loaded)
         except Exception as error:
-            raise CheckpointMismatch(f"{_a(target)} that cannot take what is stored ({_line(error)})") from error
+            raise CheckpointMismatch(
+                f"{_a(target)} that cannot take what is stored, {_a(loaded)} ({_line(error)})"
+            ) from error
 
 
 def _consist_of_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -348,6 +358,6 @@ def _line(error: Exception) -> str:
 
 
 __all__ = [
-    "EXACTLY_TENSORS", "WholeItem", "copied", "decode", "fill", "is_stored_whole", "memory_of", "narrowed",
+    "EXACTLY_TENSORS", "OF_ITS_OWN_CLASS", "WholeItem", "copied", "decode", "fill", "is_stored_whole", "narrowed",
     "require_memory", "require_parts", "size_of",
 ]  # fmt: skip

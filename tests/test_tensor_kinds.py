@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
@@ -377,14 +378,19 @@ def _other_targets(directory: Path) -> None:
     _quiet()
     saved = {"two": _two(1), "plain": _numbers(1), "wide": _numbers(1).double()}
     dcp.save({"s": saved}, directory)
-    for target in ({"two": _numbers(2)}, {}, {"two": _scaled(2)}):
-        with pytest.raises(dcp.UnsafeCheckpoint, match=r"s\.two is stored .*TwoTensor"):
-            dcp.load({"s": target}, directory)
-    with (
-        torch.serialization.safe_globals([TwoTensor]),
-        pytest.raises(dcp.CheckpointMismatch, match=r"s\.two is stored"),
-    ):
-        dcp.load({"s": {"two": _numbers(2)}}, directory)
+    only = dcp.PartialLoad(include=["s.two"], cast=True)
+    for target in ({"two": _numbers(2)}, {"two": _scaled(2)}):
+        with pytest.raises(dcp.UnsafeCheckpoint, match=r"s\.two is stored as .*TwoTensor"):
+            dcp.load({"s": target}, directory, partial=only)
+    with torch.serialization.safe_globals([TwoTensor]):
+        with pytest.raises(dcp.CheckpointMismatch, match=r"s\.two is stored as a TwoTensor and is a _Scaled here"):
+            dcp.load({"s": {"two": _scaled(2)}}, directory, partial=only)
+        with pytest.raises(dcp.CheckpointMismatch, match=r"s\.two is stored as a tensor subclass .*: have one there"):
+            dcp.load({"s": {}}, directory)
+        ours, its = {"s": {"two": _numbers(2)}}, {"s": {"two": _numbers(2)}}
+        dcp.load(ours, directory, partial=only)
+        stock.load(its, checkpoint_id=directory)
+        _assert_same(ours["s"], its["s"], "what copy_ makes of it")
     with pytest.raises(dcp.CheckpointMismatch, match=r"s\.two has shape"):
         dcp.load({"s": {"two": _two(2, 2, 2)}}, directory)
     found = {"plain": _two(2), "wide": _two(2)}
@@ -482,6 +488,12 @@ def _models(directory: Path) -> None:
             wrong = [key for key in wanted if _differ(_content(found[key]), wanted[key])]
             assert not wrong, (path.name, wrong)
             assert other.frozen is other.again and dcp.verify(path).ok
+    quantized = torch.optim.SGD(other.parameters(), momentum=0.9)
+    quantized.state[other.plain]["momentum_buffer"] = _scaled(1)
+    dcp.save({"model": other, "optim": quantized}, directory / "slots")
+    quantized.state.clear()
+    with pytest.raises(dcp.CheckpointMismatch, match=r"plain\.momentum_buffer is stored as .* take one step"):
+        dcp.load({"model": other, "optim": quantized}, directory / "slots")
     fresh = _Model(3)
     unstepped = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=9)
     dcp.load({"model": fresh, "optim": unstepped}, directory / "0")
@@ -580,6 +592,7 @@ def _reshard(path: Path, rank: int) -> None:
     for key, target, reason in (
         ("sealed", DTensor.from_local(_sealed_columns(), mesh, [Shard(1)], run_check=False), "no part can be taken"),
         ("plain_0_8", DTensor.from_local(torch.zeros(8, 6), mesh, [Partial()], run_check=False), "summand"),
+        ("plain_0_8", distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2)]), "several boxes"),
     ):
         with pytest.raises(dcp.CheckpointMismatch, match=rf"s\.{key} is .*{reason}"):
             dcp.load({"s": {key: target}}, path, partial=dcp.PartialLoad(include=[f"s.{key}"]))
@@ -588,6 +601,71 @@ def _reshard(path: Path, rank: int) -> None:
     with pytest.raises(dcp.CheckpointMismatch, match=r"s\.y is a _Closed") as said:
         dcp.save({"s": bad}, path.parent / "bad")
     assert "s.x is a DTensor with the placements" in str(said.value) and not (path.parent / "bad").exists()
+
+
+class _Rows(nn.Module):
+    """This rank's rows of a weight, behind a row of padding."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        local = torch.cat((torch.full((1, 6), -1.0), _rows_of(_numbers(at, 8, 6), 2)))
+        self.weight = _checkpointable(nn.Parameter(local), (8, 6), ((4 * rank, 0),), ((1, 0),), ((4, 6),))
+
+
+def _rows_trained(at: int) -> tuple[_Rows, torch.optim.Optimizer]:
+    model = _Rows(at)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = model.weight.detach() * at
+    optimizer.step()
+    return model, optimizer
+
+
+def _strided(directory: Path) -> None:
+    """As FSDP2 over tensor parallelism has it."""
+    _quiet()
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = _numbers(1, 8, 6)
+    made = distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+    two = TwoTensor(made.to_local().clone(), made.to_local() + 1)
+    both = DTensor.from_local(two, mesh, made.placements, run_check=False, shape=(8, 6), stride=(6, 1))
+    dcp.save({"s": {"x": made, "two": both}}, directory)
+    found: dict[str, Any] = {"x": torch.zeros(8, 6)}
+    dcp.load({"s": found}, directory, partial=dcp.PartialLoad(include=["s.x"]))
+    assert same_bytes(found["x"], whole)
+    parts = [_numbers(5, 4, 6) for _ in range(2)]
+    rows = DTensor.from_local(TwoTensor(*parts), mesh, [Replicate(), Shard(0)], run_check=False)
+    dcp.load({"s": {"two": rows}}, directory, partial=dcp.PartialLoad(include=["s.two"]))
+    mine = whole.chunk(2)[mesh.get_local_rank(1)]
+    assert same_bytes(parts[0], mine) and same_bytes(parts[1], mine + 1)
+
+
+def test_shards_of_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
+    launch.run(_strided, 4, tmp_path / "checkpoint")
+
+
+def _module_of_rows(directory: Path) -> None:
+    _quiet()
+    rank = dist.get_rank()
+    model, optimizer = _rows_trained(1)
+    slots = optimizer.state[model.weight]
+    for staging in ("blocking", "lazy"):
+        _save_async({"model": model, "optim": optimizer}, directory / staging, staging)
+        (other, stepped), fresh = _rows_trained(2), _Rows(3)
+        unstepped = torch.optim.AdamW(fresh.parameters())
+        for target, its in ((other, stepped), (fresh, unstepped)):
+            before = target.weight.detach()[0].clone()
+            dcp.load({"model": target, "optim": its}, directory / staging)
+            assert same_bytes(target.weight.detach()[1:], model.weight.detach()[1:])
+            assert same_bytes(target.weight.detach()[0], before), "padding is nobody's"
+            assert same_bytes(its.state[target.weight]["exp_avg"][1:], slots["exp_avg"][1:])
+    whole = {"model": {"weight": torch.zeros(8, 6)}}
+    stock.load(whole, checkpoint_id=directory / "lazy")
+    assert same_bytes(whole["model"]["weight"][4 * rank : 4 * rank + 4], model.weight.detach()[1:])
+
+
+def test_a_module_of_local_rows_and_its_optimizer_are_saved_and_loaded_whole(tmp_path: Path) -> None:
+    launch.run(_module_of_rows, 2, tmp_path)
 
 
 def _sealed_columns() -> _Sealed:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_plugin import _torch
 from dcp_plugin.state import fsdp1
@@ -99,6 +102,38 @@ def _fsdp1_internals() -> None:
 
 def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
     launch.run(_fsdp1_internals, 2)
+
+
+def test_torch_has_no_address_for_what_has_no_memory() -> None:
+    """What keeps us from reading there, at any offset; and an offset is why the tensor's own address says nothing."""
+    inner = torch.zeros(9)[3:]
+    tensor = TwoTensor(inner, inner)
+    assert tensor.data_ptr() == 3 * tensor.itemsize
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        tensor.untyped_storage().data_ptr()
+    assert torch.empty(3, device="meta").untyped_storage().data_ptr() == 0
+
+
+def test_a_collective_that_is_under_way_is_waited_for() -> None:
+    pending = AsyncCollectiveTensor(torch.arange(3.0))
+    assert type(_torch.settled(pending)) is torch.Tensor and torch.equal(_torch.settled(pending), torch.arange(3.0))
+
+
+def test_tensors_with_the_protocol_of_dcp_tell_their_chunks() -> None:
+    parts = [torch.zeros(2, 1), torch.ones(2, 2)]
+    value = _torch.sharded_value(LocalShardsWrapper(parts, [(0, 0), (0, 1)]))
+    assert [(chunk.offsets, chunk.sizes) for chunk in value.chunks] == [((0, 0), (2, 1)), ((0, 1), (2, 2))]
+    assert [chunk.tensor.data_ptr() for chunk in value.chunks] == [part.data_ptr() for part in parts]
+    fields = getattr(torch.distributed.checkpoint, "CheckpointableTensor", None)  # from torch 2.14 on
+    assert fields is None or set(fields.__annotations__) == set(_torch._CHECKPOINTABLE)
+
+
+def test_to_leave_safe_globals_forgets_what_was_known_before() -> None:
+    """Why we do not name again what the user has named."""
+    with torch.serialization.safe_globals([TwoTensor]):
+        with torch.serialization.safe_globals([TwoTensor]):
+            pass
+        assert TwoTensor not in torch.serialization.get_safe_globals()
 
 
 def test_torch_tells_how_to_undo_its_stream_transforms() -> None:

@@ -24,7 +24,7 @@ from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.staging.pool import HostPool, Place
 from dcp_plugin.storage.hostmemory import address_of, is_plain_memory
-from dcp_plugin.tensors import EXACTLY_TENSORS, copied, is_stored_whole, require_memory
+from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
 _SMALL = 64 << 10
@@ -196,7 +196,7 @@ def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
     That of a plain tensor is detached: it is what it is now, whatever the other's ``.data`` will be.
     """
     if type(leaf) in EXACTLY_TENSORS:
-        if leaf.layout is not torch.strided or is_stored_whole(leaf) or hasattr(leaf, "global_shape"):
+        if leaf.layout is not torch.strided or leaf.is_quantized or hasattr(leaf, "global_shape"):
             return ()
         try:
             return (leaf.detach(),)

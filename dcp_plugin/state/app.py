@@ -43,6 +43,7 @@ from dcp_plugin.state.source import join
 from dcp_plugin.state.walk import named_modules
 from dcp_plugin.storage import values
 from dcp_plugin.storage.index import Entry, StoredTensor
+from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue
 
 
@@ -67,6 +68,8 @@ class Wanted:
     """Those that are for other ranks only."""
     empty: bool = False
     """Nothing is stored because the object had nothing to store; it takes that, too."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Targets that there would have to be to load into, and why."""
     tolerated: str = ""
     """If missing and unexpected keys are no error, what they mean, for a warning."""
 
@@ -324,7 +327,8 @@ class _OptimizerPart:
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
-        wanted = Wanted(self._load.targets(), self._load.missing, self._load.unexpected)
+        targets = self._load.targets()
+        wanted = Wanted(targets, self._load.missing, self._load.unexpected, refused=self._load.refused)
         wanted.stored_as, wanted.lost, wanted.needless = self._load.stored_as, self._load.lost, self._load.needless
         if stored and not self._load.foreign:
             wanted.tolerated = (
@@ -376,7 +380,9 @@ class _TreePart:
         for key, entry in stored.items():
             mine = current.get(key)
             if isinstance(entry, StoredTensor):
-                wanted.targets[key] = self._memory_for(entry, mine)
+                made = wanted.targets[key] = self._memory_for(entry, mine)
+                if entry.stored_whole and made is not mine and type(made) is torch.Tensor:
+                    wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
             else:
                 wanted.targets[key] = None
         self._paths = {key: with_keys_of(mine_at.get(key), path) for key, path in paths.items()}

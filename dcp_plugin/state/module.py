@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from dcp_plugin import _torch
-from dcp_plugin._torch import DTensor, overrides_load_state_dict, sharded_value
+from dcp_plugin._torch import (
+    DTensor,
+    checkpointable_parameters,
+    laid_out_like,
+    overrides_load_state_dict,
+    sharded_value,
+)
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.names import CleanNames
 from dcp_plugin.state.walk import named_modules
@@ -61,6 +67,9 @@ class ModuleState:
             values = fsdp1.gather_module(module)
             return cls(values, {key: key for key in values}, {}, clean)
         state = module.state_dict()
+        for name, own in checkpointable_parameters(named_modules(module)):
+            if name in state:
+                state[name] = laid_out_like(state[name], own)
         raw = {clean(name): name for name in state}
         return cls({key: state[name] for key, name in raw.items()}, raw, getattr(state, "_metadata", None) or {}, clean)
 

@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin._torch import ShardedTensor, shard_of, sharded_like, sharded_value
+from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.rank_local import Box, LocalSlot
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import reshard
 from dcp_plugin.state.names import parameter_names, parameters_by_name
 from dcp_plugin.storage.index import Entry, StoredTensor
+from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath
 
 GROUPS = "param_groups"
@@ -49,7 +50,11 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
         return fsdp1.gather_optimizer(module, optimizer)
     reshard(module)
     names = _names_of(module, optimizer)
-    state = {names[id(parameter)]: dict(slots) for parameter, slots in _parameter_state(optimizer).items() if slots}
+    state = {
+        names[id(parameter)]: _laid_out(slots, parameter) if hasattr(parameter, "global_shape") else dict(slots)
+        for parameter, slots in _parameter_state(optimizer).items()
+        if slots
+    }
     groups = [
         {**_fields(group), "params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -179,6 +184,8 @@ class OptimizerLoad:
         """Parameters of the optimizer that the checkpoint's optimizer had not: unfrozen since, for one."""
         self.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - self._here)]
         """Parameters of the checkpoint's optimizer that the optimizer has not: frozen since, for one."""
+        self.refused: dict[str, str] = {}
+        """Slots that the optimizer would have to have already, and why; known when the targets are."""
         if self._hyper:
             self._group_list = {}
 
@@ -201,9 +208,13 @@ class OptimizerLoad:
             for slot, entry in self._slots.get(fqn, {}).items():
                 key = f"state.{fqn}.{slot}"
                 if isinstance(entry, StoredTensor):
-                    existing = current.get(fqn, {}).get(slot)
-                    usable = isinstance(existing, torch.Tensor) and tuple(existing.shape) == entry.shape
+                    existing = laid_out_like(current.get(fqn, {}).get(slot), self._layouts[fqn])
+                    usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
                     targets[key] = existing if usable else self._allocate(fqn, entry, own=key in self.stored_as)
+                    if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
+                        self.refused[key] = (
+                            f"{OF_ITS_OWN_CLASS}, and not there yet: let the optimizer take one step first"
+                        )
                 else:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
@@ -293,7 +304,7 @@ class OptimizerLoad:
             if isinstance(like, ShardedTensor):
                 local = [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()]
                 return sharded_like(like, local)
-            return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
+            return laid_out_like(torch.empty_like(like.detach(), dtype=dtype, requires_grad=False), like)
         on_device = entry.shape != () or self._steps_on_device(fqn)
         return torch.empty(entry.shape, dtype=entry.dtype, device=like.device if on_device else "cpu")
 
@@ -325,6 +336,10 @@ class OptimizerLoad:
                 merged.setdefault(field, value)
                 source.setdefault(field, fqn)
         return merged
+
+
+def _laid_out(slots: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    return {slot: laid_out_like(value, parameter) for slot, value in slots.items()}
 
 
 def _names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

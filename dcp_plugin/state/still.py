@@ -9,7 +9,7 @@ are fresh copies already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class StillMemory:
 
     def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
         """Whether a leaf of the state is still, and what this rank has of it."""
-        places = list(map(_place, memory))
+        places = _places(memory)
         whole = leaf.whole if isinstance(leaf, ShardedValue) else leaf
         return self._moving.isdisjoint(places) if id(whole) in self._slots else self._still.issuperset(places)
 
@@ -71,12 +71,12 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 def _memory(tensors: Iterable[Any]) -> list[int]:
     with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
-        return [_place(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors]
+        return _places([tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 
 
-def _place(tensor: torch.Tensor) -> int:
-    """Where the storage begins; 0 for what has none, which is copied at the call in any case."""
+def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where the storages begin; 0 for what has none, which is copied at the call in any case."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return [tensor.untyped_storage().data_ptr() for tensor in tensors]
     except Exception:  # each kind without memory has its own
-        return 0
+        return [place for tensor in tensors for place in _places([tensor])] if len(tensors) > 1 else [0]

@@ -75,6 +75,13 @@ class StoredTensor:
     shape: Shape
     chunks: Sequence[StoredChunk]
 
+    @property
+    def stored_whole(self) -> bool:
+        """Whether it is of a class of its own (:mod:`dcp_plugin.tensors`), which no tensor that we make is. What stock
+        has saved does not tell before it is read."""
+        location = self.chunks[0].location if self.chunks else None
+        return location is not None and location.payload_offset is None and location.payload_length > 0
+
     def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
         """The chunk that begins there; ``hint`` is its number, if the asking planner knows it."""
         if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
