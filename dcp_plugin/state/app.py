@@ -266,7 +266,7 @@ class _OptimizerPart:
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self._optimizer)
-        state = mark_slots(self.module, flatten_optimizer(nested))
+        state = mark_slots(self.module, self._optimizer, flatten_optimizer(nested))
         if self._stock_aliases:
             listed, paths = group_list(nested)
             if not listed.keys() & state.keys():  # a parameter may really be called "0"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from fnmatch import fnmatch
 
 UNSHARDED_ROOT = "(1) FSDP2: the root is unsharded after a forward without a backward"
-PER_RANK_SLOTS = "(2) plain tensors in optimizer state that differ between ranks"
 LOAD_BYPASSED = "(3) overrides and hooks of load_state_dict are not called, or not with the whole state dict"
 RESIZING = "(5) buffers and parameters that resize themselves, or appear, while they are loaded"
 WRAPPERS = "(6) wrapper subclasses and quantised tensors"
@@ -32,7 +31,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "moments/fsdp2*-failed_in_forward", "moments/fsdp2*-into_failed_in_forward",
         "moments/fsdp2*-unsharded_by_hand", "moments/fsdp2*-into_unsharded_by_hand",
     ),
-    PER_RANK_SLOTS: ("optimizers/ddp-PerRank*", "optimizers/fsdp2-PerRank*"),
     LOAD_BYPASSED: (
         "modules/*-StateDictHookAdds*", "modules/*-StateDictHookRemovesKeys", "modules/*-StateDictHookRenames",
         "modules/*-LoadPreHook*", "modules/*-LoadPostHook*", "modules/*-LoadFromStateDict", "modules/*-VersionedModule",
