@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -278,6 +278,14 @@ def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``named_children()``, which leaves out a child that it has seen under another name; ``load_state_dict`` does
     not."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module that has these, under names that ``add_module`` would refuse: with dots, or those of its methods."""
+    union = nn.Module()
+    union._modules.update(modules)
+    union._parameters.update(parameters)
+    return union
 
 
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -283,6 +283,45 @@ def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None
         dcp.save({"model": Net(), "optim": optimizer}, tmp_path / "ck")
 
 
+def test_an_optimizer_over_several_wrapped_modules_and_a_loose_parameter_resumes(tmp_path: Path) -> None:
+    launch.run(_over_several, 1, tmp_path / "ck")
+    keys = {entry.key for entry in dcp.inspect(tmp_path / "ck").tensors}
+    assert keys >= {
+        "optim.state.nets.gen.inp.weight.exp_avg",
+        "optim.state.disc.inp.weight.exp_avg",
+        "optim.state.loose.1.0.exp_avg",
+    }
+
+
+def _over_several(path: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        gen, disc = DistributedDataParallel(Net()), torch.compile(Net())
+        heat = nn.Parameter(torch.rand(3))
+        both = {"params": [*gen.parameters(), *disc.parameters()]}
+        optimizer = torch.optim.Adam([both, {"params": [heat], "lr": 0.5}])
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.full_like(parameter, number + seed)
+        optimizer.step()
+        return {"nets": {"gen": gen}, "disc": disc, "optim": optimizer, "heat": heat}
+
+    def slots(state: dict[str, Any]) -> list[Any]:
+        return [full_state(slots) for slots in state["optim"].state.values()]
+
+    first, second = make(1), make(2)
+    dcp.save(first, path)
+    dcp.load(second, path)
+    for saved, loaded in zip(slots(first), slots(second), strict=True):
+        assert_same(loaded, saved)
+    assert [group["lr"] for group in second["optim"].param_groups] == [0.001, 0.5]
+    assert same_bytes(second["heat"].detach(), first["heat"].detach())
+    alone = {"heat": second["heat"], "optim": torch.optim.Adam([second["heat"]])}  # no module at all
+    dcp.save(alone, path.with_name("alone"))
+    dcp.load(alone, path.with_name("alone"))
+    with pytest.raises(dcp.CheckpointMismatch, match="rename it"):
+        dcp.save({"loose": second["disc"], **{k: v for k, v in second.items() if k != "disc"}}, path.with_name("no"))
+
+
 # What trains and what does not
 
 

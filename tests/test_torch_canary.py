@@ -58,6 +58,14 @@ def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
         assert list(_torch.own_buffers(child)) == list(child.named_buffers(recurse=False))
 
 
+def test_modules_and_parameters_of_a_union_are_found_under_any_name() -> None:
+    layer, scale = torch.nn.Linear(2, 2, bias=False), torch.nn.Parameter(torch.ones(()))
+    union = _torch.union_of({"train": layer, "a.b": layer}, {"loose.0.1": scale})
+    named = dict(union.named_parameters(remove_duplicate=False))
+    assert list(named) == ["loose.0.1", "train.weight", "a.b.weight"]
+    assert named["loose.0.1"] is scale
+
+
 class _Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -132,6 +132,7 @@ def _slots_of_sharded(state: Flat, kinds: Mapping[str, str]) -> dict[str, Box]:
         for prefix in modules if part is not None else ():
             if key.startswith(prefix) and part is not None:
                 parts[key[len(prefix) :]] = part
+                parts.setdefault(key, part)  # of an optimizer over several modules
     return {key: parts[fqn] for key, fqn in plain.items() if fqn in parts}
 
 

@@ -23,6 +23,7 @@ from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
 from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
+from dcp_plugin.state.union import joint_module
 from dcp_plugin.state.walk import named_modules
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.types import KeyPath, ShardedValue
@@ -129,7 +130,7 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         if name in modules:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            parts.append(_OptimizerPart(name, module_of(name, value, modules), value, stock_aliases))
+            parts.append(_OptimizerPart(name, _trained(name, value, modules, state), value, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
             parts.append(_ValuePart(name, owner, path[-1]))
         elif isinstance(value, Mapping):
@@ -193,6 +194,19 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
 def _is_stateful(value: Any) -> bool:
     """Whether it has state to save; a class (of optimizers, say) only describes what has."""
     return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def _trained(
+    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
+) -> nn.Module:
+    """The module that has all parameters of an optimizer, put together from several if none has."""
+    try:
+        return module_of(name, optimizer, modules)
+    except CheckpointMismatch:
+        joint = joint_module(name, optimizer, modules, state)
+        if joint is None:
+            raise
+        return joint
 
 
 def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:

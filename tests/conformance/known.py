@@ -53,7 +53,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "optimizers/*-OverridesBoth",
     ),
     GLOBAL_SLOTS: (
-        "optimizers/*-KeepsGlobalState", "programs/*-LooseParameter", "programs/*-OneOptimizerOverTwoModels",
+        "optimizers/*-KeepsGlobalState",
     ),
     NESTED_SHARDS: ("modules/fsdp2-OverriddenNested",),
     CALLED_TWICE: (
