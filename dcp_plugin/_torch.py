@@ -312,6 +312,22 @@ _HOOKS_OF_TORCH = {
 """Those that do nothing if the memory of the parameters was filled."""
 
 
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of an optimizer's own makes or takes its state dict. Nothing public tells what hooks there are."""
+    for method in ("state_dict", "load_state_dict"):
+        if method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method):
+            return True
+    return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
+
+
 def overrides_load_state_dict(module: nn.Module) -> bool:
     return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
 

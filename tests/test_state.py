@@ -283,6 +283,40 @@ def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None
         dcp.save({"model": Net(), "optim": optimizer}, tmp_path / "ck")
 
 
+def test_a_hook_and_state_of_no_parameter_in_a_load_of_a_part(tmp_path: Path) -> None:
+    def make(seed: int, hooked: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=float(seed))
+        model(torch.rand(1, 2)).sum().backward()
+        optimizer.step()
+        shared = {"seed": seed, "seen": torch.full((2,), seed), "by": {1: [seed]}}
+        optimizer.state["shared"] = shared  # type: ignore[index]
+        if hooked:
+            optimizer.register_load_state_dict_post_hook(lambda one: calls.append(sorted(map(str, one.state))))
+        return model, optimizer
+
+    for hooked in (False, True):
+        calls: list[Any] = []
+        (model, saved), path = make(1, hooked), tmp_path / str(hooked)
+        dcp.save({"model": model, "optim": saved}, path)
+        right = saved.state_dict()
+        other, loaded = make(2, hooked)
+        before = copy.deepcopy(loaded.state_dict())
+        part = dcp.PartialLoad(include=["optim.state.0.*", "optim.global_state.shared.se*"])
+        dcp.load({"model": other, "optim": loaded}, path, partial=part)
+        now = loaded.state_dict()
+        for number in range(4):
+            assert_same(now["state"][number], (right if number < 2 else before)["state"][number])
+        found = now["state"]["shared"]
+        assert (found["seed"], found["seen"].tolist(), found["by"]) == (1, [1, 1], {1: [2]})
+        assert now["param_groups"] == before["param_groups"]
+        dcp.load({"model": other, "optim": loaded}, path)
+        assert loaded.state_dict()["state"]["shared"]["by"] == {1: [1]}
+        assert loaded.param_groups[0]["lr"] == 1.0
+        assert len(calls) == 2 * hooked
+
+
 def test_an_optimizer_over_several_wrapped_modules_and_a_loose_parameter_resumes(tmp_path: Path) -> None:
     launch.run(_over_several, 1, tmp_path / "ck")
     keys = {entry.key for entry in dcp.inspect(tmp_path / "ck").tensors}

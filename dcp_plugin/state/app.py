@@ -20,7 +20,14 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
-from dcp_plugin.state.optimizer import OptimizerLoad, flatten_optimizer, gather_optimizer, group_list, trained_names
+from dcp_plugin.state.optimizer import (
+    OptimizerLoad,
+    flatten_global_state,
+    flatten_optimizer,
+    gather_optimizer,
+    group_list,
+    trained_names,
+)
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
 from dcp_plugin.state.union import joint_module
@@ -280,12 +287,12 @@ class _OptimizerPart:
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self._optimizer)
-        state = mark_slots(self.module, self._optimizer, flatten_optimizer(nested))
+        state, unusual = flatten_global_state(mark_slots(self.module, self._optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
             listed, paths = group_list(nested)
             if not listed.keys() & state.keys():  # a parameter may really be called "0"
-                return state | listed, paths
-        return state, {}
+                return state | listed, unusual | paths
+        return state, unusual
 
     def names(self) -> list[str]:
         trained = trained_names(self.module, self._optimizer)

@@ -12,8 +12,6 @@ LOAD_BYPASSED = "(3) overrides and hooks of load_state_dict are not called, or n
 RESIZING = "(5) buffers and parameters that resize themselves, or appear, while they are loaded"
 WRAPPERS = "(6) wrapper subclasses and quantised tensors"
 SHARDS_WRAPPER = "(7) LocalShardsWrapper"
-OPTIMIZER_HOOKS = "(8) state_dict and load_state_dict of an optimizer, and their hooks, are not called"
-GLOBAL_SLOTS = "(9) optimizer state that is of no parameter, or of a parameter in no single module"
 NESTED_SHARDS = "(10) a module's own nested state dict with sharded tensors"
 CALLED_TWICE = "(11) state_dict is called twice during a load"
 
@@ -48,13 +46,6 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "tensors/*-dtensor_of_two_tensors", "tensors/*-not_yet_arrived",
     ),
     SHARDS_WRAPPER: ("tensors/*-dtensor_of_local_shards", "tensors/*-rows_of_local_shards"),
-    OPTIMIZER_HOOKS: (
-        "optimizers/*-Hooked", "optimizers/*-HookChangesWhatIsSaved", "optimizers/*-LoadHookRebuilds",
-        "optimizers/*-OverridesBoth",
-    ),
-    GLOBAL_SLOTS: (
-        "optimizers/*-KeepsGlobalState",
-    ),
     NESTED_SHARDS: ("modules/fsdp2-OverriddenNested",),
     CALLED_TWICE: (
         *(
