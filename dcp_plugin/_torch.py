@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
@@ -340,6 +340,14 @@ def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
+def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module that has these, under names that ``add_module`` would refuse: with dots, or those of its methods."""
+    union = nn.Module()
+    union._modules.update(modules)
+    union._parameters.update(parameters)
+    return union
+
+
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a module without its children. Nothing public tells which persist."""
     buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
@@ -362,6 +370,22 @@ _HOOKS_OF_TORCH = {
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper._pre_load_state_dict_hook"),
 }  # fmt: skip
 """Those that do nothing if the memory of the parameters was filled."""
+
+
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of an optimizer's own makes or takes its state dict. Nothing public tells what hooks there are."""
+    for method in ("state_dict", "load_state_dict"):
+        if method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method):
+            return True
+    return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:

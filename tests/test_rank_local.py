@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin.planning.rank_local import LocalSlot
@@ -213,3 +214,28 @@ def _without_the_model(path: Path) -> None:
 
 def test_a_save_without_the_model_and_a_load_of_one_slot(tmp_path: Path) -> None:
     launch.run(_without_the_model, 2, tmp_path / "c")
+
+
+def test_under_ddp_the_state_of_rank_0_is_that_of_all(tmp_path: Path) -> None:
+    first, second = launch.run(_save_under_ddp, 2, tmp_path / "c")
+    assert first != second
+    assert launch.run(_load_under_ddp, 2, tmp_path / "c") == [first, first]
+
+
+def _replicas(seed: int) -> tuple[nn.Module, Codes]:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    return model, Codes(model.parameters())
+
+
+def _save_under_ddp(path: Path) -> dict[str, Any]:
+    model, optimizer = _replicas(0)
+    _train(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, path)
+    return _slots(model, optimizer)
+
+
+def _load_under_ddp(path: Path) -> dict[str, Any]:
+    model, optimizer = _replicas(1)
+    dcp.load({"model": model, "optim": optimizer}, path)
+    return _slots(model, optimizer)

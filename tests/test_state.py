@@ -283,6 +283,79 @@ def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None
         dcp.save({"model": Net(), "optim": optimizer}, tmp_path / "ck")
 
 
+def test_a_hook_and_state_of_no_parameter_in_a_load_of_a_part(tmp_path: Path) -> None:
+    def make(seed: int, hooked: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=float(seed))
+        model(torch.rand(1, 2)).sum().backward()
+        optimizer.step()
+        shared = {"seed": seed, "seen": torch.full((2,), seed), "by": {1: [seed]}}
+        optimizer.state["shared"] = shared  # type: ignore[index]
+        if hooked:
+            optimizer.register_load_state_dict_post_hook(lambda one: calls.append(sorted(map(str, one.state))))
+        return model, optimizer
+
+    for hooked in (False, True):
+        calls: list[Any] = []
+        (model, saved), path = make(1, hooked), tmp_path / str(hooked)
+        dcp.save({"model": model, "optim": saved}, path)
+        right = saved.state_dict()
+        other, loaded = make(2, hooked)
+        before = copy.deepcopy(loaded.state_dict())
+        part = dcp.PartialLoad(include=["optim.state.0.*", "optim.global_state.shared.se*"])
+        dcp.load({"model": other, "optim": loaded}, path, partial=part)
+        now = loaded.state_dict()
+        for number in range(4):
+            assert_same(now["state"][number], (right if number < 2 else before)["state"][number])
+        found = now["state"]["shared"]
+        assert (found["seed"], found["seen"].tolist(), found["by"]) == (1, [1, 1], {1: [2]})
+        assert now["param_groups"] == before["param_groups"]
+        dcp.load({"model": other, "optim": loaded}, path)
+        assert loaded.state_dict()["state"]["shared"]["by"] == {1: [1]}
+        assert loaded.param_groups[0]["lr"] == 1.0
+        assert len(calls) == 2 * hooked
+
+
+def test_an_optimizer_over_several_wrapped_modules_and_a_loose_parameter_resumes(tmp_path: Path) -> None:
+    launch.run(_over_several, 1, tmp_path / "ck")
+    keys = {entry.key for entry in dcp.inspect(tmp_path / "ck").tensors}
+    assert keys >= {
+        "optim.state.nets.gen.inp.weight.exp_avg",
+        "optim.state.disc.inp.weight.exp_avg",
+        "optim.state.loose.1.0.exp_avg",
+    }
+
+
+def _over_several(path: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        gen, disc = DistributedDataParallel(Net()), torch.compile(Net())
+        heat = nn.Parameter(torch.rand(3))
+        both = {"params": [*gen.parameters(), *disc.parameters()]}
+        optimizer = torch.optim.Adam([both, {"params": [heat], "lr": 0.5}])
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.full_like(parameter, number + seed)
+        optimizer.step()
+        return {"nets": {"gen": gen}, "disc": disc, "optim": optimizer, "heat": heat}
+
+    def slots(state: dict[str, Any]) -> list[Any]:
+        return [full_state(slots) for slots in state["optim"].state.values()]
+
+    first, second = make(1), make(2)
+    dcp.save(first, path)
+    dcp.load(second, path)
+    for saved, loaded in zip(slots(first), slots(second), strict=True):
+        assert_same(loaded, saved)
+    assert [group["lr"] for group in second["optim"].param_groups] == [0.001, 0.5]
+    assert same_bytes(second["heat"].detach(), first["heat"].detach())
+    alone = {"heat": second["heat"], "optim": torch.optim.Adam([second["heat"]])}  # no module at all
+    dcp.save(alone, path.with_name("alone"))
+    dcp.load(alone, path.with_name("alone"))
+    with pytest.raises(dcp.CheckpointMismatch, match="rename it"):
+        dcp.save({"loose": second["disc"], **{k: v for k, v in second.items() if k != "disc"}}, path.with_name("no"))
+
+
 # What trains and what does not
 
 

@@ -61,6 +61,31 @@ def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
         assert list(_torch.own_buffers(child)) == list(child.named_buffers(recurse=False))
 
 
+def test_modules_and_parameters_of_a_union_are_found_under_any_name() -> None:
+    layer, scale = torch.nn.Linear(2, 2, bias=False), torch.nn.Parameter(torch.ones(()))
+    union = _torch.union_of({"train": layer, "a.b": layer}, {"loose.0.1": scale})
+    named = dict(union.named_parameters(remove_duplicate=False))
+    assert list(named) == ["loose.0.1", "train.weight", "a.b.weight"]
+    assert named["loose.0.1"] is scale
+
+
+def test_optimizers_of_torch_have_no_state_dict_of_their_own_and_hooks_are_found() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    kinds = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
+    assert len(kinds) > 10
+    assert not [kind for kind in kinds if _torch.has_own_state_dict(kind([parameter], lr=0.1))]
+    registering = [name for name in dir(torch.optim.Optimizer) if name.startswith("register_") and "state" in name]
+    assert len(registering) == 4
+    for register in registering:
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        getattr(optimizer, register)(lambda *_: None)
+        assert _torch.has_own_state_dict(optimizer)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state_dict = dict  # type: ignore[method-assign,assignment]
+    assert _torch.has_own_state_dict(optimizer)
+
+
 class _Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Through:
 
     def of_optimizer() -> dict[str, Any]:
         nested = {"state": {}, "param_groups": [], **_passing(gather_optimizer(trained, value), wanted)}
-        return mark_slots(trained, flatten_optimizer(nested))
+        return mark_slots(trained, value, flatten_optimizer(nested))
 
     return Through.saves(of_optimizer)
 

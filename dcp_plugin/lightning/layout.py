@@ -11,9 +11,11 @@ What a value is, sharded or not, tensor or not, is left to the core: hooks may p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered
 from dcp_plugin.lightning.hyper_parameters import made_storable
@@ -44,10 +46,13 @@ def kinds_of(state: dict[str, Any]) -> dict[str, str]:
     return dict.fromkeys(among(MODEL, state), "module") | dict.fromkeys(among(OPTIM, state), "optimizer")
 
 
-def shared_by_ranks(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """The state with what DDP keeps equal marked, so that its ranks share the writing."""
     marked = {MODEL: mark_parameters(model, state[MODEL])} if MODEL in state else {}
-    slots = {name: mark_slots(model, state[name]) for name in among(OPTIM, state)}
+    names = among(OPTIM, state)
+    if len(names) != len(optimizers):  # a hook has changed the list: nobody knows whose state it is
+        return {**state, **marked}
+    slots = {name: mark_slots(model, one, state[name]) for name, one in zip(names, optimizers, strict=True)}
     return {**state, **marked, **slots}
 
 

@@ -144,9 +144,11 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             path = Path(self.broadcast(filepath))
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
-            state = layout.shared_by_ranks(layout.to_state(checkpoint, io.config.allow_pickle), self.model)
+            optimizers = list(map(_plain, self.optimizers))
+            state = layout.to_state(checkpoint, io.config.allow_pickle)
+            state = layout.shared_by_ranks(state, self.model, optimizers)
             added = add_for_stock(self, checkpoint, state) if io.config.stock_aliases else None
-            owners = [self.model, *map(_plain, self.optimizers)]
+            owners = [self.model, *optimizers]
             io.save(state, path, checkpoint.get("global_step"), self.world_size, owners, added)
             if trainer.state.stopped:  # nobody will wait for it later
                 io.wait()

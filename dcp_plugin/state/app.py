@@ -32,6 +32,7 @@ from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
 from dcp_plugin.state.optimizer import (
     OptimizerLoad,
+    flatten_global_state,
     flatten_optimizer,
     gather_optimizer,
     group_list,
@@ -40,6 +41,7 @@ from dcp_plugin.state.optimizer import (
 )
 from dcp_plugin.state.replicas import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.source import join
+from dcp_plugin.state.union import joint_module
 from dcp_plugin.state.walk import named_modules
 from dcp_plugin.storage import values
 from dcp_plugin.storage.index import Entry, StoredTensor
@@ -156,7 +158,7 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         if name in modules:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            parts.append(_OptimizerPart(name, module_of(name, value, modules), value, stock_aliases))
+            parts.append(_OptimizerPart(name, _trained(name, value, modules, state), value, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
             parts.append(_ValuePart(name, owner, path[-1]))
         elif isinstance(value, Mapping):
@@ -239,6 +241,19 @@ def _is_stateful(value: Any) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
+def _trained(
+    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
+) -> nn.Module:
+    """The module that has all parameters of an optimizer, put together from several if none has."""
+    try:
+        return module_of(name, optimizer, modules)
+    except CheckpointMismatch:
+        joint = joint_module(name, optimizer, modules, state)
+        if joint is None:
+            raise
+        return joint
+
+
 def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
     """The module that an optimizer trains.
 
@@ -310,12 +325,12 @@ class _OptimizerPart:
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self._optimizer)
-        state = mark_slots(self.module, flatten_optimizer(nested))
+        state, unusual = flatten_global_state(mark_slots(self.module, self._optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
             listed, paths = group_list(nested)
             if not listed.keys() & state.keys():  # a parameter may really be called "0"
-                return state | listed, paths
-        return state, {}
+                return state | listed, unusual | paths
+        return state, unusual
 
     def shards(self) -> dict[str, Box]:
         """See :func:`~dcp_plugin.state.optimizer.shards_of`."""

@@ -10,6 +10,8 @@ state and hyper-parameters are keyed by the FQN of the parameter:
 This is what ``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch gives; unlike that one it is
 made without stepping a fresh optimizer, so a save changes nothing, and a failed load leaves no trace.
 
+State that an optimizer keeps under a key that is no parameter is ``global_state.<key>.…``.
+
 Stock code that does not flatten looks for the groups as a list, ``param_groups.<number>.<field>``. Those keys are
 stored too (:func:`group_list`). We read them only from checkpoints that have nothing else.
 """
@@ -26,18 +28,22 @@ from torch import nn
 
 from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.planning.rank_local import Box, LocalSlot
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import reshard
 from dcp_plugin.state.names import parameter_names, parameters_by_name
+from dcp_plugin.state.own_state_dict import OwnStateDict
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath
 
 GROUPS = "param_groups"
+GLOBAL = "global_state"
 
 Nested = dict[str, Any]
-"""``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``"""
+"""``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and
+``"global_state"``, if there is any."""
 
 
 def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
@@ -50,6 +56,10 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
         return fsdp1.gather_optimizer(module, optimizer)
     reshard(module)
     names = _names_of(module, optimizer)
+    own = OwnStateDict.of(optimizer, names)
+    if own is not None:
+        kept = {fqn: slots for fqn, slots in own.state.items() if slots}
+        return _nested(kept, own.named_groups, own.others)
     state = {
         names[id(parameter)]: _laid_out(slots, parameter) if hasattr(parameter, "global_shape") else dict(slots)
         for parameter, slots in _parameter_state(optimizer).items()
@@ -59,7 +69,11 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
         {**_fields(group), "params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return {"state": state, "param_groups": groups}
+    return _nested(state, groups, _global_state(optimizer))
+
+
+def _nested(state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], others: dict[Any, Any]) -> Nested:
+    return {"state": state, "param_groups": groups} | ({GLOBAL: others} if others else {})
 
 
 def flatten_optimizer(nested: Nested) -> dict[str, Any]:
@@ -68,7 +82,15 @@ def flatten_optimizer(nested: Nested) -> dict[str, Any]:
     for group in nested["param_groups"]:
         fields = _fields(group).items()
         flat |= {f"param_groups.{fqn}.{field}": value for fqn in group["params"] for field, value in fields}
-    return flat
+    return flat | ({GLOBAL: nested[GLOBAL]} if GLOBAL in nested else {})
+
+
+def flatten_global_state(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """What :func:`flatten_optimizer` gives with the state that is of no parameter flattened too, and its paths."""
+    if GLOBAL not in flat:
+        return flat, {}
+    leaves, paths = flatten({GLOBAL: flat[GLOBAL]})
+    return {key: value for key, value in flat.items() if key != GLOBAL} | leaves, paths
 
 
 def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -87,14 +109,14 @@ def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
-        if key == GROUPS:  # the list, for stock code
+        if key in (GROUPS, GLOBAL):  # the list, for stock code
             continue
         kind, fqn, name = split_key(key)
         (state if kind == "state" else fields)[fqn][name] = value
     groups: dict[str, Nested] = {}
     for fqn, group in fields.items():
         groups.setdefault(repr(sorted(group.items())), {**group, "params": []})["params"].append(fqn)
-    return {"state": dict(state), "param_groups": list(groups.values())}
+    return _nested(dict(state), list(groups.values()), flat.get(GLOBAL, {}))
 
 
 def split_key(key: str) -> tuple[str, str, str]:
@@ -149,6 +171,9 @@ class OptimizerLoad:
         self._optimizer = optimizer
         self._fsdp1 = fsdp1.contains_fsdp1(module)
         reshard(module)
+        self._own = None if self._fsdp1 else OwnStateDict.of(optimizer, _names_of(module, optimizer))
+        self._global: dict[str, Entry] = {}
+        self._paths = dict(paths or {})
         # What has the shape of a parameter is sharded like it.
         self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
@@ -165,7 +190,9 @@ class OptimizerLoad:
         """Those of parameters of which this rank has no part."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
-            if kind == "state" and (local := LocalSlot.parse(name)) is not None:
+            if kind == GLOBAL:
+                self._global[key] = entry
+            elif kind == "state" and (local := LocalSlot.parse(name)) is not None:
                 self._local[fqn, local.slot].append((local, key))
             elif kind == "state":
                 self._slots[fqn][name] = entry
@@ -219,7 +246,7 @@ class OptimizerLoad:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
                 targets[f"param_groups.{fqn}.{field}"] = _room_for(entry)
-        targets.update({key: _room_for(entry) for key, entry in self._group_list.items()})
+        targets.update({key: _room_for(entry) for key, entry in {**self._group_list, **self._global}.items()})
         return targets
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -253,6 +280,11 @@ class OptimizerLoad:
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
             fsdp1.apply_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
             return
+        others = self._global_of(filled)
+        if self._own is not None:
+            self._commit_through(self._own, state, touched, groups, others)
+            return
+        self._optimizer.state.update(others)
         names = _names_of(self._module, self._optimizer)
         for group, new in zip(self._optimizer.param_groups, groups, strict=True):
             for parameter in group["params"]:
@@ -267,6 +299,34 @@ class OptimizerLoad:
             for field, value in new.items():
                 group[field] = _keep_tensor(group.get(field), value)
 
+    def _commit_through(
+        self,
+        own: OwnStateDict,
+        state: Mapping[str, dict[str, Any]],
+        touched: set[str],
+        groups: list[dict[str, Any]],
+        others: Mapping[Any, Any],
+    ) -> None:
+        """The same by the optimizer's own ``load_state_dict``, which replaces all of its state."""
+        slots = dict(own.state)
+        for fqn in touched & self._here:
+            if fqn in state:
+                complete = state[fqn].keys() == self._slots[fqn].keys()
+                slots[fqn] = {**({} if complete else slots.get(fqn, {})), **state[fqn]}
+            elif fqn not in self._slots:  # it never got a gradient before the checkpoint
+                slots.pop(fqn, None)
+        own.load_into(self._optimizer, slots, {**own.others, **others}, groups)
+
+    def _global_of(self, filled: Mapping[str, Any]) -> dict[Any, Any]:
+        """The state that is of no parameter, with what was not read as it is."""
+        if GLOBAL in filled:
+            return dict(filled[GLOBAL])
+        read = {key: filled[key] for key in self._global if key in filled}
+        tree: dict[Any, Any] = unflatten(read, self._paths)[GLOBAL] if read else {}
+        if len(read) < len(self._global):
+            return _merged(self._own.others if self._own else _global_state(self._optimizer), tree)
+        return tree
+
     def _sort(self, filled: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """Slots and hyper-parameters by FQN."""
         state: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -274,6 +334,8 @@ class OptimizerLoad:
         listed: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, value in filled.items():
             kind, fqn, name = self._split(key)
+            if kind == GLOBAL:
+                continue
             where = state if kind == "state" else listed if key in self._group_list else fields
             where[fqn][name] = value
         for group in listed.values():
@@ -292,6 +354,8 @@ class OptimizerLoad:
         return kind, fqn, name
 
     def _current_state(self) -> dict[str, dict[str, Any]]:
+        if self._own is not None:
+            return self._own.state
         names = _names_of(self._module, self._optimizer)
         return {names[id(parameter)]: slots for parameter, slots in _parameter_state(self._optimizer).items()}
 
@@ -363,6 +427,19 @@ def _whole_of(value: Any) -> Box:
 
 def _parameter_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     return {key: slots for key, slots in optimizer.state.items() if isinstance(key, torch.Tensor)}
+
+
+def _global_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The current tree with the leaves of the new one in it."""
+    result = dict(current)
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def _room_for(entry: Entry) -> torch.Tensor | None:

@@ -1,8 +1,10 @@
 """What nobody can tell from a tensor alone: whether DDP keeps it equal on all ranks, and whether it is trained.
 
-Of a plain tensor nobody can tell whether the other ranks have the same. Parameters under DDP, and optimizer state of
-their shape, are known to be equal, so that ranks can share the writing of them. Buffers are not: between two forward
-passes each rank has its own. Parameters that are not trained are worth looking at before they are written again.
+Of a plain tensor nobody can tell whether the other ranks have the same. Parameters under DDP, and state of their shape
+of an optimizer of torch's own, are known to be equal, so that ranks can share the writing of them. Buffers are not:
+between two forward passes each rank has its own. Other optimizers may round at random, each rank in its own way: shared
+writing would mix the ranks' rows, so rank 0's state counts. Parameters that are not trained are worth looking at before
+they are written again.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ def _as_frozen(value: Any) -> Any:
         return value
 
 
-def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The flat state of an optimizer with the slots of replicated parameters marked."""
-    shapes = _replicated(module)
+    shapes = _replicated(module) if _is_of_torch(optimizer) else {}
     if not shapes:
         return state
     marked = {}
@@ -75,6 +77,11 @@ def mark_slots(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
             value = _marked(value)
         marked[key] = value
     return marked
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether equal gradients give equal state on all ranks; of a subclass nobody knows."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 from fnmatch import fnmatch
 
 UNSHARDED_ROOT = "(1) FSDP2: the root is unsharded after a forward without a backward"
-PER_RANK_SLOTS = "(2) plain tensors in optimizer state that differ between ranks"
 LOAD_BYPASSED = "(3) overrides and hooks of load_state_dict are not called, or not with the whole state dict"
 RESIZING = "(5) buffers and parameters that resize themselves, or appear, while they are loaded"
 WRAPPERS = "(6) wrapper subclasses and quantised tensors"
 SHARDS_WRAPPER = "(7) LocalShardsWrapper"
-OPTIMIZER_HOOKS = "(8) state_dict and load_state_dict of an optimizer, and their hooks, are not called"
-GLOBAL_SLOTS = "(9) optimizer state that is of no parameter, or of a parameter in no single module"
 NESTED_SHARDS = "(10) a module's own nested state dict with sharded tensors"
 OTHER_DTYPE = "(12) the optimizer state of parameters that have another dtype than in the checkpoint keeps the old one"
 CALLED_TWICE = "(11) state_dict is called twice during a load"
