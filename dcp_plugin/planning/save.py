@@ -50,6 +50,9 @@ class LocalFacts:
     stored_whole: frozenset[str]
 
 
+_NO_FACTS = LocalFacts({}, {}, frozenset())
+
+
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
@@ -92,7 +95,8 @@ class ShardedSavePlanner(SavePlanner):
         Raises:
             CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
         """
-        facts: list[LocalFacts] = [plan.planner_data for plan in all_plans]
+        # A planner made from this one may put something of its own there; then keys alone tell the paths.
+        facts = [plan.planner_data if isinstance(plan.planner_data, LocalFacts) else _NO_FACTS for plan in all_plans]
         holdings = [
             Holding.of_plan(plan, said.paths, said.ties, said.stored_whole)
             for plan, said in zip(all_plans, facts, strict=True)

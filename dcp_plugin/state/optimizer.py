@@ -290,14 +290,17 @@ class OptimizerLoad:
             for parameter in group["params"]:
                 fqn = names[id(parameter)]
                 if fqn in state:
-                    lost = any(key.startswith(f"state.{fqn}.") for key in self.lost)
-                    complete = state[fqn].keys() == self._slots[fqn].keys() and not lost
-                    kept = {} if complete else self._optimizer.state.get(parameter, {})
+                    kept = {} if self._is_complete(fqn, state[fqn]) else self._optimizer.state.get(parameter, {})
                     self._optimizer.state[parameter] = {**kept, **state[fqn]}
                 elif fqn in touched and fqn not in self._slots:  # it never got a gradient before the checkpoint
                     self._optimizer.state.pop(parameter, None)
             for field, value in new.items():
                 group[field] = _keep_tensor(group.get(field), value)
+
+    def _is_complete(self, fqn: str, slots: Mapping[str, Any]) -> bool:
+        """Whether this is all that the checkpoint has of a parameter's state."""
+        lost = any(key.startswith(f"state.{fqn}.") for key in self.lost)
+        return slots.keys() == self._slots[fqn].keys() and not lost
 
     def _commit_through(
         self,
@@ -311,8 +314,8 @@ class OptimizerLoad:
         slots = dict(own.state)
         for fqn in touched & self._here:
             if fqn in state:
-                complete = state[fqn].keys() == self._slots[fqn].keys()
-                slots[fqn] = {**({} if complete else slots.get(fqn, {})), **state[fqn]}
+                kept = {} if self._is_complete(fqn, state[fqn]) else slots.get(fqn, {})
+                slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # it never got a gradient before the checkpoint
                 slots.pop(fqn, None)
         own.load_into(self._optimizer, slots, {**own.others, **others}, groups)
