@@ -239,9 +239,7 @@ class OptimizerLoad:
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
                     targets[key] = existing if usable else self._allocate(fqn, entry, own=key in self.stored_as)
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
-                        self.refused[key] = (
-                            f"{OF_ITS_OWN_CLASS}, and not there yet: let the optimizer take one step first"
-                        )
+                        self.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
@@ -403,6 +401,12 @@ class OptimizerLoad:
                 merged.setdefault(field, value)
                 source.setdefault(field, fqn)
         return merged
+
+
+_HAVE_STATE = (
+    "let the optimizer take one step first (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(module, "
+    "optimizer) lets it take one that changes nothing)"
+)
 
 
 def _laid_out(slots: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
