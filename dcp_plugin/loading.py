@@ -88,7 +88,7 @@ class Loading:
         """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
         parts: list[Part] = []
         self._open(state, parts)
-        match = self._match(parts)
+        match = self._match(parts, foreseen=True)
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
@@ -134,8 +134,9 @@ class Loading:
         self._reader.check_files(self._items, [match.stored[key] for key in match.deferred])
         return match
 
-    def _match(self, parts: list[Part]) -> Match:
-        match = Matching(self._path, self._reader.index, self._reader.kinds, self._partial, self._strict).run(parts)
+    def _match(self, parts: list[Part], foreseen: bool = False) -> Match:
+        index, kinds = self._reader.index, self._reader.kinds
+        match = Matching(self._path, index, kinds, self._partial, self._strict, foreseen).run(parts)
         if match.problems:
             match.problems.extend(about_excluded(self._reader.summary, match.report.missing))
         return match

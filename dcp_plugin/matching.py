@@ -37,7 +37,7 @@ from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.renaming import Rename, Renaming
 from dcp_plugin.state.source import Prefix, Source, find_prefix, join
 from dcp_plugin.storage.index import CheckpointIndex, Entry
-from dcp_plugin.types import KeyPath, LoadReport, ShardedValue
+from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue
 
 
 class _Place(Protocol):
@@ -116,11 +116,19 @@ class Matching:
         kinds: Names in the checkpoint -> ``"module"`` or ``"optimizer"``.
         partial: None for a load of everything, which converts dtypes.
         strict: Whether missing and unexpected keys are errors where nothing else is said.
+        foreseen: Nothing will be read, so targets on the meta device need no memory.
     """
 
     def __init__(
-        self, path: Path, index: CheckpointIndex, kinds: Mapping[str, str], partial: PartialLoad | None, strict: bool
+        self,
+        path: Path,
+        index: CheckpointIndex,
+        kinds: Mapping[str, str],
+        partial: PartialLoad | None,
+        strict: bool,
+        foreseen: bool = False,
     ) -> None:
+        self._foreseen = foreseen
         self._path = path
         self._index = index
         self._kinds = kinds
@@ -214,7 +222,7 @@ class Matching:
                     match.deferred[full] = target
                 else:
                     try:
-                        match.targets[full] = sharded_value(target) if is_tensor(target) else None
+                        match.targets[full] = self._described(target) if is_tensor(target) else None
                     except CheckpointMismatch as error:
                         match.problems.append(f"{full} is {error}")
                         continue
@@ -251,6 +259,12 @@ class Matching:
         if policies - {"", "ignore"}:
             differ = some([*missing, *unexpected])
             self._say(f"{self._path} and {part.name!r} differ in {differ}: {want.tolerated}.")
+
+    def _described(self, target: Any) -> ShardedValue:
+        if not self._foreseen or not getattr(target, "is_meta", False):
+            return sharded_value(target)
+        shape = tuple(target.shape)
+        return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
 
     def _selected(self, part: Part, key: str) -> bool:
         return self._partial.selects(join(part.name, key))

@@ -54,11 +54,8 @@ def _build(seed: int, replicas: int = 1) -> tuple[nn.Module, Codes]:
 
 
 def _slots(model: nn.Module, optimizer: Codes) -> dict[str, Any]:
-    """Tensors as dtype, shape and numbers: they go through a pipe."""
     return {
-        f"{name}.{slot}": (value.dtype, tuple(value.shape), value.tolist())
-        if isinstance(value, torch.Tensor)
-        else value
+        f"{name}.{slot}": _told(value) if isinstance(value, torch.Tensor) else value
         for name, parameter in model.named_parameters()
         for slot, value in optimizer.state[parameter].items()
     }

@@ -142,8 +142,9 @@ def combination(layout: str, module: str, optimizer: str, moment: str) -> Case:
     )
 
 
-_LOAD_SOMETHING_ELSE = ("StateDictHook", "OverriddenLoad")
-"""What these load is not what was saved: in a combination that stock cannot run, nobody knows what is right."""
+_LOAD_SOMETHING_ELSE = ("StateDictHook", "StateDictPreHook", "OverriddenLoad")
+"""What these load is not what was saved, or the save changes them: in a combination that stock cannot run, nobody knows
+what is right."""
 
 
 def combinable(layout: str) -> tuple[list[str], list[str], list[str]]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -48,13 +47,6 @@ def dtensor(*placements: Any, shape: tuple[int, ...] = (), size: tuple[int, ...]
 
 def partial_sum() -> torch.Tensor:
     return DTensor.from_local(whole(), mesh(), [Partial()])
-
-
-def not_yet_arrived() -> torch.Tensor:
-    """The result of a functional collective that nobody has waited for."""
-    result = all_reduce(whole(), "sum", dist.group.WORLD)
-    assert isinstance(result, AsyncCollectiveTensor)
-    return result
 
 
 def local_shards(columns: int = 2) -> torch.Tensor:
@@ -139,7 +131,6 @@ TENSORS: dict[str, TensorEntry] = {
     "mesh_2x1_of_two_dimensions": TensorEntry(lambda: dtensor(Shard(1), Shard(0), shape=(2, 1)), 2),
     "dtensor_of_bfloat16": TensorEntry(lambda: distribute_tensor(whole().bfloat16(), mesh(), [Shard(0)]), 2),
     "plain_on_two_ranks": TensorEntry(whole, 2),
-    "not_yet_arrived": TensorEntry(not_yet_arrived, 2, VALUE),
     "local_shards": TensorEntry(local_shards, 2, ("value", "parameter", "stateful", "slot")),
     "one_local_shard": TensorEntry(lambda: local_shards(1), 2, ("value", "parameter", "stateful", "slot")),
     "dtensor_of_local_shards": TensorEntry(dtensor_of_local_shards, 2),
