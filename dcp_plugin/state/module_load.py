@@ -36,7 +36,7 @@ from dcp_plugin._torch import (
 )
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
-from dcp_plugin.state.module import ModuleState, apply_module, clean_keys, own_tensors, same_memory, same_parameter
+from dcp_plugin.state.module import ModuleState, apply_module, own_tensors, same_memory, same_parameter
 from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath
@@ -187,9 +187,10 @@ class ModuleLoad:
             apply_module(self._module, {**self.state.values, **load.values_below("")}, strict=False)
         elif self._overridden:
             result = self._module.load_state_dict(load.whole(), **({} if strict else {"strict": False}))
-            found.missing, found.unexpected = clean_keys(self.state.clean, result)
+            found.missing += getattr(result, "missing_keys", ())
+            found.unexpected += getattr(result, "unexpected_keys", ())
             if not strict and not hasattr(result, "missing_keys"):  # it does not say, and was told not to raise
-                found.missing = self.undecided
+                found.missing += [self.state.raw[key] for key in self.undecided]
         else:
             load.walk(self._module, "", None, found)
         clean = self.state.clean
