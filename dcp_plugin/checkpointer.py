@@ -65,6 +65,7 @@ class Checkpointer:
         self._saves = 0
         self._saving = Saving(self.config)
         self._background = Background()
+        self._writes_come_unannounced = False
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Say that nobody has closed this, as an open file does. Leaving the group is no work for here: the other
@@ -248,7 +249,7 @@ class Checkpointer:
 
     @property
     def _lazy(self) -> bool:
-        return self.config.staging == "lazy"
+        return self.config.staging == "lazy" and not self._writes_come_unannounced
 
     @property
     def _may_wait_in_line(self) -> int:
@@ -339,7 +340,9 @@ class Checkpointer:
             if job.snapshot is None or job.snapshot.complete:
                 handle._staged.set()
             job.blocked = time.monotonic() - job.began
-            self._background.start(handle, job.copy, lambda: self._write_in_background(job, ranks))
+            self._background.start(
+                handle, lambda: self._copy(job, ranks), lambda: self._write_in_background(job, ranks)
+            )
         finally:  # Ctrl-C comes also when the thread runs already
             if handle in self._background.handles:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
@@ -355,6 +358,17 @@ class Checkpointer:
         except Exception:
             writer.discard()
             raise
+
+    def _copy(self, job: Gathered, ranks: Ranks) -> None:
+        job.copy()
+        if job.changed_meanwhile:
+            self._writes_come_unannounced = True
+            logger.warning(
+                "rank %d: from now on saves copy the state before they return, as with staging='blocking': something "
+                "that is not a step of an optimizer wrote to it while %s was being copied",
+                ranks.rank,
+                job.path,
+            )
 
     def _write_in_background(self, job: Gathered, ranks: Ranks) -> None:
         with progress.progress_notes(job.path, self._shows_progress(ranks)):

@@ -35,9 +35,10 @@ class CheckpointConfig:
     """When a background save copies the state. ``"blocking"``: before ``save`` returns. ``"lazy"``: trained parameters
     and optimizer state are copied while the next forward and backward run, and the optimizer's step waits for the copy;
     everything else (buffers, values, averaged weights) before ``save`` returns. A tensor that changes meanwhile in
-    another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it; writes through
-    ``.data`` and steps inside CUDA graphs are not noticed: call ``handle.wait_staged()`` before those. Needs
-    ``async_save``."""
+    another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it, and later saves copy
+    before they return; call ``handle.wait_staged()`` first. A write through ``.data`` to a few rows of one tensor may
+    go unnoticed. Under Lightning the copy is complete before any callback or module hook that may write weights.
+    """
 
     when_busy: Literal["wait", "skip", "queue"] = "wait"
     """What a background save does while the one before is not on disk yet. ``"wait"`` for it. ``"skip"`` this one, with

@@ -44,6 +44,8 @@ class Gathered:
     failure: Exception | None = None
     """Gathering or copying has failed here; told when all ranks meet."""
     snapshot: Snapshot | None = None
+    changed_meanwhile: bool = False
+    """Whether the state changed before its copy was made: by what no optimizer announces."""
     guard: Guard | None = None
     blocked: float | None = None
     """Seconds that the caller waited; None if for all of it."""
@@ -91,6 +93,7 @@ class Gathered:
         try:
             if self.snapshot is not None:
                 self._take(self.snapshot.finish)
+                self.changed_meanwhile = bool(self.snapshot.changed)
         finally:
             self.snapshot = None
             self.release()

@@ -105,6 +105,7 @@ def _rank(pipe: Connection, rank: int, world_size: int, port: int, function: Cal
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     torch.set_num_threads(1)
+    faulthandler.enable()  # tells where a rank crashes
     faulthandler.register(signal.SIGUSR1)  # tells where a rank hangs
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))

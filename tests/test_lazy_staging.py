@@ -348,6 +348,38 @@ def test_a_change_while_copying_fails_that_save_on_every_rank_naming_the_key_and
     launch.run(_forbidden_change, 2, tmp_path)
 
 
+def test_a_change_that_no_version_counts_fails_that_save_and_the_next_ones_copy_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ours = dcp.Checkpointer(async_save=True, staging="lazy")
+    with slow_copies(held := _Held()):
+        handle = ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+        model[1].weight.data.mul_(0.5)
+        held.open()
+        with pytest.raises(dcp.SaveFailed, match=r"^model\.1\.weight changed while being copied"):
+            handle.wait()
+    assert "rank 0: from now on saves copy the state before they return" in caplog.text
+    assert ours.save({"model": model, "optim": optimizer}, tmp_path / "ck").staged()
+    ours.close()
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (8, 5), (4, 3, 5, 5)])
+def test_a_write_to_all_of_a_tensor_is_noticed_whatever_its_shape_and_strides(shape: tuple[int, ...]) -> None:
+    from dcp_plugin.staging.snapshot import _Later, _Sample, _Streams
+
+    for tensor in (torch.zeros(shape), torch.zeros(shape).to(torch.bfloat16), torch.zeros(shape).transpose(0, -1)):
+        if tensor.dim() == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        sample = _Sample(
+            [_Later("one", tensor, (tensor,), ()), _Later("nan", nan := torch.full((2,), torch.nan), (nan,), ())]
+        )
+        assert sample.differs(_Streams([])) == set()
+        tensor.data.add_(1)
+        assert sample.differs(_Streams([])) == {"one"}
+
+
 def test_a_save_that_cannot_begin_holds_nobody_back(tmp_path: Path) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 1)

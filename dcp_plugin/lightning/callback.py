@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning._lightning import (
+    put_callback_first,
     step_of_loggers,
     take_callback_out,
     trainer_under_construction,
@@ -20,6 +21,7 @@ from dcp_plugin.lightning._lightning import (
 )
 from dcp_plugin.lightning._packages import Package, has_base, package_behind
 from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
+from dcp_plugin.lightning.hooks import OthersHooks, between_steps, telling
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.strategy import promote
 
@@ -54,12 +56,17 @@ def dcp_callback_class(package: Package) -> type[Any]:
             promote(trainer.strategy)
             _say_if_wrapped(trainer)
             _report_saves(trainer, self.log_metrics)
+            _watch_hooks(trainer, self)
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """A safe moment for what became due since the last one: a save has been published in the background."""
             strategy: Any = trainer.strategy
+            telling("on_train_batch_end")(self, trainer)
             strategy.dcp_checkpoint_io.afterwards.settle()
 
+    for name in between_steps(package):
+        if name not in vars(DCPCallback):
+            setattr(DCPCallback, name, telling(name))
     DCPCallback.__module__, DCPCallback.__qualname__ = package.classes, "DCPCallback"
     return DCPCallback
 
@@ -90,6 +97,15 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
     io.on_saved = (lambda report: report.log(trainer.loggers, step_of_loggers(trainer))) if log_metrics else None
     if io.config.async_save:
         io.hold_back(trainer.loggers)
+
+
+def _watch_hooks(trainer: Trainer, mine: Any) -> None:
+    strategy: Any = trainer.strategy
+    io: DCPCheckpointIO = strategy.dcp_checkpoint_io
+    io.others = None
+    if io.config.staging == "lazy":
+        put_callback_first(trainer, mine)
+        io.others = OthersHooks(trainer, mine)
 
 
 def _refuse_mixture(trainer: Trainer, mine: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,18 @@ def _promoted(base: type[Any]) -> type[Any]:
 
     class DCPCheckpoint(base):  # type: ignore[misc]
         promoted_by_dcp_plugin = True
+
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            with _saving_in(trainer, "on_train_batch_end"):
+                super().on_train_batch_end(trainer, *args)
+
+        def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+            with _saving_in(trainer, "on_train_epoch_end"):
+                super().on_train_epoch_end(trainer, *args)
+
+        def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+            with _saving_in(trainer, "on_validation_end"):
+                super().on_validation_end(trainer, *args)
 
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             """Save if all ranks come to do so; and never hide what has ended the training."""
@@ -77,6 +90,12 @@ def _promoted(base: type[Any]) -> type[Any]:
     # A callback's name is the key of its state in the checkpoint.
     promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
     return promoted
+
+
+def _saving_in(trainer: Any, hook: str) -> AbstractContextManager[None]:
+    """With lazy staging it matters who saves: see :mod:`dcp_plugin.lightning.hooks`."""
+    others = trainer.strategy.dcp_checkpoint_io.others if _is_promoted(trainer.strategy) else None
+    return nullcontext() if others is None else others.of_model_checkpoint(hook)
 
 
 def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:

@@ -28,6 +28,7 @@ from dcp_plugin.conventions import MODEL, keys_by_name
 from dcp_plugin.lightning import _packages, layout, native
 from dcp_plugin.lightning.afterwards import Afterwards
 from dcp_plugin.lightning.aliases import ForStock
+from dcp_plugin.lightning.hooks import OthersHooks
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import without_own_state
@@ -82,6 +83,8 @@ class DCPCheckpointIO:
         self.afterwards = Afterwards()
         self.on_saved: Callable[[Report], None] | None = None
         """Set by the callback on rank 0: called in the training's thread when a save is published."""
+        self.others: OthersHooks | None = None
+        """Set by the callback with ``staging="lazy"``: what may write weights between two steps."""
         self._held_back: list[Any] = []
         self.serves_strategy = False
         """Set by a promoted strategy: all ranks save."""
@@ -126,6 +129,10 @@ class DCPCheckpointIO:
             self.afterwards.forget()
             raise
         self.afterwards.in_training(self._report)
+        if self.others is None:
+            handle.wait_staged()
+        else:
+            self.others.saved()
         return handle
 
     def hold_back(self, loggers: list[Any]) -> None:

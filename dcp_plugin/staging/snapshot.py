@@ -4,8 +4,10 @@ What may change at any time is copied before :class:`Snapshot` is made. What sta
 step may be copied later, by :meth:`Snapshot.finish` in another thread, while the next forward and backward run; the
 step waits for it (see :mod:`dcp_plugin.staging.guard`).
 
-Such a copy is trusted only if the tensor's version is the same before and after: in-place operations count it up.
-What they do not count (writes through ``.data``, collectives, replayed CUDA graphs, other languages) nobody can see.
+Such a copy is trusted only if the tensor's version is the same before and after: in-place operations count it up. What
+they do not count (writes through ``.data``, as averages are swapped in, collectives, replayed CUDA graphs, other
+languages) shows in a few elements of every tensor, which are compared, too. Only what is written to a part of one
+tensor, past all of these, is not noticed.
 
 Tied tensors stay tied in the copy. Copies from a device run on a stream of their own.
 """
@@ -40,7 +42,7 @@ class _Later(NamedTuple):
     versions: tuple[int | None, ...]
 
     @property
-    def changed(self) -> bool:
+    def counted_up(self) -> bool:
         return _versions_of(self.leaf, self.memory) != self.versions
 
 
@@ -65,6 +67,8 @@ class Snapshot:
         encode: Callable[[Mapping[str, Any]], Flat],
         still: Callable[[Any, tuple[torch.Tensor, ...]], bool] = lambda leaf, memory: False,
     ) -> None:
+        self.changed: list[str] = []
+        """What :meth:`finish` found changed since this was made."""
         self._keys = list(leaves)
         self._pool, self._encode = pool, encode
         self._constant: dict[str, Any] = {}
@@ -88,6 +92,7 @@ class Snapshot:
                     now[key] = leaf
                 else:
                     others[key] = leaf
+            self._sample = _Sample(self._later)
         self._streams = _Streams(tensor for one in self._later for tensor in one.memory)
         described = encode(others)
         sources = {_identity(key, 0, tensor): tensor for key, tensor in now.items()} | dict(_sources(described))
@@ -120,9 +125,10 @@ class Snapshot:
             with self._streams.of(tensor):
                 _copy_later(copies[identity], tensor)
         self._streams.synchronize()
-        changed = [one.key for one in later if one.changed]
-        if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        written = self._sample.differs(self._streams)
+        self.changed = [one.key for one in later if one.counted_up or one.key in written]
+        if self.changed:
+            changed, more = self.changed, f" and {len(self.changed) - 5} more" if len(self.changed) > 5 else ""
             raise SaveFailed(
                 f"{', '.join(changed[:5])}{more} changed while being copied, by something else than a step of an "
                 f"optimizer. Save with staging='blocking', or call handle.wait_staged() before changing it."
@@ -232,6 +238,59 @@ def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | Non
     elif isinstance(leaf, ShardedValue) and leaf.whole is not None:
         memory = (*memory, leaf.whole)
     return tuple(map(version_of, memory))
+
+
+_PLACES = 8
+"""Elements of a tensor that are compared: the first, the last, and some between them."""
+
+
+class _Sample:
+    """A few elements of every tensor that is copied later, as they are now.
+
+    What writes weights behind the back of the version counter (averages swapped in through ``.data``, updates of
+    target networks, broadcasts) writes whole tensors, and most often all of them.
+    """
+
+    def __init__(self, later: Iterable[_Later]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+        for one in later:
+            for tensor in one.memory:
+                places = _places_in(tensor)
+                if places is not None:
+                    groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
+        self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
+
+    def differs(self, streams: _Streams) -> set[str]:
+        """The keys of tensors that are not as they were."""
+        found: set[str] = set()
+        for group, before in self._groups:
+            with torch.no_grad(), streams.of(before):
+                now = torch.cat([places for _, places in group])
+                if not _same_bytes(before, now):
+                    lengths = [len(places) for _, places in group]
+                    pairs = zip(group, before.split(lengths), now.split(lengths), strict=True)
+                    found.update(key for (key, _), was, is_ in pairs if not _same_bytes(was, is_))
+        return found
+
+
+def _places_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view of a few elements all over the memory of a tensor; None if that has gaps, or is not what is meant."""
+    count = tensor.numel()
+    if not count or not (tensor.is_contiguous() or _extent(tensor) == count) or tensor.is_conj() or tensor.is_neg():
+        return None
+    places = min(count, _PLACES)
+    step = (count - 1) // (places - 1) if places > 1 else 1
+    return tensor.as_strided((places,), (step,))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """From the first to the last element in memory; as many as there are if no gap is between them."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is what it is."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 class _Streams:

@@ -146,11 +146,9 @@ def _lazy(root: Path) -> None:
 
     class Saving(t.Callback):  # type: ignore[name-defined, misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            forward.clear()
+            if trainer.global_step < trainer.max_steps:  # no forward pass follows the last one
+                forward.clear()
             states.append(t.whole_state(trainer))
-
-        def on_train_end(self, trainer: Any, *args: Any) -> None:
-            forward.set()
 
     for layout in ("ddp", "fsdp2"):
         states: list[dict[str, Any]] = []
