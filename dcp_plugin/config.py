@@ -37,7 +37,8 @@ class CheckpointConfig:
     everything else (buffers, values, averaged weights) before ``save`` returns. A tensor that changes meanwhile in
     another way than by a ``torch.optim`` step or ``load_state_dict`` fails that save, naming it, and later saves copy
     before they return; call ``handle.wait_staged()`` first. A write through ``.data`` to a few rows of one tensor may
-    go unnoticed. Under Lightning the copy is complete before any callback or module hook that may write weights.
+    go unnoticed. Under Lightning the copy is complete before any callback or module hook that may write weights. Needs
+    ``async_save``.
     """
 
     when_busy: Literal["wait", "skip", "queue"] = "wait"

@@ -268,7 +268,7 @@ class _Sample:
                 now = torch.cat([places for _, places in group])
                 if not _same_bytes(before, now):
                     lengths = [len(places) for _, places in group]
-                    pairs = zip(group, before.split(lengths), now.split(lengths), strict=True)
+                    pairs = zip(group, torch.split(before, lengths), torch.split(now, lengths), strict=True)
                     found.update(key for (key, _), was, is_ in pairs if not _same_bytes(was, is_))
         return found
 
