@@ -24,5 +24,12 @@ from tests import launch
 
 def warm_up() -> None:
     """Have the server that ranks are forked from import the corpora, once, and what takes long in them."""
-    for module in ("tests.conformance.cases", "torch._dynamo", "torchmetrics", "peft"):
+    for module in (
+        "tests.conformance.cases",
+        "torch._dynamo",
+        "torchmetrics",
+        "peft",
+        "lightning.pytorch",
+        "transformers",
+    ):
         launch.preload(module)

@@ -12,6 +12,7 @@ from tests.conformance.modules import MODULES, NoHook, Small
 from tests.conformance.moments import MOMENTS
 from tests.conformance.optimizers import OPTIMIZERS
 from tests.conformance.programs import PROGRAMS, run
+from tests.conformance.runs import RUNS
 from tests.conformance.tensors import CAST_IN_SLOTS, TENSORS
 from tests.conformance.tensors import run as run_tensor
 from tests.conformance.tools import Tool
@@ -116,12 +117,21 @@ def tensors() -> dict[str, Case]:
     }
 
 
+@functools.cache
+def runs() -> dict[str, Case]:
+    return {
+        f"plain-{name}": Case(f"runs/plain-{name}", entry.code, differs=entry.differs, must_work=False)
+        for name, entry in RUNS.items()
+    }
+
+
 CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "modules": modules,
     "optimizers": optimizers,
     "moments": moments,
     "programs": programs,
     "tensors": tensors,
+    "runs": runs,
 }
 
 

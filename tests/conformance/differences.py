@@ -9,10 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.conformance.reasons import (
+    ASKED_FOR_ITS_KEYS,
+    EPOCH_START,
     EXACT_KEYS,
     EXACT_SLOTS,
     FINDS_UNSHARDED,
+    NAMES_GO_ON,
     NO_STEP,
+    NOTHING_THERE,
     OWN_ERRORS,
     REASONS,
     RESTORES_STATE,
@@ -31,6 +35,9 @@ EXTRA_STATES: dict[str, Differs] = {
 }
 UNEXPECTED_KEYS: Differs = {"load": STRICT}
 OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
+NO_EPOCH_SKIPPED: Differs = dict.fromkeys(("calls during load", "resumed state", "values"), EPOCH_START)
+RESUMED_BY_ACCELERATE: Differs = {"calls during load": ASKED_FOR_ITS_KEYS, "values": NAMES_GO_ON}
+NOT_FOUND: Differs = {"exception": NOTHING_THERE}
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 

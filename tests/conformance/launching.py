@@ -98,7 +98,7 @@ def _traced(code: Any, tool: str, folder: Path) -> Trace:
         except BaseException as error:
             if trace.raised is None:
                 after = f"running after the {trace.done[-1]}" if trace.done else "running"
-                trace.raised = Raised.of(after, error)
+                trace.raised = Raised.of(after if trace.phase == "running" else trace.phase, error)
     trace.seconds = time.monotonic() - began
     return trace
 

@@ -44,6 +44,22 @@ Where stock raises or crashes and the value to restore is known, we restore it: 
 got a gradient, an FSDP2 model right after an evaluation. The tests compare that with the run that was not
 interrupted. They are not listed here one by one; `python -m tests.conformance --all` prints them."""
 
+EPOCH_START = """\
+Lightning skips the epoch at whose start (`on_train_epoch_start`) a checkpoint was made, when it resumes from that. We
+train it."""
+
+ASKED_FOR_ITS_KEYS = """\
+What was registered with Accelerate is asked for its `state_dict()` before it is loaded, as stock DCP does it: so that
+sharded tensors in it are read as this world size needs them."""
+
+NAMES_GO_ON = """\
+After `load_state` the automatic names of Accelerate go on where the training was. With stock the next `save_state`
+finds that `checkpoint_0` is there, and raises."""
+
+NOTHING_THERE = """\
+A path without a checkpoint is a `CheckpointNotFound`, which is a `FileNotFoundError`, in every door. Accelerate raises
+a `ValueError`."""
+
 REASONS = {
     "A save takes no step": NO_STEP,
     "Optimizer state is restored in the middle of an accumulation, too": RESTORES_STATE,
@@ -52,6 +68,10 @@ REASONS = {
     "Extra state comes back as it was saved": EXACT_KEYS,
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
+    "No epoch is skipped": EPOCH_START,
+    "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
+    "Automatic names go on": NAMES_GO_ON,
+    "Nothing there is the same error everywhere": NOTHING_THERE,
     "Errors can be caught": STOCK_ERRORS,
     "What stock cannot save or load": BETTER,
 }

@@ -134,7 +134,7 @@ class _Rank:
         for phase in ("save", "load"):
             mine, theirs = self.ours.calls.get(phase, []), self.theirs.calls.get(phase, [])
             if mine != theirs:
-                self.verdict.different[f"calls during {phase}"] = f"ours: {mine}; {self.oracle}: {theirs}"
+                self.verdict.different[f"calls during {phase}"] = _first_difference(mine, theirs, self.oracle)
 
     def _compare_words(self) -> None:
         assert self.theirs is not None
@@ -155,6 +155,14 @@ class _Rank:
             mine = self.ours.seen.get(aspect, {})
             if mine != right:
                 self.verdict.different[aspect] = _difference(mine, right, "right")
+
+
+def _first_difference(mine: list[str], theirs: list[str], label: str) -> str:
+    """Where two lists of calls part, with the call before that."""
+    same = next((at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), None)
+    at = max(0, min(len(mine), len(theirs)) if same is None else same)
+    before = f"after {at} calls, {mine[at - 1]} the last: " if at else ""
+    return f"{before}ours: {mine[at : at + 4]} ({len(mine)} in all); {label}: {theirs[at : at + 4]} ({len(theirs)})"
 
 
 def _difference(mine: Mapping[str, str], theirs: Words, label: str) -> str:
