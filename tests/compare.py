@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,19 @@ def same_bytes(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and _bytes(one) == _bytes(other)
     return type(one) is type(other) and bool(one == other)
+
+
+def same_tree(one: Any, other: Any) -> bool:
+    """Two nested states have the same values, bytes, classes, and keys in the same order."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(same_tree(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same_tree, one, other))
+    if isinstance(one, io.BytesIO):
+        return (one.getvalue(), one.tell()) == (other.getvalue(), other.tell())
+    return same_bytes(full(one), full(other))
 
 
 def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:

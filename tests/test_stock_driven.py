@@ -221,6 +221,20 @@ def test_a_checkpoint_is_only_overwritten_if_that_is_allowed(tmp_path: Path) -> 
     launch.run(_does_not_overwrite, 2, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("saved", ["stock, stock", "stock, ours", "ours, stock", "ours, ours"])
+def test_a_reader_that_is_used_again_sees_the_save_that_came_between(tmp_path: Path, saved: str) -> None:
+    path = tmp_path / "checkpoint"
+    reader = dcp.ShardedReader(path)
+    for step, writer in enumerate(saved.split(", "), 1):
+        made = stock.FileSystemWriter(path) if writer == "stock" else dcp.ShardedWriter(path)
+        stock.save(_state(step, rows=step), storage_writer=made)
+        for planner in (None, dcp.ShardedLoadPlanner()):
+            found = _state(0, rows=step)
+            stock.load(found, storage_reader=reader, planner=planner)
+            assert_same(found, _state(step, rows=step))
+
+
 def test_a_checkpoint_without_a_coordinator_says_so(tmp_path: Path) -> None:
     stock.save(_state(1), checkpoint_id=tmp_path, use_collectives=False)
     with pytest.raises(dcp.CheckpointIncomplete, match=r"saved without a coordinator \(use_collectives=False\)"):

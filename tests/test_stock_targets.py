@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import dcp_plugin as dcp
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from tests import launch
-from tests.compare import full, same_bytes
+from tests.compare import same_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -63,18 +63,6 @@ class Saved:
         self.given = given
 
 
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, io.BytesIO):
-        return (one.getvalue(), one.tell()) == (other.getvalue(), other.tell())
-    return same_bytes(full(one), full(other))
-
-
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     "stock": lambda state, path: stock.save(state, checkpoint_id=path),
     "planner": lambda state, path: stock.save(
@@ -105,7 +93,7 @@ def test_whoever_saved_it_whoever_loads_it(tmp_path: Path, name: str) -> None:
                 continue  # our own saves keep a Counter as one value, so that one that is empty now gets its class back
             found = state(0)
             load(found, path)
-            assert same(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
+            assert same_tree(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -122,7 +110,7 @@ def test_a_stateful_object_gets_what_stock_gives_it(tmp_path: Path, name: str) -
             assert none.given == {}, f"saved by {saver}, loaded by {loader}"
             got = one.given or {}
             assert got.keys() == state(1).keys()
-            assert all(same(got[key], value) for key, value in state(1).items()), f"{saver}, {loader}: {got}"
+            assert all(same_tree(got[key], value) for key, value in state(1).items()), f"{saver}, {loader}: {got}"
 
 
 class _OfEarlierVersions(ShardedSavePlanner):
@@ -145,12 +133,12 @@ def test_tuples_that_earlier_versions_walked_are_read(tmp_path: Path, name: str)
     for loader in ("planner", "ours"):
         found = state(0)
         LOADS[loader](found, path)
-        assert same(found, state(1)), loader
+        assert same_tree(found, state(1)), loader
     one = Saved(state(0))
     stateful = tmp_path / "stateful"
     stock.save({"one": state(1)}, storage_writer=dcp.ShardedWriter(stateful), planner=_OfEarlierVersions())
     dcp.load({"one": one}, stateful)
-    assert same(one.given, state(1))
+    assert same_tree(one.given, state(1))
 
 
 def test_mappings_that_torch_before_2_4_did_not_walk_are_read(tmp_path: Path) -> None:
@@ -164,7 +152,7 @@ def test_mappings_that_torch_before_2_4_did_not_walk_are_read(tmp_path: Path) ->
         _version._derived_version = None
     found: dict[str, Any] = {"a": _tensor(0), "cfg": {"lr": 0, "more": {"b": 0}}}
     LOADS["planner"](found, path)
-    assert same(found, state)
+    assert same_tree(found, state)
     with pytest.raises(BaseException, match=r"cfg\.other is not in the checkpoint"):
         LOADS["planner"]({"cfg": {"lr": 0, "other": 0}}, path)
 
@@ -200,11 +188,11 @@ def _on_meta(directory: Path) -> None:
         for loader, load in LOADS.items():
             found = meta()
             load(found, directory / saver)
-            assert same(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
+            assert same_tree(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
     dcp.save({"one": Saved(state(1))}, directory / "stateful")
     one = Saved(meta())
     dcp.load({"one": one}, directory / "stateful")
-    assert same(one.given, state(1))
+    assert same_tree(one.given, state(1))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -217,7 +205,7 @@ def test_a_default_device_of_meta_is_no_memory(tmp_path: Path) -> None:
     found = {"a": torch.empty_like(_tensor(0), device="meta")}
     with torch.device("meta"):
         dcp.load(found, tmp_path / "checkpoint")
-    assert same(found["a"], _tensor(1))
+    assert same_tree(found["a"], _tensor(1))
 
 
 def test_a_file_in_memory_that_the_user_allows_stays_allowed(tmp_path: Path) -> None:

@@ -347,10 +347,23 @@ def test_zips_and_pickles_of_other_things_are_refused(tmp_path: Path) -> None:
     _refused(tmp_path / "optimizer", dcp.CheckpointMismatch, "has no state dict")
     os.mkfifo(tmp_path / "fifo")
     _refused(tmp_path / "fifo", dcp.CheckpointNotFound, "no regular file")
-    torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "sparse")
-    _refused(tmp_path / "sparse", dcp.CheckpointMismatch, "model.s is no plain tensor")
-    torch.save({"s": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "conj")
-    _refused(tmp_path / "conj", dcp.CheckpointMismatch, "resolve_conj")
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch's, of tensors in beta state
+def test_a_tensor_that_is_not_plain_is_named(tmp_path: Path) -> None:
+    """Whichever version of torch can or cannot have it on the meta device."""
+    odd = {
+        "sparse_coo": torch.eye(2).to_sparse(),
+        "sparse_csr": torch.eye(2).to_sparse_csr(),
+        "resolve_conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8),
+    }
+    for said, tensor in odd.items():
+        torch.save({"model": {"a": torch.ones(2), "s": tensor}}, tmp_path / said)
+        _refused(tmp_path / said, dcp.CheckpointMismatch, rf"model\.s is no plain tensor .*{said}")
+    torch.save({"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])}, tmp_path / "nested")
+    with pytest.raises((dcp.CheckpointMismatch, dcp.UnsafeCheckpoint), match=r"a is no plain|_rebuild_nested_tensor"):
+        dcp.inspect(tmp_path / "nested")
 
 
 def test_a_directory_with_two_candidates_asks_for_one(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ class ShardedLoadPlanner(LoadPlanner):
         """
         self.missing = [key for key in self._targets if key not in self._stored]
         self.misfits = [
-            problem for key, stored in self._stored.items() for problem in _misfit(key, self._targets[key], stored)
+            problem
+            for key, stored in self._stored.items()
+            for problem in _misfit(key, self._targets[key], stored, self._scales_of(key))
         ]
         if self._strict:
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
@@ -124,6 +126,11 @@ class ShardedLoadPlanner(LoadPlanner):
             else:
                 items.append(_read_of_value(key, self._names.get(key, key)))
         return LoadPlan(items)
+
+    def _scales_of(self, key: str) -> str:
+        """The key of what the blocks of a weight have to be multiplied with, called as DeepSeek's; or empty."""
+        scales = self._names.get(key, key) + "_scale_inv"
+        return scales if scales in self._keys else ""
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -214,7 +221,7 @@ class _Stored:
         yield from np.flatnonzero(touching).tolist()
 
 
-def _misfit(key: str, target: Any, stored: _Stored) -> Iterator[str]:
+def _misfit(key: str, target: Any, stored: _Stored, scales: str = "") -> Iterator[str]:
     if not isinstance(target, ShardedValue):
         if stored.dtype is not None:
             yield f"{key} is a {type(target).__name__} here and a tensor in the checkpoint"
@@ -224,6 +231,11 @@ def _misfit(key: str, target: Any, stored: _Stored) -> Iterator[str]:
         yield f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
     elif not torch.can_cast(stored.dtype, target.dtype):
         yield f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
+    elif scales and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
+        yield (
+            f"{key} is {target.dtype} here and quantized in the checkpoint: {stored.dtype}, to be multiplied with "
+            f"{scales}, as torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader does"
+        )
     elif any(_is_expanded(chunk.tensor) for chunk in target.chunks):
         yield f"{key} has several elements in the same memory, as expand() makes them: load into a clone() of it"
 

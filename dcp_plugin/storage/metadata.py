@@ -132,10 +132,21 @@ def _stored(memo: _Memo, table: Table, slot: int, chunks: bytes) -> bytes:
     if dtype is None:
         return memo.any_value
     size = torch.Size(table.shape_of(slot))
-    properties = memo.get(dtype, lambda: _plain(TensorProperties(dtype=dtype)))
+    properties = memo.get(dtype, lambda: _properties(dtype))
     listed: _Fields = [b"](", chunks, b"e"]
     fields = memo.instance(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=listed)
     return b"".join(cast(list[bytes], fields))
+
+
+FIELDS_OF_ALL_VERSIONS = 5
+"""How many fields of ``TensorProperties`` every version of torch unpickles, which it pickles as a tuple. Torch 2.15 has
+added one, the strides, and so writes what 2.13 cannot open."""
+
+
+def _properties(dtype: torch.dtype) -> bytes:
+    """The pickle of a tensor's properties, the same whichever version of torch is running."""
+    fields: tuple[Any, ...] = TensorProperties(dtype=dtype).__getstate__()  # type: ignore[no-untyped-call]
+    return _plain(TensorProperties) + b")\x81" + _plain(fields[:FIELDS_OF_ALL_VERSIONS]) + b"b"
 
 
 _Fields = list["bytes | Column"]

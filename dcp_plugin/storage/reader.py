@@ -84,7 +84,7 @@ class ShardedReader(StorageReader):
         base: str | os.PathLike[str] | None = None,
         complete: bool = True,
     ) -> None:
-        self.path = local_path(path)
+        self.path = self._asked_for = local_path(path)
         self._io_threads = io_threads
         self._verify = verify
         self._check_files = check_files
@@ -147,12 +147,18 @@ class ShardedReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = local_path(checkpoint_id)
-        self._opened = None
+            self._asked_for = local_path(checkpoint_id)
+        self._forget()
         self.load_id = str(uuid.uuid4())
+
+    def _forget(self) -> None:
+        self.path = self._asked_for
+        self._opened = None
         self._layouts = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What DCP asks for at the start of each load. The checkpoint may be another one than in the load before."""
+        self._forget()
         save_id = self.summary.save_id if self.summary else None
         noted = self.index.storage_meta or StorageMeta(str(self.opened.path), save_id)
         return metadata_of(self.index, replace(noted, load_id=self.load_id))

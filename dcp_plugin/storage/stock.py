@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -32,7 +33,7 @@ from dcp_plugin.storage.commit import METADATA
 from dcp_plugin.storage.files import read_regular
 from dcp_plugin.storage.framing import Frame, frame_if_possible
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.storage.metadata import planner_paths
+from dcp_plugin.storage.metadata import FIELDS_OF_ALL_VERSIONS, planner_paths
 from dcp_plugin.types import KeyPath
 
 _DCP = "torch.distributed.checkpoint"
@@ -40,7 +41,7 @@ _ALLOWED = {
     (f"{_DCP}.metadata", name)
     for name in (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
     )
 } | {
     (f"{_DCP}.filesystem", "_StorageInfo"),
@@ -56,8 +57,17 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+class _AnyProperties(TensorProperties):
+    """Those of any version: later ones have more of them, at the end. The dtype, which is all we need, is the first."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:FIELDS_OF_ALL_VERSIONS])  # type: ignore[no-untyped-call]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (TensorProperties.__module__, TensorProperties.__name__):
+            return _AnyProperties
         if (module, name) in _ALLOWED:
             return getattr(importlib.import_module(module), name)
         found = getattr(torch, name, None) if module == "torch" else None

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.storage.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import Shape
 
@@ -31,6 +32,8 @@ class View:
     shape: Shape
     strides: Shape | None = None
     """None: row-major."""
+    offsets: Shape | None = None
+    """Where it begins in the tensor that it is a part of; None: it is all of one."""
 
     @property
     def span(self) -> int:
@@ -50,6 +53,8 @@ class Contents:
     format: str
     files: dict[str, int]
     views: dict[str, View] = field(default_factory=dict)
+    parts: dict[str, list[View]] = field(default_factory=dict)
+    """Of tensors that are in several files."""
     values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     shares_bytes: bool = False
@@ -77,22 +82,29 @@ class Contents:
             CheckpointCorrupt: A tensor lies outside of its file, or where it must not.
         """
         index = CheckpointIndex.build(self._entries(), self.files)
-        index.validate(directory, shares_bytes=self.shares_bytes)
+        try:
+            index.validate(directory, shares_bytes=self.shares_bytes)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{error}. Is a file missing?" if self.parts else str(error)) from error
         index.strides = {key: view.strides for key, view in self.views.items() if view.strides is not None}
         index.values_here = self.values
         return index
 
     def _entries(self) -> Iterable[tuple[str, Entry]]:
         for key, view in self.views.items():
-            payload = (None, 0) if view.strides is not None else (0, view.span)
-            location = Location(view.file, view.start, view.span, *payload)
-            yield (
-                key,
-                StoredTensor(view.dtype, view.shape, (StoredChunk((0,) * len(view.shape), view.shape, location),)),
-            )
+            yield key, StoredTensor(view.dtype, view.shape, (_chunk(view),))
+        for key, parts in self.parts.items():
+            ends = [map(add, part.offsets or (), part.shape) for part in parts]
+            yield key, StoredTensor(parts[0].dtype, tuple(map(max, zip(*ends, strict=True))), tuple(map(_chunk, parts)))
         nowhere = Location(next(iter(self.files)), 0, 0, None, 0)
         for key in self.values:
             yield key, StoredValue(nowhere)
+
+
+def _chunk(view: View) -> StoredChunk:
+    payload = (None, 0) if view.strides is not None else (0, view.span)
+    location = Location(view.file, view.start, view.span, *payload)
+    return StoredChunk(view.offsets or (0,) * len(view.shape), view.shape, location)
 
 
 def fingerprint_of(directory: Path, contents: Contents) -> str:
@@ -102,14 +114,17 @@ def fingerprint_of(directory: Path, contents: Contents) -> str:
     nearly everywhere; a single bit that somebody flips is not seen.
     """
     digest = hashlib.sha256()
+    views = sorted(contents.views.items())
+    views += [(key, part) for key, parts in sorted(contents.parts.items()) for part in parts]
     for name, size in sorted(contents.files.items()):
         digest.update(size.to_bytes(8, "little"))
         with open(directory / name, "rb", buffering=0) as file:
             for number in range(_SAMPLES):
                 digest.update(os.pread(file.fileno(), _SAMPLE, max(0, size - _SAMPLE) * number // (_SAMPLES - 1)))
-            for key, view in sorted(contents.views.items()):
+            for key, view in views:
                 if view.file == name:
-                    digest.update(repr((key, view.start, view.dtype, view.shape, view.strides)).encode())
+                    about = key, view.start, view.dtype, view.shape, view.strides
+                    digest.update(repr(about if view.offsets is None else (*about, view.offsets)).encode())
                     for start in (0, (view.span - _PLACE) // 2, view.span - _PLACE):
                         digest.update(os.pread(file.fileno(), min(_PLACE, view.span), view.start + max(0, start)))
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from dcp_plugin.storage.foreign.contents import Contents
 _LOOKED_FOR = (
     "Looked for a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
     "*.bin.index.json, model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin, pytorch_model_fsdp_0/.metadata, "
-    "or one file that is a safetensors or torch.save file; or such a file itself"
+    "shard-*-model-*.safetensors, or one file that is a safetensors or torch.save file; or such a file itself"
 )
 
 _MOST_LISTED = 1000
@@ -48,6 +48,8 @@ def read(path: Path, reason: str) -> tuple[Path, Contents]:
     kind = kind_of_file(path)
     if kind not in _READ:
         raise _not_found(path, kind or f"the file begins like nothing that is known. {_LOOKED_FOR}")
+    if kind == "safetensors" and (rank := safetensors_file.rank_of(path)) is not None:
+        raise _not_found(path, f"it has what rank {rank} had of each tensor. Name the directory, {path.parent}")
     return path.parent, _as_model(_READ[kind](path))
 
 
@@ -86,6 +88,9 @@ def _read_directory(path: Path, reason: str) -> Contents:
         contents = _read_models(path, named)
     else:
         found = dict(_known_files(path))
+        parts = _with_parts(path) if "safetensors" in found.values() else []
+        if parts:
+            return _as_model(safetensors_file.read_parts(parts))
         if len(found) != 1:
             names = ", ".join(sorted(found)[:8])
             several = f"it has {len(found)} files that could be meant, name one: {names}"
@@ -125,6 +130,12 @@ def _read_models(path: Path, named: dict[int, str]) -> Contents:
             contents.add(one)
     assert contents is not None
     return contents
+
+
+def _with_parts(path: Path) -> list[Path]:
+    """The safetensors files, if each of them has parts of the same tensors."""
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
+    return files if all(map(safetensors_file.has_parts, files)) else []
 
 
 def _known_files(path: Path) -> Iterator[tuple[str, str]]:
@@ -181,6 +192,7 @@ def _as_model(contents: Contents) -> Contents:
     if contents.format != "safetensors":
         return contents
     contents.views = {f"model.{key}": view for key, view in contents.views.items()}
+    contents.parts = {f"model.{key}": parts for key, parts in contents.parts.items()}
     contents.kinds = {"model": "module"}
     return contents
 

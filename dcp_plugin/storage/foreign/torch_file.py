@@ -146,12 +146,8 @@ def _read_values(contents: Contents, path: Path) -> None:
 
 
 def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -> View:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
-    if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        raise CheckpointMismatch(
-            f"{path}: {key} is no plain tensor (a {type(tensor).__name__}, layout {tensor.layout}). Load the file with "
-            f"torch.load, make it one (to_dense(), dequantize(), resolve_conj()) and save it again."
-        )
+    if not _is_plain(tensor):
+        raise _not_plain(path, key, tensor)
     begin = record_offset(tensor)
     if begin not in records:
         raise CheckpointCorrupt(
@@ -164,6 +160,44 @@ def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -
     if first + view.span > records[begin] or first < 0 or min(strides or (), default=0) < 0:
         raise CheckpointCorrupt(f"{path}: {key} lies outside of its record")
     return view
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
+    return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _not_plain(path: Path, key: str, tensor: torch.Tensor) -> CheckpointMismatch:
+    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
+    return CheckpointMismatch(
+        f"{path}: {key} is no plain tensor (a {type(tensor).__name__}, {kind}). Load the file with torch.load, make it "
+        f"one (to_dense(), dequantize(), resolve_conj()) and save it again."
+    )
+
+
+def _why_no_structure(path: Path, error: Exception) -> CheckpointMismatch | CheckpointCorrupt:
+    """Why a file cannot be loaded with its tensors on the meta device.
+
+    Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither. With memory they do.
+    """
+    try:
+        for key, leaf in _named_leaves("", load_mapped(path), set()):
+            if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                return _not_plain(path, key, leaf)
+    except Exception:  # then it is damaged indeed
+        pass
+    return CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}")
+
+
+def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What is in nested containers, each of them once, under the names that it has in the file."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        yield name, value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in items:
+            yield from _named_leaves(f"{name}.{key}" if name else str(key), one, seen)
 
 
 def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeCheckpoint | None]:
@@ -179,7 +213,7 @@ def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeC
             f"or held.state_dict() if it is a module."
         )
     except Exception as error:
-        raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise _why_no_structure(path, error) from error
     try:
         return load_with_stand_ins(path, load), refusal
     except Exception:

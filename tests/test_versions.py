@@ -1,0 +1,57 @@
+"""What one version of torch wrote, another one reads: stock what we wrote, and we what anybody wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+import dcp_plugin as dcp
+from dcp_plugin.storage import metadata
+from dcp_plugin.storage.opening import open_checkpoint
+from dcp_plugin.storage.stock import read_metadata
+from tests.compare import same_tree
+from tests.versions import HERE, state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+PATHS = sorted(path for path in HERE.glob("*-*") if path.is_dir())
+OURS = [path for path in PATHS if path.name.startswith("ours")]
+
+
+def test_there_are_checkpoints_of_each_version() -> None:
+    names = [f"{writer}-{version}" for writer in ("ours", "stock") for version in ("2.11.0", "2.13.0", "2.15.0")]
+    assert [path.name for path in PATHS] == names
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_we_read_what_any_version_wrote(path: Path) -> None:
+    for load in (
+        lambda found: dcp.load(found, path),
+        lambda found: stock.load(found, storage_reader=dcp.ShardedReader(path)),
+        lambda found: stock.load(found, storage_reader=dcp.ShardedReader(path), planner=dcp.ShardedLoadPlanner()),
+    ):
+        found = state(0)
+        load(found)
+        assert same_tree(found, state(1))
+    assert dcp.verify(path).ok
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
+def test_stock_reads_what_we_wrote_under_any_version(path: Path) -> None:
+    found = state(0)
+    stock.load(found, checkpoint_id=path)
+    assert same_tree(found, state(1))
+
+
+@pytest.mark.parametrize("fields", ["its own", "those of 2.15", "more"])
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
+def test_what_we_write_is_the_same_under_any_version(path: Path, fields: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte: no other version opens what torch 2.15 makes of its TensorProperties."""
+    if fields != "its own":
+        known, more = TensorProperties.__getstate__, ((2, 1), "new")[: 1 if fields == "those of 2.15" else 2]
+        monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*known(self)[:5], *more))
+    written = (path / ".metadata").read_bytes()
+    assert metadata.encode(open_checkpoint(path).index, read_metadata(path).storage_meta) == written
