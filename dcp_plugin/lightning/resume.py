@@ -138,10 +138,11 @@ class Resume:
         moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
         if not moment.between_epochs and moment.batches_done:
             _lightning.resume_within_epoch(trainer)
-            self._say_if_gradients_are_lost(trainer)
-            if not _keeps_its_own_position(trainer):
-                self._say_what_is_lost(trainer)
-        if moment.between_epochs and reads_ahead:
+            if not moment.in_last_validation:  # there, all batches of the epoch are done
+                self._say_if_gradients_are_lost(trainer)
+                if not _keeps_its_own_position(trainer):
+                    self._say_what_is_lost(trainer)
+        if (moment.between_epochs or moment.in_last_validation) and reads_ahead:
             # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
             for loader, state in self.placed:
                 loader.load_state_dict(state)

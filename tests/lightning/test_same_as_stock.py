@@ -1,0 +1,96 @@
+"""A script that is run with stock Lightning and with ours: the same hooks in the same order, files and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+
+
+class Interrupted(Exception):
+    """What a user's code raises in these scripts."""
+
+
+def assert_same_run(root: Path, script: Callable[[Path, bool], Any]) -> Any:
+    """Run ``script(folder, stock)`` with both and compare what it returns; gives that."""
+    seen = {}
+    for stock in (True, False):
+        folder = root / ("stock" if stock else "ours")
+        folder.mkdir(parents=True)
+        seen[stock] = script(folder, stock)
+    assert seen[False] == seen[True]
+    return seen[True]
+
+
+def traced(*hooks: str) -> Any:
+    """A callback that notes which hooks are called, and in which epoch and step."""
+    from lightning.pytorch.callbacks import Callback
+
+    def noting(name: str) -> Any:
+        def hook(self: Any, trainer: Any, *args: Any) -> None:
+            self.calls.append((name, trainer.current_epoch, trainer.global_step))
+
+        return hook
+
+    made: Any = type("Traced", (Callback,), {f"on_{name}": noting(name) for name in hooks})()
+    made.calls = []
+    return made
+
+
+def test_what_an_epoch_still_had_to_do_after_its_last_batch_is_done_after_the_resume(tmp_path: Path) -> None:
+    launch.run(_interrupted_validation, 1, tmp_path)
+
+
+def _interrupted_validation(root: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.lightning import training as t
+
+    class Model(t.Model):
+        interrupted_in = ""
+
+        def on_fit_start(self) -> None:
+            self.net[0][1].p = 0.0  # stock restores no random numbers
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean())
+            self.interrupt("validation_step")
+
+        def on_validation_end(self) -> None:
+            self.interrupt("validation_end")
+
+        def interrupt(self, where: str) -> None:
+            if where == self.interrupted_in and self.trainer.current_epoch == 1:
+                self.trainer.save_checkpoint(self.path)
+                raise Interrupted
+
+    def script(root: Path, stock: bool) -> Any:
+        def fit(seed: int, interrupted_in: str = "", **options: Any) -> Any:
+            trace = traced("train_epoch_start", "validation_start", "validation_end", "train_epoch_end", "train_end")
+            best = ModelCheckpoint(root / moment, "best-{epoch}", monitor="loss", mode="max", save_top_k=-1)
+            trainer = t.trainer_for("single", [trace, best], stock=stock, max_epochs=3, max_steps=-1, **options)
+            model = Model(seed=seed)
+            model.interrupted_in, model.path = interrupted_in, path
+            loader, validation = t.DataLoader(t.data(4), batch_size=2), t.DataLoader(t.data(6), batch_size=2)
+            trainer.fit(model, loader, validation, ckpt_path=None if interrupted_in else path)
+            return trace.calls, model.losses, best.best_model_path, trainer.fit_loop.state_dict()
+
+        seen = {}
+        for moment in ("validation_step", "validation_end"):
+            path = root / f"{moment}.ckpt"
+            with pytest.raises(Interrupted):
+                fit(0, moment, num_sanity_val_steps=0)
+            calls, losses, best_path, loops = fit(9, num_sanity_val_steps=0)
+            files = sorted(file.name for file in (root / moment).iterdir())
+            seen[moment] = calls, losses, Path(best_path).name, loops, files
+        return seen
+
+    seen = assert_same_run(root, script)
+    calls, _, _, _, files = seen["validation_step"]
+    assert ("validation_end", 1, 4) in calls
+    assert "best-epoch=1.ckpt" in files
+    assert seen["validation_end"][0][0] == ("train_epoch_end", 1, 4)
