@@ -94,3 +94,71 @@ def _interrupted_validation(root: Path) -> None:
     assert ("validation_end", 1, 4) in calls
     assert "best-epoch=1.ckpt" in files
     assert seen["validation_end"][0][0] == ("train_epoch_end", 1, 4)
+
+
+def test_no_hook_is_called_more_often_than_by_stock(tmp_path: Path) -> None:
+    launch.run(_hooks, 1, tmp_path)
+
+
+def _hooks(root: Path) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+    from torch.optim import AdamW
+    from torch.optim.lr_scheduler import StepLR
+
+    from tests.lightning import training as t
+
+    calls: list[str] = []
+
+    def noting(cls: type[Any], *prefixes: str) -> Any:
+        """A subclass with hooks that note that they are called, and do nothing else."""
+
+        def overriding(name: str) -> Any:
+            def hook(self: Any, *args: Any, **options: Any) -> Any:
+                calls.append(f"{cls.__name__}.{name}")
+                return getattr(super(Noting, self), name)(*args, **options)
+
+            return hook
+
+        names = [name for name in dir(cls) if name.startswith(prefixes) and name != "configure_sharded_model"]
+        Noting = type(f"Noting{cls.__name__}", (cls,), {name: overriding(name) for name in names})
+        return Noting
+
+    state = ("state_dict", "load_state_dict")
+    hooks = ("on_", "setup", "teardown", "prepare_data", *state)
+
+    class Model(t.Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = noting(AdamW, *state, "step")(self.parameters())
+            return [optimizer], [noting(StepLR, *state)(optimizer, 1)]
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return noting(t.StatefulDataLoader, *state, "__iter__")(t.data(6), batch_size=2)
+
+        def val_dataloader(self) -> Any:
+            return t.DataLoader(t.data(4), batch_size=2)
+
+    def script(root: Path, stock: bool) -> Any:
+        seen = []
+        for path in (None, root / "last.ckpt"):
+            calls.clear()
+            saving = noting(ModelCheckpoint, *state)(root, "{epoch}", monitor="loss", save_last=True)
+            stopping = noting(EarlyStopping, *state)("loss", patience=9)
+            trainer = t.trainer_for(
+                "single", [noting(Callback, *hooks)(), saving, stopping], stock=stock, max_epochs=3 if path else 2
+            )
+            data = noting(Data, *hooks, "train_dataloader", "val_dataloader")()
+            trainer.fit(noting(Model, *hooks, "configure_")(), datamodule=data, ckpt_path=path)
+            trainer.validate(datamodule=data, ckpt_path="best", verbose=False)
+            # To fill what is there, a load has to see it; and a resumed epoch begins like any other.
+            looked_at = ("Model.state_dict", "AdamW.state_dict", "StatefulDataLoader") if path else "-"
+            seen.append([call for call in calls if not call.startswith(looked_at)])
+        return seen
+
+    (fit, resumed) = assert_same_run(root, script)
+    for call in ("Callback.state_dict", "Model.on_save_checkpoint", "Data.state_dict", "StepLR.state_dict"):
+        assert call in fit and call in resumed
