@@ -22,7 +22,7 @@ def assert_same_run(root: Path, script: Callable[[Path, bool], Any]) -> Any:
         folder = root / ("stock" if stock else "ours")
         folder.mkdir(parents=True)
         seen[stock] = script(folder, stock)
-    assert seen[False] == seen[True]
+    assert seen[False] == seen[True], f"{seen[False]}\n is not \n{seen[True]}"
     return seen[True]
 
 
@@ -148,12 +148,12 @@ def _hooks(root: Path) -> None:
             calls.clear()
             saving = noting(ModelCheckpoint, *state)(root, "{epoch}", monitor="loss", save_last=True)
             stopping = noting(EarlyStopping, *state)("loss", patience=9)
-            trainer = t.trainer_for(
-                "single", [noting(Callback, *hooks)(), saving, stopping], stock=stock, max_epochs=3 if path else 2
-            )
+            callbacks = [noting(Callback, *hooks)(), saving, stopping]
+            trainer = t.trainer_for("single", callbacks, stock=stock, max_epochs=3 if path else 2, max_steps=-1)
             data = noting(Data, *hooks, "train_dataloader", "val_dataloader")()
             trainer.fit(noting(Model, *hooks, "configure_")(), datamodule=data, ckpt_path=path)
-            trainer.validate(datamodule=data, ckpt_path="best", verbose=False)
+            if path is not None:
+                trainer.validate(datamodule=data, ckpt_path="best", verbose=False)
             # To fill what is there, a load has to see it; and a resumed epoch begins like any other.
             looked_at = ("Model.state_dict", "AdamW.state_dict", "StatefulDataLoader") if path else "-"
             seen.append([call for call in calls if not call.startswith(looked_at)])
