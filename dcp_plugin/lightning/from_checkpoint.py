@@ -15,7 +15,7 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import PathLike
+from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.conventions import MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.lightning import _lightning, layout, native
@@ -67,7 +67,7 @@ def load_from_checkpoint(
             'load weights into a module that exists: dcp_plugin.load({"model": module}, path).'
         )
     loadable: Any = cls
-    path = Path(path)
+    path = Path(as_local(path))
     if path.is_file():
         loaded: Loadable = loadable.load_from_checkpoint(path, weights_only=weights_only, **options)
         return loaded
