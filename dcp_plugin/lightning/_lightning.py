@@ -281,6 +281,16 @@ def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> di
     return found
 
 
+def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:
+    """The whole that a part of an OmegaConf configuration belongs to, and the keys that lead to it. OmegaConf itself
+    looks there for what an interpolation means, and has no public way."""
+    keys: list[Any] = []
+    while (parent := config._get_parent()) is not None:
+        keys.insert(0, config._key())
+        config = parent
+    return config, keys
+
+
 def hyper_parameters_in(package: Package, path: PathLike) -> dict[str, Any]:
     """What ``load_from_checkpoint(hparams_file=...)`` reads; the functions are not documented."""
     saving, suffix = package.module("core.saving"), os.fspath(path).rpartition(".")[2].lower()

@@ -27,6 +27,7 @@ from dcp_plugin.conventions import RNG
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning._packages import package_behind
+from dcp_plugin.lightning.hyper_parameters import TYPES
 from dcp_plugin.state import rng
 from dcp_plugin.state.sampler import data_rank, made_by
 
@@ -66,6 +67,7 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint.pop(MADE_BY, None)
     checkpoint.pop(PLATEAU, None)
     checkpoint.pop(MADE_IN, None)
+    checkpoint.pop(TYPES, None)
     if states := checkpoint.pop(DATALOADERS, None):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
     return checkpoint

@@ -116,13 +116,13 @@ def _hooks(root: Path) -> None:
         def overriding(name: str) -> Any:
             def hook(self: Any, *args: Any, **options: Any) -> Any:
                 calls.append(f"{cls.__name__}.{name}")
-                return getattr(super(Noting, self), name)(*args, **options)
+                return getattr(super(made, self), name)(*args, **options)
 
             return hook
 
         names = [name for name in dir(cls) if name.startswith(prefixes) and name != "configure_sharded_model"]
-        Noting = type(f"Noting{cls.__name__}", (cls,), {name: overriding(name) for name in names})
-        return Noting
+        made = type(f"Noting{cls.__name__}", (cls,), {name: overriding(name) for name in names})
+        return made
 
     state = ("state_dict", "load_state_dict")
     hooks = ("on_", "setup", "teardown", "prepare_data", *state)
@@ -162,3 +162,77 @@ def _hooks(root: Path) -> None:
     (fit, resumed) = assert_same_run(root, script)
     for call in ("Callback.state_dict", "Model.on_save_checkpoint", "Data.state_dict", "StepLR.state_dict"):
         assert call in fit and call in resumed
+
+
+def test_what_omegaconf_made_is_omegaconfs_again_and_nothing_is_resolved_on_the_way(tmp_path: Path) -> None:
+    launch.run(_configurations, 1, tmp_path)
+
+
+def _configurations(root: Path) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from omegaconf import OmegaConf
+
+    from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
+    from tests.lightning import training as t
+
+    resolved: list[str] = []
+    OmegaConf.register_new_resolver("noted", lambda name: resolved.append(name) or name)
+    whole = OmegaConf.create(
+        {"width": 4, "model": {"in": "${width}", "who": "${noted:me}", "layers": [1, {"a": None}], "seed": "???"}}
+    )
+    OmegaConf.set_struct(whole, True)
+    fixed = OmegaConf.create({"lr": 0.1, "noted": "${noted:fixed}"})
+    OmegaConf.set_readonly(fixed, True)
+
+    class Parts(t.Model):
+        def __init__(self, model: Any, layers: Any, nested: Any, lr: float = 0.5) -> None:
+            super().__init__()
+            self.resolved_before = list(resolved)
+            self.save_hyperparameters()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen_in_checkpoint = checkpoint
+
+    class Whole(t.Model):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.resolved_before = list(resolved)
+            self.save_hyperparameters(config)  # which compares, and therefore resolves
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen_in_checkpoint = checkpoint
+
+    def told(value: Any) -> Any:
+        if not OmegaConf.is_config(value):
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            return type(value), {key: told(item) for key, item in items} or value
+        flags = OmegaConf.is_struct(value), bool(OmegaConf.is_readonly(value))
+        inside = [OmegaConf.is_config(value[key]) for key in value if key in ("model", "layers")]
+        return type(value), OmegaConf.to_container(value), flags, inside
+
+    def script(root: Path, stock: bool) -> Any:
+        plugins = None if stock else [DCPCheckpointIO()]
+        seen: list[Any] = []
+        parts = {"model": whole.model, "layers": whole.model.layers, "nested": {"list": [fixed, 3]}}
+        for made in (Parts(**parts), Whole(whole), Whole(fixed)):
+            trainer = pl.Trainer(accelerator="cpu", logger=False, plugins=plugins, enable_progress_bar=False)
+            trainer.strategy.connect(made)
+            trainer.save_checkpoint(root / "x")
+            resolved.clear()
+            if stock:
+                in_checkpoint = torch.load(root / "x", weights_only=False)
+                loaded = type(made).load_from_checkpoint(root / "x", weights_only=False)
+            else:
+                in_checkpoint = DCPCheckpointIO().load_checkpoint(root / "x")
+                loaded = load_from_checkpoint(type(made), root / "x")
+                assert not loaded.resolved_before
+                assert told(loaded.hparams) == told(made.hparams)
+            seen += [told(in_checkpoint["hyper_parameters"]), in_checkpoint.get("hparams_type"), type(loaded.hparams)]
+            if isinstance(loaded, Parts):  # of a whole one stock loses the flags, and resolves what is at its top
+                model = loaded.hparams.model
+                seen += [told(loaded.hparams), told(loaded.seen_in_checkpoint["hyper_parameters"])]
+                seen += [model["in"], model.who, resolved]
+        return seen
+
+    assert_same_run(root, script)
