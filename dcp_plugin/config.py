@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -151,8 +152,9 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value not in (True, False, "auto"):
                 raise ValueError(f"{name} must be True, False or 'auto', got {value!r}.")
-        if self.base is not None:
-            object.__setattr__(self, "base", os.fspath(self.base))
+        for name in ("base", "events"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_local(getattr(self, name)))
 
     @classmethod
     def merge(
@@ -241,12 +243,21 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 PathLike = str | os.PathLike[str]
 
 
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]+):/")
+"""How a URL begins, also when ``pathlib`` has made one slash of two. One letter is a drive."""
+
+
 def local_path(path: PathLike) -> Path:
-    """An absolute path, links kept.
+    """An absolute path, links kept; raises as :func:`as_local` does."""
+    return Path(os.path.abspath(as_local(path)))
+
+
+def as_local(path: PathLike) -> str:
+    """A path as it was given, and that of a ``file://`` URL. Every path that a person can give comes through here.
 
     Raises:
         TypeError: It is no path at all.
-        ValueError: It is a URL. Without this, ``s3://bucket/x`` would become a directory called ``s3:``.
+        ValueError: It is another URL. Without this, ``s3://bucket/x`` would become a directory called ``s3:``.
     """
     try:
         text = os.fspath(path)
@@ -255,6 +266,15 @@ def local_path(path: PathLike) -> Path:
         raise TypeError(
             f"a path is a str or a pathlib.Path, not {what if path is None else type(path).__name__}"
         ) from error
-    if "://" in text:
-        raise ValueError(f"{text} is a URL; checkpoints need a file system that all ranks mount.")
-    return Path(os.path.abspath(path))
+    if ":/" not in text:
+        return text
+    # Who makes a path absolute, as ModelCheckpoint does, puts the URL below the current directory.
+    found = _SCHEME.match(text.removeprefix(os.path.join(os.getcwd(), "")))
+    if found and found["scheme"].lower() == "file":
+        return found.string[len("file:") :].removeprefix("//")
+    if found or "://" in text:
+        raise ValueError(
+            f"{text} is a URL; checkpoints need a file system that all ranks mount. (A directory that is called like "
+            "this is given with ./ before it.)"
+        )
+    return text

@@ -10,8 +10,11 @@ class CheckpointError(Exception):
     """Base class of everything this package raises on purpose."""
 
 
-class CheckpointNotFound(CheckpointError):
-    """There is no checkpoint at the path, or none that was committed."""
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path, or none that was committed.
+
+    A ``FileNotFoundError`` too, as what stock tools raise for that.
+    """
 
 
 class CheckpointIncomplete(CheckpointError):
@@ -27,6 +30,12 @@ class CheckpointMismatch(CheckpointError, RuntimeError):
 
     A ``RuntimeError`` too, as what ``nn.Module.load_state_dict`` raises for that.
     """
+
+
+class NotInCheckpoint(CheckpointMismatch, KeyError):
+    """What was asked for by its name is not in the checkpoint. A ``KeyError`` too, as what Fabric raises for that."""
+
+    __str__ = Exception.__str__  # KeyError shows a message in quotes, as if it were a key
 
 
 class UnsafeCheckpoint(CheckpointError):

@@ -56,7 +56,7 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
 
     Raises:
         CheckpointError: Accelerate trains in another way than it was asked to, or one that is not supported.
-        ValueError: It is attached already, with other settings.
+        ValueError: It is attached already, with other settings; or its project is at a URL.
     """
     wanted = CheckpointConfig.merge(config, **overrides)
     attached: Attachment | None = getattr(accelerator, _ATTRIBUTE, None)
@@ -75,6 +75,7 @@ class Attachment(Attached):
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         refuse_silent_fallbacks(accelerator)
+        projects.require_local(accelerator)
         self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""

@@ -8,6 +8,7 @@ only a committed checkpoint is the newest, and only after the new one is committ
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 
 from dcp_plugin import lifecycle
 from dcp_plugin.accelerate import native
+from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointNotFound, SaveFailed
 
 logger = logging.getLogger("dcp_plugin")
@@ -23,6 +25,12 @@ logger = logging.getLogger("dcp_plugin")
 
 def is_automatic(accelerator: Accelerator) -> bool:
     return bool(accelerator.project_configuration.automatic_checkpoint_naming)
+
+
+def require_local(accelerator: Accelerator) -> None:
+    """Raises ValueError for a project at a URL, which the first save would find out otherwise."""
+    if is_automatic(accelerator) and accelerator.project_dir is not None:
+        _folder(accelerator)
 
 
 def next_path(accelerator: Accelerator) -> Path:
@@ -85,7 +93,7 @@ def rotate(accelerator: Accelerator) -> None:
 
 
 def _folder(accelerator: Accelerator) -> Path:
-    return Path(accelerator.project_dir).expanduser().absolute() / "checkpoints"
+    return local_path(os.path.expanduser(accelerator.project_dir)) / "checkpoints"
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:

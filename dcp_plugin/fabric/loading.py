@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
@@ -97,7 +97,8 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
         and optimizers, which no rank could hold, as Fabric does; otherwise they are in it as state dicts.
 
     Raises:
-        CheckpointMismatch: A name of ``state`` is not in the checkpoint, if ``strict``; or what is there does not fit.
+        NotInCheckpoint: A name of ``state`` is not in the checkpoint, if ``strict``.
+        CheckpointMismatch: What is there does not fit.
     """
     if isinstance(state, (nn.Module, Optimizer)):
         _load_raw(strategy, path, state, strict)
@@ -122,7 +123,7 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
     missing = [name for name in state if name not in places]
     if strict and missing:
         there = [*(found.names.get(top, top) for top in found.tops), *(name for name in found.extras if name != RNG)]
-        raise CheckpointMismatch(
+        raise NotInCheckpoint(
             f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what fits."
         )
     trained = trained_modules(strategy, state)
@@ -230,7 +231,7 @@ def _load_made_by_fabric(
     )
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:
-        raise CheckpointMismatch(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
+        raise NotInCheckpoint(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
     strategy.dcp.checkpointer.load(live, path, strict=strict)
     for name in state:
         if name in metadata and isinstance(state[name], Stateful):

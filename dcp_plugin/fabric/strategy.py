@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, saving
 from dcp_plugin.fabric._fabric import (
@@ -128,12 +128,12 @@ def dcp_strategy_class(base: type) -> type:
         ) -> None:
             if storage_options is not None:
                 raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
-            saving.save(self, Path(self.broadcast(path)), state, filter or {})
+            saving.save(self, Path(as_local(self.broadcast(path))), state, filter or {})
 
         def load_checkpoint(
             self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
         ) -> dict[str, Any]:
-            path = Path(self.broadcast(path))
+            path = Path(as_local(self.broadcast(path)))
             self.dcp.wait()
             if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
                 remainder: dict[str, Any] = super().load_checkpoint(

@@ -100,6 +100,9 @@ class Moment:
     """Batches of the current epoch that were trained on."""
     between_epochs: bool
     """The last batch of an epoch was done and nothing of the next one had begun."""
+    in_last_validation: bool
+    """Not between epochs: after the last batch of one, up to the end of the validation that follows it. Lightning
+    continues there by itself: it runs a validation again that was cut short, and calls the hooks of the epoch's end."""
     before_validation: bool
     """Between epochs, but what belongs to the old one after its last batch was still to come: a validation."""
     before_plateau_schedules: bool
@@ -111,11 +114,15 @@ def moment_of(state: FitLoopState) -> Moment:
     done = batch["current"]["processed"]
     started = epoch["started"]
     begun = started > 0 and epoch["ready"] - started <= 1  # the hooks of the next one's start count that as ready
-    between_epochs = batch["is_last_batch"] and batch["current"]["ready"] == done and begun
+    after_last_batch = batch["is_last_batch"] and batch["current"]["ready"] == done and begun
+    hooks_done = batch["current"]["completed"] == done
+    in_last_validation = after_last_batch and hooks_done and epoch["processed"] < epoch["ready"] == started
+    between_epochs = after_last_batch and not in_last_validation
     return Moment(
         batches_done=done,
         between_epochs=between_epochs,
-        before_validation=between_epochs and batch["current"]["completed"] < done,
+        in_last_validation=in_last_validation,
+        before_validation=between_epochs and not hooks_done,
         before_plateau_schedules=between_epochs and epoch["completed"] < epoch["processed"] == epoch["ready"],
     )
 
@@ -278,6 +285,16 @@ def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> di
     migration = package.module("utilities.migration.utils")
     found: dict[str, Any] = migration._pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
     return found
+
+
+def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:
+    """The whole that a part of an OmegaConf configuration belongs to, and the keys that lead to it. OmegaConf itself
+    looks there for what an interpolation means, and has no public way."""
+    keys: list[Any] = []
+    while (parent := config._get_parent()) is not None:
+        keys.insert(0, config._key())
+        config = parent
+    return config, keys
 
 
 def hyper_parameters_in(package: Package, path: PathLike) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin import lifecycle
-from dcp_plugin.config import PathLike
+from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointNotFound
 from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of
@@ -34,6 +34,19 @@ def promote_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
+    with suppress(ValueError):  # that concerns a fit alone
+        require_local_dirpaths(trainer)
+
+
+def require_local_dirpaths(trainer: Any) -> None:
+    """Check where the trainer's callbacks save, when it is known; a ``file://`` URL becomes the local path.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "dirpath", None) is not None:
+            callback.dirpath = as_local(callback.dirpath)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ Only reading differs. What is done with the checkpoint (hyper-parameters to ``__
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,11 +16,12 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import PathLike
+from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.conventions import MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.lightning import _lightning, layout, native
 from dcp_plugin.lightning._packages import Package, package_of
+from dcp_plugin.lightning.hyper_parameters import made_of
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
 
@@ -67,7 +69,7 @@ def load_from_checkpoint(
             'load weights into a module that exists: dcp_plugin.load({"model": module}, path).'
         )
     loadable: Any = cls
-    path = Path(path)
+    path = Path(as_local(path))
     if path.is_file():
         loaded: Loadable = loadable.load_from_checkpoint(path, weights_only=weights_only, **options)
         return loaded
@@ -112,7 +114,12 @@ def _take_hyper_parameters(
     key, kind = cls.CHECKPOINT_HYPER_PARAMS_KEY, cls.CHECKPOINT_HYPER_PARAMS_TYPE
     if hparams_file is not None:
         checkpoint[key] = _lightning.hyper_parameters_in(package, hparams_file)
-    checkpoint[key] = {**checkpoint.get(key, {}), **given}
+    saved = checkpoint.get(key, {})
+    if unresolved := made_of(saved):  # to ask it for its items would resolve what is in them
+        saved, remake = unresolved
+        takes_it_whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME) in inspect.signature(cls.__init__).parameters
+        checkpoint[kind] = remake if takes_it_whole else None
+    checkpoint[key] = {**saved, **given}
     if str(checkpoint.get(kind, "")).startswith("omegaconf.") and importlib.util.find_spec("omegaconf"):
         checkpoint[kind] = importlib.import_module("omegaconf").OmegaConf.create
 

@@ -6,12 +6,18 @@ then refuses to load its own checkpoint, since ``torch.load`` does not execute c
 worth a training, and who makes the model again has them at hand: they are left out, once with a warning that names
 them, and ``load_from_checkpoint`` takes them as arguments. ``allow_pickle=("extra.hyper_parameters.*",)`` stores them,
 except modules.
+
+What OmegaConf has made is stored as plain values, too, and beside them (:data:`TYPES`) which of them it had made. It
+makes them again when they are loaded; nothing else is ever made, and no interpolation is resolved for it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +26,8 @@ from torch import nn
 
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.conventions import EXTRA, plain
-from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
+from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.storage import values
 
@@ -30,6 +37,11 @@ KEYS = {
 }
 """Lightning's keys for those of the LightningModule and of the datamodule, and for their class."""
 
+TYPES = "hyper_parameter_types"
+"""Our key beside Lightning's: which of the plain values are OmegaConf's, by the keys above."""
+_OMEGACONF = ("DictConfig", "ListConfig")
+"""What may be made of a value in a checkpoint."""
+
 
 def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Checkpoint:
     """A checkpoint with its hyper-parameters as they are stored; warns of what is left out."""
@@ -38,6 +50,8 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
     for key, kind in KEYS.items():
         if key in made:
             converted = plain(made[key])
+            if how := _how_made(made[key]):
+                made[TYPES] = {**made.get(TYPES, {}), key: how}
             allowed = [glob.removeprefix(f"{EXTRA}.") for glob in allow_pickle]
             without = {name for name, value in _leaves(key, converted) if not _is_storable(name, value, allowed)}
             made[key] = _without(key, converted, without)
@@ -47,6 +61,78 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
     if left_out:
         _say(tuple(left_out))
     return made
+
+
+def made_again(checkpoint: Checkpoint) -> None:
+    """Have OmegaConf make its hyper-parameters of what is stored, in place.
+
+    Raises:
+        CheckpointCorrupt: What is stored is not what :func:`made_storable` has stored.
+    """
+    types = checkpoint.pop(TYPES, {})
+    if not types or not importlib.util.find_spec("omegaconf"):
+        return
+    try:
+        for key, kind in KEYS.items():
+            if key in checkpoint and key in types:
+                checkpoint[key] = _make(checkpoint[key], types[key])
+                if "is" in types[key]:
+                    checkpoint[kind] = type(checkpoint[key])
+    except Exception as error:
+        raise CheckpointCorrupt(f"{TYPES} of the checkpoint do not fit its hyper-parameters: {error!r}") from error
+
+
+def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
+    """The items of a ``DictConfig`` as they are written, and what makes one of such items again; None for all else."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
+        return None
+    how = {**_how_made(value), "root": None, "keys": []}
+    items: dict[str, Any] = omegaconf.OmegaConf.to_container(value)
+    return items, lambda others: _make(others, how)
+
+
+def _how_made(value: Any) -> dict[str, Any]:
+    """What of a value, or of the items in it, is OmegaConf's; empty if nothing is.
+
+    ``{"is": class, "root": …, "keys": …}`` for a configuration; the root, and the way to this part of it, are what its
+    interpolations may lead to. ``{"in": {key: …}}`` for a container.
+    """
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
+        root, keys = place_in_configuration(value)
+        whole = plain(root) if keys else None
+        if whole is not None and not _is_storable("", whole, []):
+            root, keys, whole = value, [], None
+        flags = {"struct": bool(omegaconf.OmegaConf.is_struct(root)), "readonly": omegaconf.OmegaConf.is_readonly(root)}
+        return {"is": type(value).__name__, "flags": flags, "root": whole, "keys": keys}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    inside = {key: how for key, item in items if (how := _how_made(item))}
+    return {"in": inside} if inside else {}
+
+
+def _make(value: Any, how: dict[str, Any]) -> Any:
+    if "is" not in how:
+        inside = how["in"]
+        if isinstance(value, dict):
+            return {key: _make(item, inside[key]) if key in inside else item for key, item in value.items()}
+        made = [_make(item, inside[key]) if key in inside else item for key, item in enumerate(value)]
+        return type(value)(made)
+    omegaconf = importlib.import_module("omegaconf")
+    whole = value if how["root"] is None else how["root"]
+    if how["is"] not in _OMEGACONF or not isinstance(whole, (dict, list, type(None))):
+        raise TypeError(f"a {how['is']} of a {type(whole).__name__}")
+    made_of = omegaconf.ListConfig if isinstance(whole, list) else omegaconf.DictConfig
+    config = root = getattr(omegaconf, how["is"])(None) if whole is None else made_of(whole)
+    for key in how["keys"]:
+        if omegaconf.OmegaConf.is_interpolation(config, key):
+            raise TypeError(f"{key} is an interpolation")
+        config = config[key]
+    if type(config).__name__ != how["is"]:
+        raise TypeError(f"a {how['is']} of a {type(config).__name__}")
+    omegaconf.OmegaConf.set_struct(root, how["flags"]["struct"] or None)
+    omegaconf.OmegaConf.set_readonly(root, how["flags"]["readonly"] or None)
+    return config
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

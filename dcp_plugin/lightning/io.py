@@ -23,7 +23,7 @@ from torch import nn
 from dcp_plugin import lifecycle
 from dcp_plugin.background import SaveHandle
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, fields_in_signature
+from dcp_plugin.config import CheckpointConfig, PathLike, as_local, fields_in_signature
 from dcp_plugin.conventions import MODEL, keys_by_name
 from dcp_plugin.lightning import _packages, layout, native
 from dcp_plugin.lightning.afterwards import Afterwards
@@ -184,6 +184,7 @@ class DCPCheckpointIO:
     ) -> Checkpoint:
         """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         weights_only = self.weights_only if weights_only is None else weights_only
+        path = as_local(path)
         if self.afterwards.is_under_way(path):
             self.wait()
         if os.path.isfile(path):

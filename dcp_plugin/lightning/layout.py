@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered
-from dcp_plugin.lightning.hyper_parameters import made_storable
+from dcp_plugin.lightning.hyper_parameters import made_again, made_storable
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 from dcp_plugin.state.optimizer import Nested
@@ -59,6 +59,7 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
 def from_state(state: dict[str, Any]) -> Checkpoint:
     """The inverse of :func:`to_state`."""
     checkpoint: Checkpoint = dict(state.get(EXTRA, {}))
+    made_again(checkpoint)
     if MODEL in state:
         checkpoint["state_dict"] = state[MODEL]
     if optimizers := among(OPTIM, state):

@@ -25,6 +25,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.lightning import layout, native
+from dcp_plugin.lightning.hyper_parameters import made_again
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.whole import fill, load_optimizer
 from dcp_plugin.partial import PartialLoad
@@ -89,6 +90,7 @@ def load(
     if hooked:
         state[MODEL] = unapplied
     report = checkpointer.load(state, path, strict=strict and not hooked)
+    made_again(checkpoint)
     given = None
     if not hooked:
         missing = set(report.missing)

@@ -3,14 +3,13 @@
 What the training adds to a checkpoint besides tensors is put together and encoded, and nothing is written. Every value
 that cannot be stored is named in one error on all ranks.
 
-The ``on_save_checkpoint`` hooks of callbacks and of the module are not called: they are told that a checkpoint is being
-made, may count, log or write on that occasion, and none is being made. ``state_dict`` methods only return something;
-one that cannot do so yet, because the training has not begun, is left to the first save.
+No code of the user's is asked: hooks and ``state_dict`` methods may count, log or write on that occasion, and stock
+calls them for checkpoints alone. So this sees hyper-parameters and the schedules whose ``state_dict`` is torch's; the
+rest is left to the first save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin._torch import is_tensor
@@ -46,24 +45,17 @@ def rehearse(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
 
 
 def _extra_of(trainer: Any) -> Checkpoint:
-    """What Lightning puts into a checkpoint besides model and optimizers, as far as it comes from the user."""
-    module, datamodule = trainer.lightning_module, trainer.datamodule
+    """What Lightning puts into a checkpoint besides model and optimizers, as far as nobody has to be asked for it."""
     extra: Checkpoint = {}
-    for owner in (module, datamodule):
+    for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None and owner.hparams:
             extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
-    if all(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
-        return extra
-    states = {callback.state_key: _state_of(callback.state_dict) for callback in trainer.callbacks}
-    extra["callbacks"] = {key: state for key, state in states.items() if state}
-    extra["lr_schedulers"] = [_state_of(config.scheduler.state_dict) for config in trainer.lr_scheduler_configs]
-    if datamodule is not None:
-        extra[type(datamodule).__qualname__] = _state_of(datamodule.state_dict)
+    if not all(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        extra["lr_schedulers"] = [one.state_dict() if _is_torch_alone(one) else {} for one in schedules]
     return extra
 
 
-def _state_of(state_dict: Callable[[], Any]) -> Any:
-    try:
-        return state_dict()
-    except Exception:  # what it is, the first save will say
-        return {}
+def _is_torch_alone(schedule: Any) -> bool:
+    """Whether its ``state_dict`` is torch's, and asks no other schedule for its own."""
+    return str(schedule.state_dict.__module__).startswith("torch.") and not hasattr(schedule, "_schedulers")

@@ -27,6 +27,7 @@ from dcp_plugin.conventions import RNG
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning._packages import package_behind
+from dcp_plugin.lightning.hyper_parameters import TYPES
 from dcp_plugin.state import rng
 from dcp_plugin.state.sampler import data_rank, made_by
 
@@ -66,6 +67,7 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint.pop(MADE_BY, None)
     checkpoint.pop(PLATEAU, None)
     checkpoint.pop(MADE_IN, None)
+    checkpoint.pop(TYPES, None)
     if states := checkpoint.pop(DATALOADERS, None):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
     return checkpoint
@@ -138,10 +140,11 @@ class Resume:
         moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
         if not moment.between_epochs and moment.batches_done:
             _lightning.resume_within_epoch(trainer)
-            self._say_if_gradients_are_lost(trainer)
-            if not _keeps_its_own_position(trainer):
-                self._say_what_is_lost(trainer)
-        if moment.between_epochs and reads_ahead:
+            if not moment.in_last_validation:  # there, all batches of the epoch are done
+                self._say_if_gradients_are_lost(trainer)
+                if not _keeps_its_own_position(trainer):
+                    self._say_what_is_lost(trainer)
+        if (moment.between_epochs or moment.in_last_validation) and reads_ahead:
             # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
             for loader, state in self.placed:
                 loader.load_state_dict(state)

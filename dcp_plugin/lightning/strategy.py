@@ -19,13 +19,13 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from dcp_plugin.config import PathLike
+from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.lightning import _lightning, layout, loading, native, rehearsal, resume
 from dcp_plugin.lightning._lightning import begins_stage, inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
 from dcp_plugin.lightning.aliases import add_for_stock
-from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
+from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks, require_local_dirpaths
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.loading import Loaded
 from dcp_plugin.lightning.native import Checkpoint
@@ -99,6 +99,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
 
         def setup(self, trainer: Any) -> None:
             promote_callbacks(trainer)
+            if trainer.state.fn == "fit":
+                require_local_dirpaths(trainer)
             self._dcp_all_came = None
             io = self.dcp_checkpoint_io
             ranks = io.checkpointer(self.world_size).ranks  # later may be too late to meet
@@ -141,7 +143,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         ) -> None:
             refuse_storage_options(storage_options)
             io, trainer = self.dcp_checkpoint_io, self.lightning_module.trainer
-            path = Path(self.broadcast(filepath))
+            path = Path(as_local(self.broadcast(filepath)))
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
             optimizers = list(map(_plain, self.optimizers))
@@ -161,7 +163,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
 
         def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
             self._dcp_loaded = self._dcp_resume = None
-            path = Path(self.broadcast(checkpoint_path))
+            path = Path(as_local(self.broadcast(checkpoint_path)))
             io, module = self.dcp_checkpoint_io, self.lightning_module
             fitting = module.trainer.state.fn == "fit"
             weights_only = io.weights_only if weights_only is None else weights_only

@@ -183,3 +183,25 @@ def _own_method(root: Path) -> None:
 
     with pytest.raises(IsADirectoryError, match="Is a directory"):
         StockModel.load_from_checkpoint(root / "single-ours" / "first.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("value", "how"),
+    [
+        ({"a": 1}, {"is": "OmegaConf"}),
+        ("a: ${noted:}", {"is": "DictConfig"}),
+        ([1], {"is": "DictConfig"}),
+        ({"a": "${noted:"}, {"is": "DictConfig"}),
+        ({"a": 1}, {"is": "DictConfig", "root": {"a": "${noted:}"}, "keys": ["a"]}),
+        ({"a": 1}, {"in": {"a": {"is": "DictConfig"}}}),
+        ({"a": 1}, 3),
+    ],
+)
+def test_types_that_do_not_fit_the_hyper_parameters_are_damage(value: Any, how: Any) -> None:
+    """They come from the checkpoint, which may be from anybody."""
+    from dcp_plugin.errors import CheckpointCorrupt
+    from dcp_plugin.lightning.hyper_parameters import TYPES, made_again
+
+    how = {"root": None, "keys": [], "flags": {"struct": False, "readonly": False}, **how} if type(how) is dict else how
+    with pytest.raises(CheckpointCorrupt, match=TYPES):
+        made_again({"hyper_parameters": value, TYPES: {"hyper_parameters": how}})

@@ -18,8 +18,9 @@ from torch.utils.data import IterableDataset
 from tests import launch
 from tests.compare import assert_same
 
-MOMENTS = {
+MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "the end of an epoch": (3, {"every_n_epochs": 1}),
+    "the end of its validation": (3, {"every_n_epochs": 1, "save_on_train_epoch_end": False}),
     "its last batch, before the validation": (3, {"every_n_train_steps": 3}),
     "its middle": (4, {"every_n_train_steps": 4}),
 }
@@ -63,6 +64,8 @@ def _at_every_moment(root: Path, kind: str) -> None:
     wrong = []
     cases = itertools.product(MOMENTS, ({"max_epochs": 3, "max_steps": -1}, {"max_steps": 9}), (False, True))
     for number, (moment, limit, validated) in enumerate(cases):
+        if moment == "the end of its validation" and not (validated and kind.startswith("stateful")):
+            continue
         if moment == "its middle" and kind != "stateful":
             continue  # a plain loader cannot, and Lightning reads one batch ahead of a stream: both are warned about
         step, when = MOMENTS[moment]
@@ -75,7 +78,7 @@ def _at_every_moment(root: Path, kind: str) -> None:
 
 
 def _train(
-    root: Path, kind: str, when: dict[str, int], limit: dict[str, int], validated: bool, seed: int, **fit: Any
+    root: Path, kind: str, when: dict[str, Any], limit: dict[str, int], validated: bool, seed: int, **fit: Any
 ) -> dict[str, Any]:
     """Nine steps, or from a checkpoint to the ninth: the losses, and where the loops ended."""
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -103,7 +106,7 @@ def _train(
 
         def configure_optimizers(self) -> Any:
             made = super().configure_optimizers()
-            if "every_n_epochs" not in when:  # Lightning steps no schedule on a metric of an epoch that was cut short
+            if when != {"every_n_epochs": 1}:  # Lightning steps no schedule on a metric of an epoch that was cut short
                 return made
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(made["optimizer"], patience=0, threshold=10.0)
             return [made["optimizer"]], [made["lr_scheduler"], {"scheduler": plateau, "monitor": "mean"}]

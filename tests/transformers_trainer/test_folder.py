@@ -210,3 +210,20 @@ def _on_sigterm(root: Path) -> None:
 
 def test_a_checkpoint_just_in_time_goes_into_its_prepared_folder(tmp_path: Path) -> None:
     launch.run(_on_sigterm, 1, tmp_path)
+
+
+def test_an_output_dir_that_is_a_url_is_refused_and_that_of_file_is_the_path(tmp_path: Path) -> None:
+    launch.run(_output_dirs, 1, tmp_path)
+
+
+def _output_dirs(root: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    os.chdir(root)
+    with pytest.raises(ValueError, match="is a URL"):
+        t.Ours(args=t.TrainingArguments("s3://bucket/run"))
+    assert not list(root.iterdir())
+    trainer = t.trainer(f"file://{root}/run", max_steps=1, save_steps=1)
+    trainer.train()
+    trainer.train(resume_from_checkpoint=f"file://{root}/run/checkpoint-1")
+    assert [path.name for path in root.iterdir()] == ["run"]

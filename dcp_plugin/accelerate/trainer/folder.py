@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dcp_plugin import lifecycle
 from dcp_plugin.accelerate.trainer.content import SAMPLES, TRAINER_STATE
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, RNG
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.inspection import inspect
@@ -74,7 +74,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing whole.
     """
-    path = Path(os.path.abspath(path))
+    path = local_path(path)
     state = _state_of(path)
     if state is None:
         if reason := _incomplete_reason(path):

@@ -30,7 +30,7 @@ from dcp_plugin.accelerate.trainer._transformers import describe_model, refuse_u
 from dcp_plugin.accelerate.trainer.content import SCHEDULER, TRAINER_STATE, ToLoad
 from dcp_plugin.accelerate.trainer.folder import Found
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state import rng
@@ -60,6 +60,9 @@ class DCPTrainerMixin(Trainer):
             raise TypeError(f"put DCPTrainerMixin before the Trainer: class {cls.__name__}(DCPTrainerMixin, Trainer)")
 
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, transformers.TrainingArguments) and given.output_dir:  # before the Trainer makes a directory called "s3:"
+                given.output_dir = as_local(given.output_dir)
         super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
             self.checkpoint_config = checkpoint_config

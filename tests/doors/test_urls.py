@@ -1,0 +1,108 @@
+"""A path that is a URL is an error in every door, before anything is made of it; that of ``file://`` is a path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_plugin.config import as_local
+from tests import launch
+
+
+def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("/a/b", "a", "./s3:/b", "c:/b", "x=1:/", "/a/memory:/b", Path("/a")):
+        assert as_local(path) == os.fspath(path)
+    for path in ("file:///a/b", "file:/a/b", Path("file:///a/b"), tmp_path / "file:/a/b"):
+        assert as_local(path) == "/a/b"
+    assert as_local("file://a/b") == "a/b"  # as fsspec takes it
+    for path in ("s3://b/x", "memory://x", "hdfs+a.b-c://x", Path("s3://b/x"), tmp_path / "gs:/b", "zip::s3://b"):
+        with pytest.raises(ValueError, match="is a URL"):
+            as_local(path)
+
+
+def test_every_door_refuses_a_url_at_the_start_and_takes_a_file_url(tmp_path: Path) -> None:
+    launch.run(_doors, 1, tmp_path)
+
+
+def _doors(root: Path) -> None:
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+    from lightning.fabric import Fabric
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    import dcp_plugin as dcp
+    from dcp_plugin import accelerate, fabric, lightning
+    from tests.lightning import training as t
+
+    os.chdir(root)
+    here = Fabric(accelerator="cpu", devices=1)
+    fabric.attach(here)
+    module = torch.nn.Linear(2, 2)
+    accelerator = Accelerator(cpu=True)
+    accelerate.attach(accelerator)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+
+    def fit(dirpath: Any = None, ckpt_path: Any = None, **options: Any) -> str:
+        io = options.pop("plugin", None)
+        saving = ModelCheckpoint(dirpath, every_n_train_steps=1)
+        trainer = t.trainer_for("single", [saving], plugin=io, max_steps=1, **options)
+        lightning_module = t.Model()
+        try:
+            trainer.fit(lightning_module, t.plain_loader("single"), ckpt_path=ckpt_path)
+        except ValueError:
+            assert not lightning_module.losses
+            raise
+        return saving.best_model_path
+
+    def project(path: Any) -> None:
+        settings = ProjectConfiguration(path, automatic_checkpoint_naming=True)
+        accelerate.attach(Accelerator(cpu=True, project_config=settings))
+
+    doors: dict[str, Callable[[Any], Any]] = {
+        "save": lambda path: dcp.save({"n": 1}, path),
+        "load": lambda path: dcp.load({"n": 0}, path),
+        "inspect": dcp.inspect,
+        "latest": dcp.latest,
+        "base": lambda path: dcp.CheckpointConfig(base=path),
+        "events": lambda path: dcp.CheckpointConfig(events=path),
+        "fabric.save": lambda path: here.save(path, {"model": module}),
+        "fabric.load": lambda path: here.load(path, {"model": module}),
+        "accelerator.save_state": accelerator.save_state,
+        "accelerator.load_state": accelerator.load_state,
+        "project_dir": project,
+        "dirpath": fit,
+        "default_root_dir": lambda path: fit(default_root_dir=path),
+        "ckpt_path": lambda path: fit(root / "x", ckpt_path=path),
+        "init_from": lambda path: fit(root / "x", plugin=t.DCPCheckpointIO(init_from=path)),
+        "load_from_checkpoint": lambda path: lightning.load_from_checkpoint(t.Model, path),
+        "CheckpointIO": t.DCPCheckpointIO().load_checkpoint,
+    }
+    for name, door in doors.items():
+        with pytest.raises(ValueError, match="is a URL"):
+            door("memory://ck/x")
+        assert not list(root.iterdir()), name
+
+    def made(name: str) -> str:
+        return f"file://{root}/{name}"
+
+    dcp.save({"n": 1}, made("plain"))
+    state = {"n": 0}
+    dcp.load(state, made("plain"))
+    assert state == {"n": 1}
+    here.save(made("fabric"), {"model": module})
+    here.load(made("fabric"), {"model": module})
+    accelerator.save_state(made("accelerate"))
+    accelerator.load_state(made("accelerate"))
+    best = fit(made("dirpath"))
+    assert best == f"{root}/dirpath/epoch=0-step=1.ckpt"
+    assert Path(fit(default_root_dir=made("root")).removeprefix("file:")).parent == root / "root" / "checkpoints"
+    fit(root / "resumed", ckpt_path=f"file://{best}")
+    found = {path.name for path in root.iterdir()}
+    assert found == {"plain", "fabric", "accelerate", "dirpath", "root"}
+    assert model is not None
