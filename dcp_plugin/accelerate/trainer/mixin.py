@@ -181,9 +181,13 @@ class DCPTrainerMixin(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _dcp_note_best(self, final: str, staged: Path) -> None:
-        """The Trainer looks for the best checkpoint where its files are. If it is this one, say where it will be."""
-        if self.state.best_global_step and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = final
+        """The Trainer looks for the checkpoint of the best step where its files are. If it is this one, say where it
+        will be; if it is an earlier one, that was evaluated after its save, where it is."""
+        if not self.state.best_global_step:
+            return
+        best = os.path.join(os.path.dirname(final), f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        if best == final or os.path.exists(best):
+            self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self.state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
 
