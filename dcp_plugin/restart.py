@@ -20,7 +20,7 @@ from torch import nn
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointNotFound
-from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.lifecycle import resolve
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage import commit
@@ -84,7 +84,7 @@ def resume_or_init(
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
-        start = decide(used.ranks, lambda: resolve_resume(resume, root), init_from)
+        start = decide(used.ranks, lambda: resolve(resume, root, init_from=init_from), init_from)
         if start.how == "resumed":
             return load_from(start, used, state, None, strict)
         if start.how == "warm-started":

@@ -32,10 +32,11 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.lifecycle import resolve
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
 from dcp_plugin.state.app import NamesOnly
+from dcp_plugin.storage.foreign.training import ACCELERATE
 from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -196,7 +197,7 @@ class Attachment(Attached):
         def own() -> Path | None:
             if by_number and resume in ("auto", "must"):
                 return projects.resume_from(self._accelerator, must=resume == "must")
-            return resolve_resume(resume, folder)
+            return resolve(resume, folder, (ACCELERATE,), init_from)
 
         start = decide(self._checkpointer.ranks, own, init_from)
         if start.how == "resumed":

@@ -24,6 +24,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.storage import commit
+from dcp_plugin.storage.foreign.training import RANDOM_STATES
 
 _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
@@ -55,8 +56,10 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
 
 
 def is_native(path: Path) -> bool:
-    """Whether a directory has models in a format of Accelerate's own, and is no checkpoint of the core's."""
-    return not _is_ours(path) and (_is_sharded(path) or any((path / name).exists() for name in _ONE_FILE))
+    """Whether a directory is a checkpoint in a format of Accelerate's own, and none of the core's. Its models may be
+    in files of the user's hooks."""
+    named = any((path / name).exists() for name in (*_ONE_FILE, RANDOM_STATES))
+    return not _is_ours(path) and (_is_sharded(path) or named)
 
 
 def _is_ours(path: Path) -> bool:
@@ -67,7 +70,7 @@ def why_incomplete(path: Path) -> str:
     """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
     if _is_ours(path):
         return commit.uncommitted_reason(path)
-    return "" if is_native(path) and (path / "random_states_0.pkl").exists() else "a half-written checkpoint"
+    return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"
 
 
 def load(
