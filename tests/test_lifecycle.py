@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin import lifecycle
@@ -157,6 +158,18 @@ def test_numbers_tell_the_newest_of_a_run_that_was_copied(tmp_path: Path) -> Non
         _accelerate(tmp_path / "accelerate" / f"checkpoint_{number}", time)
     assert dcp.latest(tmp_path / "trainer").name == "checkpoint-100"  # type: ignore[union-attr]
     assert dcp.latest(tmp_path / "accelerate").name == "checkpoint_100"  # type: ignore[union-attr]
+
+
+def test_what_plain_pytorch_cannot_restore_says_the_way_out(tmp_path: Path) -> None:
+    """Nothing starts anew beside it, and where it is what the run starts from, it is no checkpoint of the run."""
+    path = _lightning(tmp_path / "last.ckpt")
+    model = nn.ParameterDict({"w": torch.ones(3)})
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(dcp.CheckpointMismatch, match="'optim' is not in the checkpoint") as raised:
+        dcp.resume_or_init({"model": model, "optim": optimizer}, tmp_path)
+    assert "resume='never', init_from=PATH" in raised.value.__notes__[0]
+    start = dcp.resume_or_init({"model": model, "optim": optimizer}, tmp_path, init_from=path)
+    assert (start.how, model["w"].tolist()) == ("warm-started", [0, 0, 0])
 
 
 def test_weights_alone_are_no_resume(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -36,7 +36,11 @@ def _load(root: Path, layout: str, native: bool) -> None:
     run = t.start(layout, seed=3, native=native, stateful=False, unused=False)
     counter = Counter(0)
     run.accelerator.register_for_checkpointing(counter)
-    run.accelerator.load_state(str(root / "ck"))
+    if native:
+        run.accelerator.load_state(str(root / "ck"))
+    else:
+        start = run.attached.resume_or_init(root)
+        assert (start.how, start.path) == ("resumed", root / "ck")
     state, schedule = torch.load(root / "state.pt", weights_only=True)
     found = run.whole_state()
     if native:  # it makes lists of the betas
@@ -76,6 +80,38 @@ def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, la
 def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, layout: str) -> None:
     launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, True)
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False)
+
+
+def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path) -> None:
+    """As the scripts of diffusers do it: then Accelerate itself has no weights to save."""
+    launch.run(_with_hooks, 1, tmp_path)
+
+
+def _with_hooks(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    def start(seed: int, native: bool) -> Any:
+        run = t.start("single", seed, native=native, stateful=False, unused=False)
+        run.accelerator.register_save_state_pre_hook(save)
+        run.accelerator.register_load_state_pre_hook(load)
+        return run
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        os.mkdir(os.path.join(folder, "net"))
+        torch.save(models[0].state_dict(), os.path.join(folder, "net", "weights.pt"))
+        weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(os.path.join(folder, "net", "weights.pt"), weights_only=True))
+
+    saved = start(0, native=True).train(2)
+    saved.accelerator.save_state(str(root / "checkpoint-2"))
+    for native in (True, False):
+        run = start(3, native)
+        run.accelerator.load_state(str(root / "checkpoint-2"))
+        state, found = saved.whole_state(), run.whole_state()
+        assert_same(*({key: one[key] for key in one if isinstance(one[key], torch.Tensor)} for one in (state, found)))
+    assert run.attached.resume_or_init(root).path == root / "checkpoint-2"
 
 
 def test_a_registered_object_of_stock_accelerate_is_not_executed(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def _stock(root: Path, layout: str) -> None:
     from tests.transformers_trainer import training as t
 
     t.trainer(root, layout, kind=t.OnCPU, callbacks=[first := t.Watch()]).train()
+    assert dcp.latest(root) == root / "checkpoint-6"
     results = []
     for kind in (t.OnCPU, t.Ours):
         trainer = t.trainer(root, layout, kind=kind, net=t.model(seed=9), callbacks=[watch := t.Watch()])
