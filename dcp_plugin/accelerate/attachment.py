@@ -133,9 +133,11 @@ class Attachment(Attached):
     ) -> None:
         """``Accelerator.load_state``. Without ``input_dir``: the newest committed checkpoint of the project.
 
-        ``strict=False`` loads what fits. Other keyword arguments of the native method have no meaning here.
+        ``strict=False`` loads what fits. ``map_location`` and ``load_kwargs`` are for files of Accelerate's own, which
+        are read whole before they are copied to where the training is; from ours every rank reads straight into that.
 
         Raises:
+            TypeError: There is no such ``map_location``, or another keyword argument.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
         """
         self.wait()
@@ -143,14 +145,20 @@ class Attachment(Attached):
         refuse_silent_fallbacks(accelerator)
         by_number = input_dir is None and projects.is_automatic(accelerator)
         path = self._decide(lambda: projects.newest(accelerator)) if by_number else _given(input_dir)
-        strict = bool(load_model_func_kwargs.get("strict", True))
+        given = {"strict": True, "map_location": None, **load_model_func_kwargs}
+        strict, map_location = bool(given.pop("strict")), given.pop("map_location")
+        if map_location not in (None, "cpu", "on_device"):
+            raise TypeError(f"map_location={map_location!r}: Accelerate has 'cpu', 'on_device' and None.")
         training = Training.of(accelerator)
+        if given and not training.sharded:
+            raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
         if native.is_native(path):
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
-            accelerator.step = native.load(accelerator, self._checkpointer, path, remaining, strict=strict)
+            placed = native.Reading(strict, map_location, load_kwargs)
+            accelerator.step = native.load(accelerator, self._checkpointer, path, remaining, placed)
         else:
             self._load(path, training, taken, strict)
         if training.sharded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,21 @@ def why_incomplete(path: Path) -> str:
     return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How files of Accelerate's own are read: what ``load_state`` was given for that."""
+
+    strict: bool
+    map_location: str | None
+    load_kwargs: dict[str, Any] | None
+
+
 def load(
     accelerator: Accelerator,
     checkpointer: Checkpointer,
     path: Path,
     training: Training,
-    strict: bool,
+    reading: Reading,
 ) -> int:
     """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
 
@@ -88,7 +98,7 @@ def load(
     """
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
     if _is_sharded(path):
-        _load_sharded(checkpointer, path, training, strict)
+        _load_sharded(checkpointer, path, training, reading.strict)
         models, optimizers = [], []
     elif training.sharded:
         _load_whole(accelerator, path, models, optimizers)
@@ -103,7 +113,9 @@ def load(
             _accelerate.dataloaders(accelerator),
             accelerator.process_index,
             accelerator.scaler,
-            strict=strict,
+            reading.map_location,
+            reading.load_kwargs,
+            strict=reading.strict,
         )
         _load_registered(path, training.registered)
         return int(found.get("step", 0))

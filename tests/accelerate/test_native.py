@@ -82,6 +82,26 @@ def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, layout: str) -> N
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False)
 
 
+def test_map_location_is_heeded_and_nothing_else_is_taken(tmp_path: Path) -> None:
+    launch.run(_map_location, 1, tmp_path)
+
+
+def _map_location(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    for saved_by_us in (False, True):
+        path = root / str(saved_by_us)
+        saved = t.start("single", native=not saved_by_us, stateful=False, unused=False).train(1)
+        saved.accelerator.save_state(str(path))
+        for native in (True, False) if not saved_by_us else (False,):
+            run = t.start("single", 3, native=native, stateful=False, unused=False)
+            for place in (None, "cpu", "on_device"):
+                run.accelerator.load_state(str(path), map_location=place, load_kwargs={"weights_only": True})
+            for wrong in ({"map_location": "cuda:7"}, {"strct": True}):
+                with pytest.raises(TypeError):
+                    run.accelerator.load_state(str(path), **wrong)
+
+
 def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path) -> None:
     """As the scripts of diffusers do it: then Accelerate itself has no weights to save."""
     launch.run(_with_hooks, 1, tmp_path)
