@@ -38,11 +38,7 @@ def joint_module(
     Raises:
         CheckpointMismatch: A module has the name under which loose parameters are stored.
     """
-    loose = {
-        f"{LOOSE}.{number}.{position}": parameter
-        for number, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
-    }
+    loose = _by_place(optimizer)
     wanted = {id(parameter) for parameter in loose.values()}
     members: dict[str, nn.Module] = {}
     for member, module in modules.items():
@@ -61,6 +57,19 @@ def joint_module(
             f"module has this name: rename it"
         )
     return union_of(members, loose)
+
+
+def loose_module(optimizer: torch.optim.Optimizer) -> nn.Module:
+    """A module that names all parameters of an optimizer as those of none, for who knows that none is meant to."""
+    return union_of({}, _by_place(optimizer))
+
+
+def _by_place(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    return {
+        f"{LOOSE}.{number}.{position}": parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    }
 
 
 def _tensors(node: Any) -> Iterator[torch.Tensor]:

@@ -156,3 +156,39 @@ def _refuse_planted(root: Path) -> None:
     run.accelerator.register_for_checkpointing(Counter(0))
     with pytest.raises(dcp.UnsafeCheckpoint, match="custom_checkpoint_0"):
         run.accelerator.load_state(str(root / "ck"))
+
+
+def test_optimizers_of_what_was_not_prepared_resume_as_with_accelerate_alone(tmp_path: Path) -> None:
+    """A parameter that is in no model, and a discriminator that the script keeps to itself."""
+    launch.run(_not_prepared, 2, tmp_path)
+
+
+def _not_prepared(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    def start(seed: int, native: bool) -> Any:
+        run = t.start("ddp", seed, native=native, unused=False)
+        other = torch.nn.Linear(1, 1)
+        loose = [torch.nn.Parameter(torch.full((2,), float(seed))) for _ in range(2)]
+        run.optimizer.add_param_group({"params": loose[:1]})
+        run.other = run.accelerator.prepare(torch.optim.AdamW([*other.parameters(), loose[1]], lr=0.1))
+        torch.manual_seed(run.accelerator.process_index)  # DDP does not make these the same on all ranks
+        loss = (other(run.model(torch.randn(2, 6))) * loose[0] * loose[1]).square().sum()
+        for optimizer in (run.optimizer, run.other):
+            optimizer.zero_grad()
+        run.accelerator.backward(loss)
+        for optimizer in (run.optimizer, run.other):
+            optimizer.step()
+        return run
+
+    states = []
+    for native in (True, False):
+        path = str(root / str(native))
+        start(1, native).accelerator.save_state(path)
+        run = start(2, native)
+        run.accelerator.load_state(path)
+        states.append([one.state_dict()["state"] for one in (run.optimizer, run.other)])
+    for stock, ours in zip(*states, strict=True):
+        assert stock.keys() == ours.keys()
+        for number, slots in stock.items():
+            assert_same(slots, ours[number])

@@ -51,10 +51,7 @@ def _train(root: Path, layout: str) -> None:
         "nothing": (t.OnCPU, t.Ours),
         "_save behind": (_with_save(t.OnCPU), behind[0]),
         "save_model": (_with_save_model(t.OnCPU), _with_save_model(t.Ours)),
-        "save_model behind": (
-            _with_save_model(t.OnCPU),
-            type("Mine", (DCPTrainerMixin, _with_save_model(t.OnCPU)), {}),
-        ),
+        "save_model behind": (_with_save_model(t.OnCPU), behind[1]),
     }
     for case, both in kinds.items():
         saved = []
