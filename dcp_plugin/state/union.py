@@ -13,7 +13,7 @@ A save and a load find the same names if the state has the same names for its mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,11 @@ def joint_module(
 def loose_module(optimizer: torch.optim.Optimizer) -> nn.Module:
     """A module that names all parameters of an optimizer as those of none, for who knows that none is meant to."""
     return union_of({}, _by_place(optimizer))
+
+
+def is_of_no_module(keys: Iterable[str]) -> bool:
+    """Whether the state of an optimizer, by its keys, is that of parameters of none (:func:`loose_module`)."""
+    return all(key.split(".")[1:2] == [LOOSE] for key in keys)
 
 
 def _by_place(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
