@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.planning.load import some
 from dcp_plugin.storage import commit
+from dcp_plugin.storage.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.storage.opening import read_summary
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.summary import Base, Summary
@@ -23,17 +26,24 @@ from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
 
+_OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
 _DEPTH = 6
 """How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
 
 
 def latest(root: PathLike) -> Path | None:
-    """The newest committed checkpoint at or below ``root``; None if there is none. Never a torn one.
+    """The newest checkpoint at or below ``root`` that a training can go on from; None if there is none.
 
-    A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over
-    with a warning in the log.
+    Never a torn one. A committed one whose files have been cut or lost since, by a copy that was interrupted for one,
+    is passed over with a warning in the log.
+
+    What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this package counts, under
+    any name, if it has the state of a training; weights alone do not. If nothing is left but what cannot be resumed
+    from, a ``UserWarning`` names it.
     """
-    return _newest(root)[0]
+    found = _newest(root)
+    found.warn(root)
+    return found.path
 
 
 def reason_to_pass_over(path: PathLike) -> str:
@@ -59,7 +69,7 @@ def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
     Args:
         resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
             ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
-        root: Where the run's checkpoints are.
+        root: Where the run's checkpoints are, see :func:`latest`.
 
     Raises:
         CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
@@ -67,20 +77,32 @@ def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
         CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
             damage: a run that never completed one starts anew.
     """
+    return resolve(resume, root)
+
+
+def resolve(
+    resume: str | PathLike, root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None
+) -> Path | None:
+    """:func:`resolve_resume` for a door.
+
+    Args:
+        tools: Whose checkpoints the door resumes from, besides our own.
+        init_from: What another tool saved there is what the run was warm-started from, and no checkpoint of its own.
+    """
     if resume == "never":
         return None
     if resume in ("auto", "must"):
-        found, passed_over = _newest(root)
-        said = "; ".join(f"{state.path} ({state.reason})" for state in passed_over)
-        if found is None and resume == "must":
-            reasons = f" Passed over: {said}." if said else ""
+        found = _newest(root, tools, init_from)
+        if found.path is None and resume == "must":
+            reasons = f" Passed over: {found.said()}." if found.said() else ""
             raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
-        if found is None and any(map(_was_published, passed_over)):
+        if found.path is None and any(map(_was_published, found.passed_over)):
             raise CheckpointCorrupt(
-                f"there are checkpoints below {root}, but none that can be loaded: {said}. To start without them, say "
-                "resume=never."
+                f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start without "
+                "them, say resume=never."
             )
-        return found
+        found.warn(root)
+        return found.path
     path = commit.locate(local_path(resume))
     reason = commit.uncommitted_reason(path) if path.is_dir() else ""
     if reason:
@@ -153,17 +175,62 @@ def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool
     return os.path.realpath(path) in places and fingerprint in ("", said.fingerprint)
 
 
-def _newest(root: PathLike) -> tuple[Path | None, list[CheckpointState]]:
-    """The newest checkpoint below ``root`` that can be opened, and what is newer and cannot, with the reasons."""
-    passed_over: list[CheckpointState] = []
-    for state in reversed(list_checkpoints(root)):
-        reason = state.reason or reason_to_pass_over(state.path)
+@dataclass
+class _Found:
+    """The newest checkpoint that can be resumed from, and what is newer and cannot."""
+
+    path: Path | None = None
+    passed_over: list[CheckpointState] = field(default_factory=list)
+    of_others: list[Saved] = field(default_factory=list)
+    """What other tools have saved."""
+
+    def said(self) -> str:
+        ours = [f"{state.path} ({state.reason})" for state in self.passed_over]
+        return some([*ours, *(f"{one.path} ({one.reason})" for one in self.of_others)], separator="; ")
+
+    def warn(self, root: PathLike) -> None:
+        """Name what other tools have saved, where a training starts anew beside it."""
+        if self.path is None and self.of_others:
+            warnings.warn(
+                f"nothing below {root} can be resumed from, so the training starts anew beside what is there: "
+                f"{self.said()}. To start with the weights of one, name it as init_from.",
+                stacklevel=4,
+            )
+
+
+def _newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> _Found:
+    found, of_others = _Found(), list[Saved]()
+    states = list(_scan(local_path(root), _DEPTH, of_others))
+    if init_from is not None:
+        source = local_path(init_from)
+        of_others = [one for one in of_others if source not in (one.path, *one.path.parents)]
+    everything: list[CheckpointState | Saved] = [*states, *in_order(of_others)]
+    for one in sorted(everything, key=_age, reverse=True):
+        if isinstance(one, Saved):
+            saved = one.examined()
+            if saved is not None and not saved.reason and saved.tool not in tools:
+                saved = replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
+            if saved is not None and not saved.reason:
+                found.path = saved.path
+                break
+            if saved is not None:
+                found.of_others.append(saved)
+            continue
+        reason = one.reason or reason_to_pass_over(one.path)
         if not reason:
-            return state.path, passed_over
-        if state.committed:
-            logger.warning("passing over %s: %s", state.path, reason)
-        passed_over.append(replace(state, reason=reason))
-    return None, passed_over
+            found.path = one.path
+            break
+        if one.committed:
+            logger.warning("passing over %s: %s", one.path, reason)
+        found.passed_over.append(replace(one, reason=reason))
+    if found.path is not None:
+        for torn in (one for one in found.of_others if not one.export):
+            logger.warning("passing over %s: %s", torn.path, torn.reason)
+    return found
+
+
+def _age(one: CheckpointState | Saved) -> tuple[float, int]:
+    return (one.time, -1) if isinstance(one, Saved) else (one.time, one.step or -1)
 
 
 def _was_published(state: CheckpointState) -> bool:
@@ -176,20 +243,34 @@ def link(path: PathLike, target: PathLike) -> None:
     commit.link(local_path(path), local_path(target))
 
 
-def _scan(directory: Path, depth: int) -> Iterator[CheckpointState]:
+def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> Iterator[CheckpointState]:
+    """
+    Args:
+        of_others: Gets what other tools have saved for a resume. What is inside of that is no checkpoint of its own.
+    """
     state = _state_of(directory)
     if state is not None:
         yield state
         return
     try:
-        children = sorted(child for child in directory.iterdir() if child.is_dir() and not child.is_symlink())
+        with os.scandir(directory) as entries:
+            children = sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return
-    for child in children:
+    if of_others is not None:
+        saved = saved_as_folder(directory, (entry.name for entry in children))
+        of_others += [] if saved is None else [saved]
+        if saved is not None and not saved.export:
+            return
+        of_others += saved_as_files(children)
+    for entry in children:
+        child = directory / entry.name
+        if not entry.is_dir(follow_symlinks=False):
+            continue
         if child.name == commit.WORKSPACE:
             yield from _in_flight(child)
         elif depth > 0:
-            yield from _scan(child, depth - 1)
+            yield from _scan(child, depth - 1, of_others)
 
 
 def _state_of(path: Path) -> CheckpointState | None:

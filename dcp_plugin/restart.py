@@ -19,8 +19,8 @@ from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointNotFound
-from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
+from dcp_plugin.lifecycle import resolve
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage import commit
@@ -84,9 +84,9 @@ def resume_or_init(
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
-        start = decide(used.ranks, lambda: resolve_resume(resume, root), init_from)
+        start = decide(used.ranks, lambda: resolve(resume, root, init_from=init_from), init_from)
         if start.how == "resumed":
-            return load_from(start, used, state, None, strict)
+            return _resumed(start, used, state, strict)
         if start.how == "warm-started":
             return load_from(start, used, modules_of(state), partial, strict)
         return start
@@ -122,6 +122,19 @@ def load_from(
     """Load what :func:`decide` found; with the report. Collective."""
     assert start.path is not None
     return replace(start, report=checkpointer.load(state, start.path, partial, strict))
+
+
+def _resumed(start: Restart, checkpointer: Checkpointer, state: Mapping[str, Any], strict: bool) -> Restart:
+    try:
+        return load_from(start, checkpointer, state, None, strict)
+    except CheckpointMismatch as error:
+        if start.path is not None and (start.path.is_file() or read_summary(start.path) is None):
+            error.add_note(
+                f"Another tool has saved {start.path}. What only that tool restores, such as an optimizer whose "
+                "parameters have numbers, is resumed there. To take the weights alone: "
+                "resume_or_init(..., resume='never', init_from=PATH)."
+            )
+        raise
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:

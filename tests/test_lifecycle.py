@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin import lifecycle
@@ -84,6 +90,158 @@ def test_keep_last_deletes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -
     for n in range(5):
         _save(tmp_path / f"step-{n}", n, keep_last=2)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["foreign", "notes", "step-3", "step-4"]
+
+
+LIGHTNING: dict[str, Any] = {"pytorch-lightning_version": "2.6.6", "state_dict": {"w": torch.zeros(3)}}
+OPTIMIZER = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+WEIGHTS = {"w": torch.zeros(3)}
+
+
+def _lightning(path: Path, time: int = 1) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, path)
+    return _at(path, time)
+
+
+def _folder(path: Path, *files: str, time: int = 1) -> Path:
+    path.mkdir(parents=True)
+    for name in files:
+        if name.endswith(".safetensors"):
+            save_file(WEIGHTS, path / name)
+        elif name.endswith((".json", ".pkl")):
+            _at_text(path / name, time)
+        else:
+            torch.save(OPTIMIZER, path / name)
+    return path
+
+
+def _trainer(path: Path, time: int = 1) -> Path:
+    return _folder(path, "model.safetensors", "optimizer.pt", "trainer_state.json", time=time)
+
+
+def _accelerate(path: Path, time: int = 1) -> Path:
+    return _folder(path, "model.safetensors", "optimizer.bin", "random_states_0.pkl", time=time)
+
+
+def _at(path: Path, time: int) -> Path:
+    os.utime(path, (time, time))
+    return path
+
+
+def _at_text(path: Path, time: int) -> None:
+    path.write_text("{}")
+    _at(path, time)
+
+
+def _said(root: Path, resume: str = "auto") -> str:
+    """Nothing is resumed from, and this warning says what is there."""
+    with pytest.warns(UserWarning, match="the training starts anew beside") as said:
+        assert dcp.resolve_resume(resume, root) is None
+    return str(said[0].message)
+
+
+def test_what_the_stock_tools_saved_is_resumed_from_under_any_name(tmp_path: Path) -> None:
+    for time, make in enumerate([_lightning, _trainer, _accelerate, _lightning, _trainer], start=1):
+        path = make(tmp_path / "logs" / f"{time} any name", time)
+        assert dcp.latest(tmp_path) == dcp.resolve_resume("must", tmp_path) == path, "the newest"
+    ours = _save(tmp_path / "logs" / "ours", 1)
+    assert dcp.latest(tmp_path) == ours
+    assert dcp.latest(_lightning(tmp_path / "alone" / "last.ckpt").parent) == tmp_path / "alone" / "last.ckpt"
+    (tmp_path / "alone" / "last.ckpt").rename(tmp_path / "elsewhere")
+    (tmp_path / "alone" / "link").symlink_to(tmp_path / "elsewhere")
+    assert dcp.latest(tmp_path / "alone") is None, "links are not followed"
+
+
+def test_numbers_tell_the_newest_of_a_run_that_was_copied(tmp_path: Path) -> None:
+    for number, time in ((9, 3), (10, 1), (100, 2)):
+        _trainer(tmp_path / "trainer" / f"checkpoint-{number}", time)
+        _accelerate(tmp_path / "accelerate" / f"checkpoint_{number}", time)
+    assert dcp.latest(tmp_path / "trainer").name == "checkpoint-100"  # type: ignore[union-attr]
+    assert dcp.latest(tmp_path / "accelerate").name == "checkpoint_100"  # type: ignore[union-attr]
+
+
+def test_what_plain_pytorch_cannot_restore_says_the_way_out(tmp_path: Path) -> None:
+    """Nothing starts anew beside it, and where it is what the run starts from, it is no checkpoint of the run."""
+    path = _lightning(tmp_path / "last.ckpt")
+    model = nn.ParameterDict({"w": torch.ones(3)})
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(dcp.CheckpointMismatch, match="'optim' is not in the checkpoint") as raised:
+        dcp.resume_or_init({"model": model, "optim": optimizer}, tmp_path)
+    assert "resume='never', init_from=PATH" in raised.value.__notes__[0]
+    start = dcp.resume_or_init({"model": model, "optim": optimizer}, tmp_path, init_from=path)
+    assert (start.how, model["w"].tolist()) == ("warm-started", [0, 0, 0])
+
+
+def test_weights_alone_are_no_resume(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    torch.save(WEIGHTS, tmp_path / "pretrained.pt")
+    torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "best.pth")
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    _folder(tmp_path / "exported", "model.safetensors", "training_args.bin.json")
+    assert dcp.resolve_resume("auto", tmp_path) is None
+    assert not recwarn.list, "nobody would take them for a run's checkpoints"
+
+
+def test_what_looks_like_a_resume_and_is_none_is_named(tmp_path: Path) -> None:
+    """Each alone, with the reason; and none of them hides an older one that is good."""
+    torch.save(LIGHTNING, tmp_path / "weights.ckpt")
+    torch.save({"model": WEIGHTS, "optimizer": OPTIMIZER}, tmp_path / "mine.pt")
+    cut = _lightning(tmp_path / "cut.ckpt")
+    os.truncate(cut, cut.stat().st_size - 100)
+    _folder(tmp_path / "export", "model.safetensors", "trainer_state.json")
+    _folder(tmp_path / "no state", "model.safetensors", "optimizer.pt")
+    _folder(tmp_path / "no random states", "model.safetensors", "optimizer.bin")
+    lost = _trainer(tmp_path / "lost")
+    os.truncate(lost / "model.safetensors", 50)
+    said = _said(tmp_path)
+    for name, reason in {
+        "weights.ckpt": "no optimizer to go on with",
+        "mine.pt": "only a program that knows its form",
+        "cut.ckpt": "truncated",
+        "export": "no optimizer to go on with",
+        "no state": "no trainer_state.json",
+        "no random states": "no random_states_0.pkl",
+        "lost": "model.safetensors is truncated",
+    }.items():
+        assert re.search(rf"{tmp_path}/{name} \([^)]*{reason}", said), name
+    with pytest.raises(dcp.CheckpointNotFound, match=r"Passed over: .*cut\.ckpt"):
+        dcp.resolve_resume("must", tmp_path)
+
+    old = _trainer(tmp_path / "export" / "checkpoint-5", time=0)
+    assert dcp.latest(tmp_path) == old, "an export beside, or above, the checkpoints of its run"
+
+
+def test_the_parts_of_an_fsdp_checkpoint_are_no_checkpoints_of_their_own(tmp_path: Path) -> None:
+    torn = _folder(tmp_path / "torn", "optimizer.pt")
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        _save(torn / folder, 1)
+    assert "torn" in _said(tmp_path)
+    _at_text(torn / "trainer_state.json", 1)
+    assert dcp.latest(tmp_path) == torn
+
+
+def test_to_look_for_checkpoints_executes_nothing(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({**LIGHTNING, "optimizer_states": [OPTIMIZER], "attack": Attack()}, tmp_path / "a.ckpt")
+    torch.save({"param_groups": Attack()}, tmp_path / "b.pt")
+    path = _accelerate(tmp_path / "c")
+    (path / "random_states_0.pkl").write_bytes(pickle.dumps(Attack()))
+    for _ in range(2):
+        found = dcp.resolve_resume("must", tmp_path)
+        assert found is not None
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
+    assert "b.pt" in _said(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_no_retention_touches_what_stock_saved(tmp_path: Path) -> None:
+    theirs = [_lightning(tmp_path / "last.ckpt"), _trainer(tmp_path / "checkpoint-1"), _accelerate(tmp_path / "a")]
+    for n in range(3):
+        _save(tmp_path / f"step-{n}", n, keep_last=1)
+    assert all(path.exists() for path in theirs)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2"]
 
 
 def test_remove_takes_directories_files_and_links(tmp_path: Path) -> None:

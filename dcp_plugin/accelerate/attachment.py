@@ -32,10 +32,11 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.lifecycle import resolve
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
 from dcp_plugin.state.app import NamesOnly
+from dcp_plugin.storage.foreign.training import ACCELERATE
 from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -133,9 +134,11 @@ class Attachment(Attached):
     ) -> None:
         """``Accelerator.load_state``. Without ``input_dir``: the newest committed checkpoint of the project.
 
-        ``strict=False`` loads what fits. Other keyword arguments of the native method have no meaning here.
+        ``strict=False`` loads what fits. ``map_location`` and ``load_kwargs`` are for files of Accelerate's own, which
+        are read whole before they are copied to where the training is; from ours every rank reads straight into that.
 
         Raises:
+            TypeError: There is no such ``map_location``, or another keyword argument.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
         """
         self.wait()
@@ -143,14 +146,20 @@ class Attachment(Attached):
         refuse_silent_fallbacks(accelerator)
         by_number = input_dir is None and projects.is_automatic(accelerator)
         path = self._decide(lambda: projects.newest(accelerator)) if by_number else _given(input_dir)
-        strict = bool(load_model_func_kwargs.get("strict", True))
+        given = {"strict": True, "map_location": None, **load_model_func_kwargs}
+        strict, map_location = bool(given.pop("strict")), given.pop("map_location")
+        if map_location not in (None, "cpu", "on_device"):
+            raise TypeError(f"map_location={map_location!r}: Accelerate has 'cpu', 'on_device' and None.")
         training = Training.of(accelerator)
+        if given and not training.sharded:
+            raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
         if native.is_native(path):
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
-            accelerator.step = native.load(accelerator, self._checkpointer, path, remaining, strict=strict)
+            placed = native.Reading(strict, map_location, load_kwargs)
+            accelerator.step = native.load(accelerator, self._checkpointer, path, remaining, placed)
         else:
             self._load(path, training, taken, strict)
         if training.sharded:
@@ -197,7 +206,7 @@ class Attachment(Attached):
         def own() -> Path | None:
             if by_number and resume in ("auto", "must"):
                 return projects.resume_from(self._accelerator, must=resume == "must")
-            return resolve_resume(resume, folder)
+            return resolve(resume, folder, (ACCELERATE,), init_from)
 
         start = decide(self._checkpointer.ranks, own, init_from)
         if start.how == "resumed":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.storage import commit
+from dcp_plugin.storage.foreign.training import RANDOM_STATES
 
 _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
@@ -55,8 +57,10 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
 
 
 def is_native(path: Path) -> bool:
-    """Whether a directory has models in a format of Accelerate's own, and is no checkpoint of the core's."""
-    return not _is_ours(path) and (_is_sharded(path) or any((path / name).exists() for name in _ONE_FILE))
+    """Whether a directory is a checkpoint in a format of Accelerate's own, and none of the core's. Its models may be
+    in files of the user's hooks."""
+    named = any((path / name).exists() for name in (*_ONE_FILE, RANDOM_STATES))
+    return not _is_ours(path) and (_is_sharded(path) or named)
 
 
 def _is_ours(path: Path) -> bool:
@@ -67,7 +71,16 @@ def why_incomplete(path: Path) -> str:
     """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
     if _is_ours(path):
         return commit.uncommitted_reason(path)
-    return "" if is_native(path) and (path / "random_states_0.pkl").exists() else "a half-written checkpoint"
+    return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files of Accelerate's own are read: what ``load_state`` was given for that."""
+
+    strict: bool
+    map_location: str | None
+    load_kwargs: dict[str, Any] | None
 
 
 def load(
@@ -75,7 +88,7 @@ def load(
     checkpointer: Checkpointer,
     path: Path,
     training: Training,
-    strict: bool,
+    reading: Reading,
 ) -> int:
     """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
 
@@ -85,7 +98,7 @@ def load(
     """
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
     if _is_sharded(path):
-        _load_sharded(checkpointer, path, training, strict)
+        _load_sharded(checkpointer, path, training, reading.strict)
         models, optimizers = [], []
     elif training.sharded:
         _load_whole(accelerator, path, models, optimizers)
@@ -100,7 +113,9 @@ def load(
             _accelerate.dataloaders(accelerator),
             accelerator.process_index,
             accelerator.scaler,
-            strict=strict,
+            reading.map_location,
+            reading.load_kwargs,
+            strict=reading.strict,
         )
         _load_registered(path, training.registered)
         return int(found.get("step", 0))

@@ -10,9 +10,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from dcp_plugin._torch import DTensor
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.conventions import MODEL, OPTIM, numbered
 from dcp_plugin.state.app import NamesOnly
+from dcp_plugin.state.fsdp1 import contains_fsdp1
+from dcp_plugin.state.union import loose_module
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,21 @@ class Training:
 
     @property
     def shared_names(self) -> dict[str, NamesOnly]:
-        """What names the parameters of an optimizer that trains several models."""
-        return {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
+        """What names the parameters of an optimizer that trains several models, or what was never prepared: Accelerate
+        saves and loads its state without it."""
+        names = {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
+        if self.sharded or any(map(_is_sharded, self.models.values())):
+            return names  # there it is more likely that the optimizer was made before the model was sharded
+        for name, optimizer in self.optimizers.items():
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not any(_has_any(model, trained) for model in self.models.values()):
+                names[f"names_for_{name}"] = NamesOnly(loose_module(optimizer))
+        return names
 
 
 def _has_any(one: Any, parameters: set[int]) -> bool:
     return isinstance(one, nn.Module) and any(id(parameter) in parameters for parameter in one.parameters())
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return contains_fsdp1(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())

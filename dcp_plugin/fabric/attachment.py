@@ -7,6 +7,7 @@ and is told so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.lifecycle import resolve_resume
+from dcp_plugin.lifecycle import resolve
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.restart import Restart, decide, load_from, modules_of, refuse_partial_of_nothing
+from dcp_plugin.storage.foreign.training import OTHERS
 
 
 class Attachment(Attached):
@@ -91,7 +93,9 @@ class Attachment(Attached):
         refuse_partial_of_nothing(partial, init_from)
         if self.fabric is None:
             raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
-        start = decide(self.checkpointer.ranks, lambda: resolve_resume(resume, root), init_from)
+        # Fabric's own files are those of ``torch.save``, with the names of the state that is to be loaded.
+        own = functools.partial(resolve, resume, root, (OTHERS,), init_from)
+        start = decide(self.checkpointer.ranks, own, init_from)
         if start.how == "resumed":
             self.fabric.load(start.path, state, strict=strict)
         elif start.how == "warm-started":

@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 
 from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among
+from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.inspection import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.sampler import data_rank
+from dcp_plugin.state.union import is_of_no_module
 from dcp_plugin.storage.foreign.dcp_folder import META
 
 logger = logging.getLogger("dcp_plugin")
@@ -249,8 +250,9 @@ def _load_raw(strategy: Any, path: Path, value: nn.Module | Optimizer, strict: b
         strategy.dcp.checkpointer.load({name: value}, path, strict=strict)
         return
     name = _only("optimizer", path, found.optimizers)
+    of_none = _from_rank_0(strategy, path, lambda: is_of_no_module(keys_by_name(path)[name]))
     try:
-        module = trained_modules(strategy, {name: value})[name]
+        module = trained_modules(strategy, {name: value}, loose=of_none)[name]
     except CheckpointMismatch as error:
         raise CheckpointMismatch(
             "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "

@@ -29,6 +29,7 @@ from dcp_plugin.fabric.resume import Through, has_position, position_of, random_
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
 from dcp_plugin.state.app import NamesOnly, module_of
 from dcp_plugin.state.sampler import data_rank
+from dcp_plugin.state.union import joint_module, loose_module
 
 NAMES = "fabric_names"
 Filter = Callable[[str, Any], bool]
@@ -78,14 +79,32 @@ def named_state(strategy: Any, state: Mapping[str, Any], filters: Mapping[str, F
     return {**named, EXTRA: extra}
 
 
-def trained_modules(strategy: Any, state: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The module that each optimizer of the state trains: one of the state, or else one that was set up.
+def trained_modules(strategy: Any, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
+    """The module that each optimizer of the state trains: one of the state, or else one that was set up; put together
+    if it trains several, or parameters of none (:mod:`dcp_plugin.state.union`).
+
+    Args:
+        loose: Whether all parameters of an optimizer may be in no module that is known.
 
     Raises:
-        CheckpointMismatch: It is not in the state, and was not set up by this Fabric after ``attach``.
+        CheckpointMismatch: They must not, or shards are kept, and the module that they belong to was not set up by
+            this Fabric after ``attach``.
     """
-    modules = {**of_kind(nn.Module, state), **strategy.dcp_modules}
-    return {name: module_of(name, optimizer, modules) for name, optimizer in of_kind(Optimizer, state).items()}
+    return {name: _trained(strategy, name, one, state, loose) for name, one in of_kind(Optimizer, state).items()}
+
+
+def _trained(strategy: Any, name: str, optimizer: Optimizer, state: Mapping[str, Any], loose: bool) -> nn.Module:
+    modules = of_kind(nn.Module, state)
+    try:
+        return module_of(name, optimizer, {**modules, **strategy.dcp_modules})
+    except CheckpointMismatch:
+        set_up = list(strategy.dcp_modules.values())
+        named = dict(zip(numbered(MODEL, len(modules)), modules.values(), strict=True))
+        named.update({f"set_up_{number}": module for number, module in enumerate(set_up)})
+        joint = joint_module(name, optimizer, named, state)
+        if joint is None and (strategy.keeps_shards or not loose):
+            raise
+        return loose_module(optimizer) if joint is None else joint
 
 
 def names_for(trained: Mapping[str, nn.Module]) -> dict[str, NamesOnly]:

@@ -13,7 +13,7 @@ A save and a load find the same names if the state has the same names for its mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,7 @@ def joint_module(
     Raises:
         CheckpointMismatch: A module has the name under which loose parameters are stored.
     """
-    loose = {
-        f"{LOOSE}.{number}.{position}": parameter
-        for number, group in enumerate(optimizer.param_groups)
-        for position, parameter in enumerate(group["params"])
-    }
+    loose = _by_place(optimizer)
     wanted = {id(parameter) for parameter in loose.values()}
     members: dict[str, nn.Module] = {}
     for member, module in modules.items():
@@ -61,6 +57,24 @@ def joint_module(
             f"module has this name: rename it"
         )
     return union_of(members, loose)
+
+
+def loose_module(optimizer: torch.optim.Optimizer) -> nn.Module:
+    """A module that names all parameters of an optimizer as those of none, for who knows that none is meant to."""
+    return union_of({}, _by_place(optimizer))
+
+
+def is_of_no_module(keys: Iterable[str]) -> bool:
+    """Whether the state of an optimizer, by its keys, is that of parameters of none (:func:`loose_module`)."""
+    return all(key.split(".")[1:2] == [LOOSE] for key in keys)
+
+
+def _by_place(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    return {
+        f"{LOOSE}.{number}.{position}": parameter
+        for number, group in enumerate(optimizer.param_groups)
+        for position, parameter in enumerate(group["params"])
+    }
 
 
 def _tensors(node: Any) -> Iterator[torch.Tensor]:

@@ -36,7 +36,11 @@ def _load(root: Path, layout: str, native: bool) -> None:
     run = t.start(layout, seed=3, native=native, stateful=False, unused=False)
     counter = Counter(0)
     run.accelerator.register_for_checkpointing(counter)
-    run.accelerator.load_state(str(root / "ck"))
+    if native:
+        run.accelerator.load_state(str(root / "ck"))
+    else:
+        start = run.attached.resume_or_init(root)
+        assert (start.how, start.path) == ("resumed", root / "ck")
     state, schedule = torch.load(root / "state.pt", weights_only=True)
     found = run.whole_state()
     if native:  # it makes lists of the betas
@@ -78,6 +82,58 @@ def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, layout: str) -> N
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False)
 
 
+def test_map_location_is_heeded_and_nothing_else_is_taken(tmp_path: Path) -> None:
+    launch.run(_map_location, 1, tmp_path)
+
+
+def _map_location(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    for saved_by_us in (False, True):
+        path = root / str(saved_by_us)
+        saved = t.start("single", native=not saved_by_us, stateful=False, unused=False).train(1)
+        saved.accelerator.save_state(str(path))
+        for native in (True, False) if not saved_by_us else (False,):
+            run = t.start("single", 3, native=native, stateful=False, unused=False)
+            for place in (None, "cpu", "on_device"):
+                run.accelerator.load_state(str(path), map_location=place, load_kwargs={"weights_only": True})
+            for wrong in ({"map_location": "cuda:7"}, {"strct": True}):
+                with pytest.raises(TypeError):
+                    run.accelerator.load_state(str(path), **wrong)
+
+
+def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path) -> None:
+    """As the scripts of diffusers do it: then Accelerate itself has no weights to save."""
+    launch.run(_with_hooks, 1, tmp_path)
+
+
+def _with_hooks(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    def start(seed: int, native: bool) -> Any:
+        run = t.start("single", seed, native=native, stateful=False, unused=False)
+        run.accelerator.register_save_state_pre_hook(save)
+        run.accelerator.register_load_state_pre_hook(load)
+        return run
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        os.mkdir(os.path.join(folder, "net"))
+        torch.save(models[0].state_dict(), os.path.join(folder, "net", "weights.pt"))
+        weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(os.path.join(folder, "net", "weights.pt"), weights_only=True))
+
+    saved = start(0, native=True).train(2)
+    saved.accelerator.save_state(str(root / "checkpoint-2"))
+    for native in (True, False):
+        run = start(3, native)
+        run.accelerator.load_state(str(root / "checkpoint-2"))
+        state, found = saved.whole_state(), run.whole_state()
+        assert_same(*({key: one[key] for key in one if isinstance(one[key], torch.Tensor)} for one in (state, found)))
+    assert run.attached.resume_or_init(root).path == root / "checkpoint-2"
+
+
 def test_a_registered_object_of_stock_accelerate_is_not_executed(tmp_path: Path) -> None:
     launch.run(_save, 1, tmp_path, "single", True)
     torch.save(Planted(tmp_path / "executed"), tmp_path / "ck" / "custom_checkpoint_0.pkl")
@@ -100,3 +156,39 @@ def _refuse_planted(root: Path) -> None:
     run.accelerator.register_for_checkpointing(Counter(0))
     with pytest.raises(dcp.UnsafeCheckpoint, match="custom_checkpoint_0"):
         run.accelerator.load_state(str(root / "ck"))
+
+
+def test_optimizers_of_what_was_not_prepared_resume_as_with_accelerate_alone(tmp_path: Path) -> None:
+    """A parameter that is in no model, and a discriminator that the script keeps to itself."""
+    launch.run(_not_prepared, 2, tmp_path)
+
+
+def _not_prepared(root: Path) -> None:
+    from tests.accelerate import training as t
+
+    def start(seed: int, native: bool) -> Any:
+        run = t.start("ddp", seed, native=native, unused=False)
+        other = torch.nn.Linear(1, 1)
+        loose = [torch.nn.Parameter(torch.full((2,), float(seed))) for _ in range(2)]
+        run.optimizer.add_param_group({"params": loose[:1]})
+        run.other = run.accelerator.prepare(torch.optim.AdamW([*other.parameters(), loose[1]], lr=0.1))
+        torch.manual_seed(run.accelerator.process_index)  # DDP does not make these the same on all ranks
+        loss = (other(run.model(torch.randn(2, 6))) * loose[0] * loose[1]).square().sum()
+        for optimizer in (run.optimizer, run.other):
+            optimizer.zero_grad()
+        run.accelerator.backward(loss)
+        for optimizer in (run.optimizer, run.other):
+            optimizer.step()
+        return run
+
+    states = []
+    for native in (True, False):
+        path = str(root / str(native))
+        start(1, native).accelerator.save_state(path)
+        run = start(2, native)
+        run.accelerator.load_state(path)
+        states.append([one.state_dict()["state"] for one in (run.optimizer, run.other)])
+    for stock, ours in zip(*states, strict=True):
+        assert stock.keys() == ours.keys()
+        for number, slots in stock.items():
+            assert_same(slots, ours[number])

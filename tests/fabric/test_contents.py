@@ -18,7 +18,7 @@ def test_on_one_device(tmp_path: Path, case: str) -> None:
     launch.run(globals()[f"_{case}"], 1, tmp_path)
 
 
-@pytest.mark.parametrize("case", ["filter_on_two_ranks", "remainder_on_two_ranks", "raw"])
+@pytest.mark.parametrize("case", ["filter_on_two_ranks", "remainder_on_two_ranks", "raw", "not_set_up"])
 def test_on_two_ranks(tmp_path: Path, case: str) -> None:
     launch.run(globals()[f"_{case}"], 2, tmp_path)
 
@@ -275,3 +275,40 @@ def _raw(root: Path) -> None:
         fabric.load_raw(root / f"{layout}.pt", third.state["net"])
         loaded = {key: value for key, value in third.whole_state().items() if key.startswith("model.")}
         assert_same(loaded, {key: value for key, value in saved.items() if key.startswith("model.")})
+
+
+def _not_set_up(root: Path) -> None:
+    """Optimizers of a parameter that is in no module, and of a module that is neither set up nor saved: as Fabric
+    alone saves and loads them."""
+    from dcp_plugin.fabric import attach
+    from tests.fabric import training as t
+
+    def start(seed: int, native: bool) -> tuple[Any, dict[str, Any]]:
+        fabric = t.fabric_for("ddp")
+        if not native:
+            attach(fabric)
+        torch.manual_seed(seed)
+        net, other, loose = t.Net(), nn.Linear(1, 1), nn.Parameter(torch.ones(()))
+        net, first = fabric.setup(net, torch.optim.AdamW([{"params": net.parameters()}, {"params": [loose]}]))
+        second = fabric.setup_optimizers(torch.optim.AdamW(other.parameters()))
+        torch.manual_seed(seed + fabric.global_rank)
+        fabric.backward((other(net(torch.randn(2, 6))) * loose).sum())
+        for optimizer in (first, second):
+            optimizer.step()
+        return fabric, {"net": net, "first": first, "second": second, "loose": loose}
+
+    found = []
+    for native in (True, False):
+        fabric, state = start(1, native)
+        fabric.save(root / str(native), state)
+        fabric.barrier()
+        fabric, fresh = start(2, native)
+        fabric.load(root / str(native), fresh)
+        slots = {
+            f"{name}.{number}.{slot}": value
+            for name in ("first", "second")
+            for number, of_one in fresh[name].state_dict()["state"].items()
+            for slot, value in of_one.items()
+        }
+        found.append({**slots, "loose": fresh["loose"].detach()})
+    assert_same(*found)

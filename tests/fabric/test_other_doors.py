@@ -74,6 +74,8 @@ def _save_with_fabric_itself(root: Path) -> None:
         states[layout] = training.whole_state()
     if torch.distributed.get_rank() == 0:
         torch.save(states, root / "states")
+        (root / "run").mkdir()
+        (root / "run" / "any name").hardlink_to(root / "ddp")
 
 
 def _load_from_fabric_itself(root: Path, layouts: list[str]) -> None:
@@ -88,9 +90,13 @@ def _load_from_fabric_itself(root: Path, layouts: list[str]) -> None:
             if source == "ddp" and layout not in ("single", "ddp"):
                 continue  # Fabric itself loads its files only with the optimizers of those
             fabric = t.fabric_for(layout)
-            attach(fabric)
+            attached = attach(fabric)
             training = t.Training(fabric, seed=5)
             del training.state["loader"], training.state["history"]
+            if source == "ddp":
+                start = attached.resume_or_init(training.state, root / "run")
+                assert (start.how, start.path) == ("resumed", root / "run" / "any name")
+                assert_same(state, training.whole_state())
             assert training.load(root / source) == {"history": [1, 2]}
             assert_same(state, training.whole_state())
             assert (training.state["step"], training.state["schedule"].last_epoch) == (2, 2)

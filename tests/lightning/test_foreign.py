@@ -38,6 +38,8 @@ def test_the_weights_of_a_ckpt_are_loaded_and_its_optimizer_is_left(tmp_path: Pa
         warnings.simplefilter("ignore")
         trainer.fit(saved, t.plain_loader("single"))
         trainer.save_checkpoint(tmp_path / "last.ckpt")
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert dcp.latest(tmp_path) == tmp_path / "last.ckpt", "it has the state of the training, and can be resumed"
     model = t.Model(seed=5)
     report = dcp.load({"model": model, "epoch": 0}, tmp_path / "last.ckpt")
     assert_same(saved.state_dict(), model.state_dict())

@@ -143,13 +143,25 @@ def _resume_from(path: Path) -> None:
     t.begin(t.trainer(path.parent), path)
 
 
+APART = {"eval_strategy": "epoch", "save_steps": 2, "load_best_model_at_end": False}
 KEPT = {
     "a limit of two": ({"save_total_limit": 2}, ["checkpoint-5", "checkpoint-6"]),
     "a limit of one": ({"save_total_limit": 1}, ["checkpoint-6"]),
-    "two, and the best": ({"save_total_limit": 2, "best": True}, ["checkpoint-2", "checkpoint-6"]),
-    "one, and the best": ({"save_total_limit": 1, "best": True}, ["checkpoint-2"]),
-    "whenever it is best": ({"save_strategy": "best", "best": True}, ["checkpoint-1", "checkpoint-2"]),
+    "two, and the best": ({"save_total_limit": 2, "best": 2}, ["checkpoint-2", "checkpoint-6", "best: checkpoint-2"]),
+    "one, and the best": ({"save_total_limit": 1, "best": 2}, ["checkpoint-2", "best: checkpoint-2"]),
+    "whenever it is best": (
+        {"save_strategy": "best", "best": 2},
+        ["checkpoint-1", "checkpoint-2", "best: checkpoint-2"],
+    ),
     "each epoch": ({"save_strategy": "epoch"}, ["checkpoint-4", "checkpoint-6"]),
+    "evaluated after the save": (
+        {**APART, "save_total_limit": 2, "max_steps": 10, "best": 4},
+        ["checkpoint-4", "checkpoint-10", "best: checkpoint-4"],
+    ),
+    "evaluated when nothing is saved": (
+        {**APART, "save_steps": 3, "best": 4},
+        ["checkpoint-3", "checkpoint-6", "best: None"],
+    ),
 }
 
 
@@ -164,21 +176,21 @@ def _keep(root: Path, kind: str) -> dict[str, list[str]]:
 
 
 def _train_with_best(root: Path, kind: str, options: dict[str, Any]) -> list[str]:
-    """Step 2 is best, if ``best``, and its model is what the training ends with; each step is saved."""
+    """Step ``best`` is best, if there is one. If it is loaded at the end, it is what the training ends with."""
     from tests.transformers_trainer import training as t
 
     options = {"save_steps": 1, **options}
     base = _kind(kind)
-    if options.pop("best", False):
+    if best := options.pop("best", 0):
 
         class Measured(base):  # type: ignore[misc, valid-type]
             def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-                return {"eval_loss": abs(self.state.global_step - 2.0)}
+                return {"eval_loss": abs(float(self.state.global_step - best))}
 
             def _finalize_training(self, *args: Any) -> Any:
                 result = super()._finalize_training(*args)
-                trained = t.whole_state(self)
-                assert trained["model.transformer.wte.weight"] == at_step[2]
+                if self.args.load_best_model_at_end:
+                    assert t.whole_state(self)["model.transformer.wte.weight"] == at_step[best]
                 return result
 
         class Remember(t.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -186,13 +198,15 @@ def _train_with_best(root: Path, kind: str, options: dict[str, Any]) -> list[str
                 at_step[state.global_step] = t.whole_state(trainer)["model.transformer.wte.weight"]
 
         at_step: dict[int, Any] = {}
-        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
-        options = {"metric_for_best_model": "loss", "greater_is_better": False, **best, **options}
+        at_end = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+        options = {"metric_for_best_model": "loss", "greater_is_better": False, **at_end, **options}
         base, options["callbacks"] = Measured, [Remember()]
     config = dcp.CheckpointConfig(async_save=True) if kind == "ours" else None
     trainer = t.trainer(root, kind=base, config=config, eval_dataset=t.Text(2), **options)
     trainer.train()
-    return _checkpoints(root)
+    found = trainer.state.best_model_checkpoint
+    kept = sorted(_checkpoints(root), key=lambda name: int(name.partition("-")[2]))
+    return kept + ([f"best: {found and Path(found).name}"] if best else [])
 
 
 def _on_sigterm(root: Path) -> None:

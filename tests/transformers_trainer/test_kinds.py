@@ -48,6 +48,20 @@ def _resume_adapters(root: Path, layout: str) -> Any:
     return t.whole_state(trainer), watch.losses
 
 
+def _adapters_for_inference(root: Path) -> None:
+    """As PEFT's documentation does it, with a checkpoint of the Trainer."""
+    from peft import PeftModel
+
+    from tests.transformers_trainer import training as t
+
+    model = PeftModel.from_pretrained(t.model(), str(root / "checkpoint-6"))
+    adapters = {key: p.detach() for key, p in model.named_parameters() if "lora_" in key or "_to_save" in key}
+    found = {f"model.{key}": value for key, value in adapters.items()}
+    saved: dict[str, Any] = dict.fromkeys(found)
+    dcp.load(saved, root / "checkpoint-6")
+    assert_same(saved, found)
+
+
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
 def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> None:
     straight = launch.run(_train_adapters, WORLD_SIZE[layout], tmp_path, layout)[0]
@@ -55,8 +69,8 @@ def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> 
     path = tmp_path / "checkpoint-3"
     keys = [tensor.key for tensor in dcp.inspect(path).tensors if tensor.key.startswith("model.")]
     assert keys and all("lora_" in key or "modules_to_save" in key for key in keys), keys
-    assert (path / "adapter_config.json").exists()
-    assert not list(path.glob("*.safetensors"))
+    assert not (path / "model.safetensors").exists()
+    launch.run(_adapters_for_inference, 1, tmp_path)
     resumed = launch.run(_resume_adapters, WORLD_SIZE[layout], tmp_path, layout)[0]
     assert_same(straight[0], resumed[0])
     assert resumed[1].items() <= straight[1].items()
@@ -84,6 +98,7 @@ def _stock(root: Path, layout: str) -> None:
     from tests.transformers_trainer import training as t
 
     t.trainer(root, layout, kind=t.OnCPU, callbacks=[first := t.Watch()]).train()
+    assert dcp.latest(root) == root / "checkpoint-6"
     results = []
     for kind in (t.OnCPU, t.Ours):
         trainer = t.trainer(root, layout, kind=kind, net=t.model(seed=9), callbacks=[watch := t.Watch()])

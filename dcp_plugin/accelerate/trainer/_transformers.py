@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import Trainer as _Trainer
 from transformers.trainer_utils import _is_peft_model
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
@@ -24,6 +25,9 @@ from dcp_plugin.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+StockTrainer = _Trainer
+"""The Trainer of transformers itself: scripts put their own into the place of ``transformers.Trainer``."""
 
 OVERRIDDEN = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -92,20 +96,41 @@ def _without_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def is_overridden(method: Any) -> bool:
+    """Whether a method of a Trainer is not that of ``transformers.Trainer``: a subclass's, or put in its place."""
+    return getattr(method, "__module__", None) != StockTrainer.__module__
+
+
+def saves_shards(trainer: Trainer) -> bool:
+    """Whether the Trainer's ``save_model`` writes nothing, because no rank has the whole model."""
+    if not trainer.is_fsdp_enabled:
+        return False
+    plugin: Any = trainer.accelerator.state.fsdp_plugin
+    return "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+
+
 def describe_model(trainer: Trainer, directory: str) -> None:
     """Write what transformers keeps beside a model's weights, without the weights: configurations, the tokenizer,
     the training arguments. Call it on the ranks that write."""
-    model: Any = unwrapped(trainer)
-    if not is_adapted(model):
-        # ``_save`` rather than its parts: subclasses of Trainer override it to add files of their own.
-        with _without_progress_bar():  # of weights, of which there are none here
-            trainer._save(directory, state_dict={})
-        for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-            if os.path.exists(empty := os.path.join(directory, name)):
-                os.remove(empty)
+    # ``_save`` of the Trainer rather than its parts, which are not to be had alone.
+    with _without_progress_bar():  # of weights, of which there are none here
+        StockTrainer._save(trainer, directory, state_dict={})
+    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
+        if os.path.exists(empty := os.path.join(directory, name)):
+            os.remove(empty)
+
+
+def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torch.Tensor] | None) -> None:
+    """The same of a sharded PEFT model, with its adapters: they are small, and PEFT reads nothing else.
+
+    Args:
+        adapters: Whole; None where PEFT itself would have to gather them.
+    """
+    if adapters is not None:
+        trainer._save(directory, state_dict=adapters)
         return
     os.makedirs(directory, exist_ok=True)
-    for name, config in model.peft_config.items():  # PEFT's own save wants the weights, whole
+    for name, config in unwrapped(trainer).peft_config.items():  # type: ignore[operator, union-attr]
         config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
     tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if tokenizer is not None:

@@ -22,7 +22,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from dcp_plugin._torch import is_tensor
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.accelerate.trainer._transformers import is_adapted, unwrapped
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.state import gather_module, rng
@@ -134,15 +134,8 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
 
     Adapters are what PEFT itself would save, and whatever else is trained.
     """
-    from peft import get_peft_model_state_dict
-
     tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
-    known: Callable[..., Mapping[str, Any]] = get_peft_model_state_dict
-    kept = {
-        id(value)
-        for name in peft_model.peft_config  # type: ignore[union-attr]
-        for value in known(peft_model, dict(tensors), adapter_name=name, save_embedding_layers=False).values()
-    }
+    kept = _kept_by_peft(peft_model, tensors)
     parameters, buffers = parameters_by_name(peft_model), dict(peft_model.named_buffers())
     adapters = nn.Module()
     for key, value in tensors.items():
@@ -151,6 +144,41 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
         elif key in buffers and id(value) in kept:
             _place(adapters, key).register_buffer(key.rpartition(".")[2], buffers[key])
     return adapters
+
+
+def whole_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
+    """The adapters of a sharded PEFT model under their names there; whole, on rank 0 at least. Collective.
+
+    None for prompts, which PEFT does not take out of a state dict.
+    """
+    peft_model: Any = unwrapped(trainer)
+    if any(config.is_prompt_learning for config in peft_model.peft_config.values()):
+        return None
+    tensors = {key: value for key, value in gather_module(trainer.model_wrapped).items() if is_tensor(value)}
+    kept = _kept_by_peft(peft_model, tensors)
+    return {key: _whole(value) for key, value in tensors.items() if id(value) in kept}
+
+
+def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]:
+    """Which of them, by identity, PEFT itself would save."""
+    from peft import get_peft_model_state_dict
+
+    known: Callable[..., Mapping[str, Any]] = get_peft_model_state_dict
+    return {
+        id(value)
+        for name in peft_model.peft_config  # type: ignore[union-attr]
+        for value in known(peft_model, dict(tensors), adapter_name=name, save_embedding_layers=False).values()
+    }
+
+
+def _whole(value: Any) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().cpu()
+    if isinstance(value, ShardedTensor):
+        room = torch.empty(value.size(), dtype=value.dtype, device=value.local_shards()[0].tensor.device)
+        value.gather(0, room)
+        return room.cpu()
+    return value.detach().cpu()  # type: ignore[no-any-return]
 
 
 def _place(root: nn.Module, key: str) -> nn.Module:

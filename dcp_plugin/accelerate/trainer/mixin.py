@@ -21,12 +21,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.accelerate.trainer import content, folder
-from dcp_plugin.accelerate.trainer._transformers import describe_model, refuse_unsupported
+from dcp_plugin.accelerate.trainer._transformers import (
+    StockTrainer,
+    describe_adapters,
+    describe_model,
+    is_adapted,
+    is_overridden,
+    refuse_unsupported,
+    saves_shards,
+    unwrapped,
+)
 from dcp_plugin.accelerate.trainer.content import SCHEDULER, TRAINER_STATE, ToLoad
 from dcp_plugin.accelerate.trainer.folder import Found
 from dcp_plugin.checkpointer import Checkpointer
@@ -56,7 +64,7 @@ class DCPTrainerMixin(Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Behind the Trainer the mixin would do nothing, without a word."""
         super().__init_subclass__(**kwargs)
-        if transformers.Trainer in cls.__mro__[: cls.__mro__.index(DCPTrainerMixin)]:
+        if StockTrainer in cls.__mro__[: cls.__mro__.index(DCPTrainerMixin)]:
             raise TypeError(f"put DCPTrainerMixin before the Trainer: class {cls.__name__}(DCPTrainerMixin, Trainer)")
 
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
@@ -145,6 +153,8 @@ class DCPTrainerMixin(Trainer):
                 raise failure
             if self.is_world_process_zero():
                 shutil.copytree(staged, directory, dirs_exist_ok=True)
+            elif self._dcp_has_own_files() and staged.is_dir():
+                shutil.copytree(staged, directory, copy_function=_copy_what_is_new, dirs_exist_ok=True)
 
         return add
 
@@ -163,9 +173,24 @@ class DCPTrainerMixin(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._dcp_scratch is None or output_dir is None:
             super().save_model(output_dir, _internal_call)
-        elif self.args.should_save:
-            with self._dcp_failing_together():
+            return
+        save_model = super().save_model
+        with self._dcp_failing_together():
+            adapted, sharded, own = is_adapted(unwrapped(self)), saves_shards(self), self._dcp_has_own_files()
+            if not adapted and (sharded or not own) and self.args.should_save:
                 describe_model(self, output_dir)
+            if own or (adapted and not sharded):
+                os.makedirs(output_dir, exist_ok=True)  # where rank 0 has made it, usually
+                save_model(output_dir, _internal_call)
+            if adapted and sharded:
+                adapters = content.whole_adapters(self)
+                if self.args.should_save:
+                    describe_adapters(self, output_dir, adapters)
+
+    def _dcp_has_own_files(self) -> bool:
+        """Whether a subclass has a way of its own to save the model. Then it does, with whatever that costs."""
+        replaced = getattr(self.save_model, "__func__", None) is not DCPTrainerMixin.save_model
+        return replaced or is_overridden(super().save_model) or is_overridden(self._save)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._dcp_scratch is None:
@@ -184,9 +209,13 @@ class DCPTrainerMixin(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _dcp_note_best(self, final: str, staged: Path) -> None:
-        """The Trainer looks for the best checkpoint where its files are. If it is this one, say where it will be."""
-        if self.state.best_global_step and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = final
+        """The Trainer looks for the checkpoint of the best step where its files are. If it is this one, say where it
+        will be; if it is an earlier one, that was evaluated after its save, where it is."""
+        if not self.state.best_global_step:
+            return
+        best = os.path.join(os.path.dirname(final), f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+        if best == final or os.path.exists(best):
+            self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self.state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
 
@@ -312,3 +341,9 @@ class DCPTrainerMixin(Trainer):
         if said:
             loaded = "model and optimizer are" if OPTIM in found.names else "the model is"
             warnings.warn(f"{found.path}: {loaded} loaded exactly, but {'; '.join(said)}.", stacklevel=2)
+
+
+def _copy_what_is_new(source: str, target: str) -> None:
+    """Of a rank that is not the first: what all ranks have written is the first one's."""
+    if not os.path.exists(target):
+        shutil.copy2(source, target)

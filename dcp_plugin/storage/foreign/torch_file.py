@@ -220,6 +220,11 @@ def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeC
         raise refusal from None
 
 
+def check_records(path: Path) -> None:
+    """Check that a file is a whole zip of ``torch.save``'s; raises as :func:`_records`."""
+    _records(path)
+
+
 def _records(path: Path) -> dict[int, int]:
     """Where the storages' records begin, and how many bytes they have.
 
