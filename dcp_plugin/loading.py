@@ -154,6 +154,11 @@ class Loading:
     def _read_values(self, parts: list[Part], match: Match) -> None:
         """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
+        if self._planner.plain:
+            match.said.append(
+                f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
+                f"Import the modules of the classes before the load."
+            )
         for part in parts:
             targets = match.wanted[part.name].targets
             keys = [key for key, target in targets.items() if target is None]

@@ -181,7 +181,7 @@ def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeC
     except Exception as error:
         raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
     try:
-        return load_with_stand_ins(path, load), refusal
+        return load_with_stand_ins(path, lambda: load(path)), refusal
     except Exception:
         raise refusal from None
 
