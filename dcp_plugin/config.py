@@ -6,6 +6,7 @@ A field is documented once, here, as the text under its definition.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable
@@ -15,16 +16,30 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 
+def _refusing_typos(cls: C) -> C:
+    """A field that does not exist is refused with the nearest one."""
+    init = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **fields: Any) -> None:
+        cls.refuse_unknown(fields)  # type: ignore[attr-defined]
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+@_refusing_typos
 @dataclass(frozen=True)
 class CheckpointConfig:
     """How checkpoints are saved and loaded. Frozen: share one between doors without surprises.
 
     Raises:
         ValueError: A value is out of range; the message says which and why.
-        TypeError: A value is of another type, as text from YAML or the environment may be; or :meth:`merge` got a
-            field that does not exist.
+        TypeError: A value is of another type, as text from YAML or the environment may be; or a field does not exist.
     """
 
     async_save: bool = False
@@ -149,8 +164,9 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value not in (True, False, "auto"):
                 raise ValueError(f"{name} must be True, False or 'auto', got {value!r}.")
-        if self.base is not None:
-            object.__setattr__(self, "base", os.fspath(self.base))
+        for name in ("base", "events"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.path.expanduser(os.fspath(getattr(self, name))))
 
     @classmethod
     def merge(
@@ -163,20 +179,27 @@ class CheckpointConfig:
         Args:
             besides: What the door that was given the ``overrides`` takes by name besides them, for the error.
         """
-        names = [field.name for field in fields(cls)]
-        unknown = [name for name in overrides if name not in names]
-        if unknown:
-            known = ["config", *besides, *names]
-            said = []
-            for name in unknown:
-                near = difflib.get_close_matches(name, known, n=1)
-                said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-            raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
+        cls.refuse_unknown(overrides, ("config", *besides))
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config is a CheckpointConfig, not a {type(config).__name__}; a dict of settings: **it.")
         if overrides.get("async_save") is False:
             overrides = {"staging": "blocking", **overrides}
         return replace(config or cls(), **overrides)
+
+    @classmethod
+    def refuse_unknown(cls, given: Iterable[str], besides: tuple[str, ...] = ()) -> None:
+        """
+        Raises:
+            TypeError: One of these is no field. The message names the nearest.
+        """
+        known = [*besides, *(field.name for field in fields(cls))]
+        said = []
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+        if said:
+            raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:
         """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
@@ -240,7 +263,7 @@ PathLike = str | os.PathLike[str]
 
 
 def local_path(path: PathLike) -> Path:
-    """An absolute path, links kept.
+    """An absolute path, links kept; ``~`` is the home directory.
 
     Raises:
         TypeError: It is no path at all.
@@ -255,4 +278,4 @@ def local_path(path: PathLike) -> Path:
         ) from error
     if "://" in text:
         raise ValueError(f"{text} is a URL; checkpoints need a file system that all ranks mount.")
-    return Path(os.path.abspath(path))
+    return Path(os.path.abspath(os.path.expanduser(text)))

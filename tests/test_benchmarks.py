@@ -20,7 +20,7 @@ from tests import launch
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each failed with. One process runs all of them: alone, each would be a second of work and four of imports."""
+    """What each failed with. One process runs all of them: alone, each would take a second, and four for imports."""
     (found,) = launch.run(_run_all, 1, tmp_path_factory.mktemp("benchmarks"), timeout=600)
     return found  # type: ignore[no-any-return]
 

@@ -1,7 +1,7 @@
-"""Hyper-parameters as they are stored: plain values, from which no code is needed to come back.
+"""Hyper-parameters as they are stored: values for which no code needs to be executed to come back.
 
 ``save_hyperparameters()`` takes every argument of ``__init__``: configurations, paths and enums, which are stored as
-the plain values that they stand for, and also modules, loss functions and classes. Stock Lightning pickles those, and
+what they are, or as the plain values that they stand for; and also modules, loss functions and classes. Stock Lightning pickles those, and
 then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a file any more. They are not
 worth a training, and who makes the model again has them at hand: they are left out, once with a warning that names
 them, and ``load_from_checkpoint`` takes them as arguments. ``allow_pickle=("extra.hyper_parameters.*",)`` stores them,
@@ -20,7 +20,6 @@ from torch import nn
 
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.conventions import EXTRA, plain
-from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.storage import values
 
@@ -71,11 +70,7 @@ def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
         return True
     if callable(value):
         return False
-    try:
-        values.encode(value)
-    except UnsafeCheckpoint:
-        return False
-    return True
+    return values.is_storable(value)
 
 
 @functools.cache

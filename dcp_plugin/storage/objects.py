@@ -7,7 +7,7 @@ arguments and the state, which are values themselves. :func:`rebuilt` makes the 
 - of a class of the user's that is imported already and is an enum, a named tuple or a dataclass, without its
   constructor: a member is looked up, the fields of the others are put in place. No module is imported, and no method of
   the class runs;
-- an enum or a named tuple whose class is not imported comes back as its value or a tuple, and is noted;
+- one whose class is not imported comes back as what it holds, a member's value, a tuple or a dict, and is noted;
 - everything else is refused.
 
 Objects are made after the unpickling, so that none of them is ever hashed or filled by torch's unpickler.
@@ -44,7 +44,7 @@ class Described(StandIn):
 
     def __new__(cls, *args: Any) -> Described:
         made = super().__new__(cls)
-        made.args = args
+        made.args = args  # type: ignore[attr-defined]
         return made  # type: ignore[return-value]
 
     def __setstate__(self, state: Any) -> None:
@@ -121,7 +121,7 @@ class _Rebuilding:
             self._notes.append(f"{described.of} has {len(fields)} fields now, and had {len(args)}")
             return args
         if _is_plain_dataclass(cls) and not args:
-            made = object.__new__(cls)
+            made: Any = object.__new__(cls)
             self._made[id(described)] = made  # its state may lead back to it
             _fill(made, self.of(described.state))
             return made
@@ -140,10 +140,12 @@ class _Rebuilding:
         return value
 
     def _plain(self, described: Described) -> Any:
-        if described.state is not None:
+        args, state = self.of(described.args), self.of(described.state)
+        if state is not None and (args or not isinstance(state, dict)):
             raise Refused(f"{described.of}, which is not imported")
         self._notes.append(f"{described.of} is not imported")
-        args = self.of(described.args)
+        if state is not None:
+            return state
         return args[0] if len(args) == 1 else args
 
 
@@ -252,7 +254,8 @@ def _uuid(args: tuple[Any, ...], state: Any) -> uuid.UUID:
 
 def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
     """Numpy's own ``__setstate__`` would take raw bytes for pointers to objects, if the state says so."""
-    spec, order, sub, names, fields, size = args[0], *state[1:6]
+    spec: str = args[0]
+    order, sub, names, fields, size = state[1:6]
     if not re.fullmatch(r"[?biufcmMSUVO]\d*", spec):
         raise Refused(f"the dtype {spec}")
     made: np.dtype[Any]
@@ -261,7 +264,8 @@ def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
     elif names is not None:
         said = [fields[name] for name in names]
         formats, offsets = [one[0] for one in said], [one[1] for one in said]
-        made = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+        aligned = bool(state[7] & _ALIGNED)
+        made = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}, align=aligned)
     elif spec[0] in "mM" and len(state) > 8:
         unit, count = state[8][1][:2]
         unit = unit.decode() if isinstance(unit, bytes) else unit
@@ -278,15 +282,16 @@ def _array(args: tuple[Any, ...], state: Any) -> np.ndarray[Any, Any]:
     if args[0] is not np.ndarray:
         raise Refused("a class of arrays")
     _, shape, dtype, by_columns, content = state
-    order = "F" if by_columns else "C"
+    order: Any = "F" if by_columns else "C"
     if dtype.hasobject:
         flat = np.empty(len(content), object)
         for number, one in enumerate(content):
             flat[number] = one
-        return flat.reshape(shape, order=order)  # type: ignore[call-overload,no-any-return]
+        return flat.reshape(shape, order=order)
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise Refused(f"an array of another size than its {len(content)} bytes")
-    return np.ndarray(shape, dtype, content or b"\0", order=order).copy("K")  # type: ignore[call-overload,no-any-return]
+    made = np.ndarray(shape, dtype, bytearray(content) or b"\0", order=order)
+    return made if dtype.names else made.copy("K")  # a copy would not have what lies between the fields
 
 
 def _scalar(args: tuple[Any, ...], state: Any) -> Any:
@@ -296,6 +301,7 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
     return np.ndarray((), dtype, content or b"\0").copy()[()]
 
 
+_ALIGNED = 0x80  # of a dtype's flags
 _INT = (int, type(None))
 _FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
 _FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}

@@ -89,6 +89,15 @@ def on_devices_of(target: Any, value: Any) -> Any:
     return value
 
 
+def is_storable(value: Any) -> bool:
+    """Whether it comes back without executing code."""
+    try:
+        encode(value)
+    except UnsafeCheckpoint:
+        return False
+    return True
+
+
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
