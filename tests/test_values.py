@@ -41,7 +41,7 @@ class Parts(enum.Flag):
     TAIL = 2
 
 
-class Name(str, enum.Enum):
+class Name(str, enum.Enum):  # noqa: UP042 - what people have
     ADAM = "adam"
 
 

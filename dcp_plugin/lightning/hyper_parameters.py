@@ -1,11 +1,11 @@
 """Hyper-parameters as they are stored: values for which no code needs to be executed to come back.
 
 ``save_hyperparameters()`` takes every argument of ``__init__``: configurations, paths and enums, which are stored as
-what they are, or as the plain values that they stand for; and also modules, loss functions and classes. Stock Lightning pickles those, and
-then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a file any more. They are not
-worth a training, and who makes the model again has them at hand: they are left out, once with a warning that names
-them, and ``load_from_checkpoint`` takes them as arguments. ``allow_pickle=("extra.hyper_parameters.*",)`` stores them,
-except modules.
+what they are, or as the plain values that they stand for; and also modules, loss functions and classes. Stock
+Lightning pickles those, and then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a
+file any more. They are not worth a training, and who makes the model again has them at hand: they are left out, once
+with a warning that names them, and ``load_from_checkpoint`` takes them as arguments.
+``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
 """
 
 from __future__ import annotations
