@@ -34,6 +34,10 @@ from benchmarks._peer import OURS, Peer, State
 COLUMNS = 256  # of a tensor; a row is 1 KiB
 _ROW = COLUMNS * 4
 
+CONTEXT = mp.get_context("forkserver")
+"""Ranks are forked from a process that has imported torch, or most of a short run would be imports."""
+CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcp_plugin.api"])
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -62,13 +66,12 @@ Samples = dict[str, list[Sample]]
 
 def on_ranks(world: int, function: Callable[..., Samples], *args: Any) -> Samples:
     """``function(*args)`` on every rank of a new process group (none for one rank); the samples of all together."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
+    results = CONTEXT.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        context.Process(target=_rank, args=(results, rank, world, port, function, args), daemon=True)
+        CONTEXT.Process(target=_rank, args=(results, rank, world, port, function, args), daemon=True)
         for rank in range(world)
     ]
     for rank in ranks:

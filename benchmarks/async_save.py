@@ -36,6 +36,7 @@ from benchmarks._options import parser, scratch
 from benchmarks._peer import OURS
 
 CONTEXT = 64
+SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--saves", "4", "--peers", "stock"]
 Figures = dict[str, dict[str, list[float]]]
 
 

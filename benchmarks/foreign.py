@@ -22,6 +22,7 @@ from benchmarks._peer import IO_THREADS, OURS, Peer, State
 from benchmarks.peers import ceiling
 from dcp_plugin._torch import DTensor
 
+SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--state", "mixed", "--ranks", "1"]
 Write = Callable[[State, Path], None]
 
 

@@ -30,10 +30,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
+from benchmarks._harness import CONTEXT
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.planning.partition import Held, partition
 
 HIDDEN, VOCABULARY, LAYERS, SHARDS = 2048, 32000, 16, 8
+SMALLEST = ["--replicas", "2", "--mib", "1", "--ranks", "2", "--repeats", "1"]
 _LAYER = [*[(HIDDEN, HIDDEN)] * 4, *[(4 * HIDDEN, HIDDEN)] * 2, (HIDDEN, 4 * HIDDEN), *[(HIDDEN, 1)] * 2]
 SHAPES = [(VOCABULARY, HIDDEN), *_LAYER * LAYERS, (HIDDEN, 1), (VOCABULARY, HIDDEN)] * 3
 
@@ -128,15 +130,14 @@ def _drop(checkpoint: Path) -> None:
 
 
 def broadcast(kind: str, world: int, mib: int, repeats: int, where: Path) -> list[dict[str, Any]]:
-    context = mp.get_context("spawn")
-    out = context.Queue()
+    out = CONTEXT.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=where) as root:
         args = (world, port, kind, root, mib, repeats, out)
-        ranks = mp.start_processes(_rank, args, world, join=False, start_method="spawn")
+        ranks = mp.start_processes(_rank, args, world, join=False, start_method="forkserver")
         found = list(iter(lambda: out.get(timeout=600), None))
         while not ranks.join():
             pass

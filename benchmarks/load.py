@@ -13,6 +13,21 @@ from benchmarks._harness import Report, Samples, assert_same, build, check, forg
 from benchmarks._options import load_cases, parser, with_state
 from benchmarks._peer import Peer, find
 
+SMALLEST = [
+    "--mib",
+    "1",
+    "--where",
+    "outputs",
+    "--repeats",
+    "1",
+    "--state",
+    "mixed",
+    "--ranks",
+    "1",
+    "--peers",
+    "stock",
+]
+
 
 def _measure(
     world: int, kind: str, mib: int, repeats: int, root: Path, wanted: list[str] | None, cold: bool

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
 COLUMNS = 1024
+SMALLEST = ["--ranks", "8", "--tensors", "6", "--repeats", "1"]
 
 
 @dataclass
@@ -187,8 +188,16 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
             figures.seconds |= {"plan": first, "again": second}
             plans.append(planned)
 
+    def rank_of_all(rank: int) -> None:
+        try:
+            rank_of_a_save(rank)
+        except BaseException:
+            mailbox.barrier.abort()
+            again.barrier.abort()
+            raise
+
     threading.stack_size(512 * 1024)
-    threads = [threading.Thread(target=rank_of_a_save, args=(rank,), daemon=True) for rank in range(ranks)]
+    threads = [threading.Thread(target=rank_of_all, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,13 +218,19 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     encoded, metadata = figures.time("commit", commit)
     (directory / "index").write_bytes(encoded)
     (directory / "metadata").write_bytes(metadata)
-    state = _state(mesh, ranks // 2, ranks, tensors)
+    state = {
+        key: replace(
+            wanted,
+            chunks=tuple(replace(chunk, tensor=torch.empty(chunk.sizes, device="meta")) for chunk in wanted.chunks),
+        )
+        for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
+    }
     digest = fingerprint(encoded)
     index = figures.time("read", lambda: CheckpointIndex.read(directory / "index", digest))
 
     def local() -> None:
         planner = ShardedLoadPlanner()
-        planner.use_index(dict(state), index)
+        planner.use_index(dict(state), index, {key: key for key in state})
         planner.create_local_plan()
 
     figures.time("local", local)

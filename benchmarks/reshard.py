@@ -19,6 +19,7 @@ from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
 from benchmarks._peer import OURS, Peer, State, find
 
+SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--cases", "4 to 2"]
 ROWS, COLUMNS = 0, 1
 CASES = {
     "4 to 2": (4, ROWS, 2, ROWS),

@@ -30,6 +30,7 @@ from benchmarks._peer import IO_THREADS, OURS, Peer
 from dcp_plugin import progress
 from examples.gpt import BYTES, GPT
 
+SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--ranks", "1", "--dim", "48"]
 Objects = dict[str, Any]
 
 

@@ -13,6 +13,21 @@ from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch, with_state
 from benchmarks._peer import Peer, find
 
+SMALLEST = [
+    "--mib",
+    "1",
+    "--where",
+    "outputs",
+    "--repeats",
+    "1",
+    "--state",
+    "mixed",
+    "--ranks",
+    "1",
+    "--peers",
+    "stock",
+]
+
 
 def _measure(world: int, kind: str, mib: int, repeats: int, root: Path, wanted: list[str] | None) -> Samples:
     state = build(kind, mib)

@@ -26,9 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks._harness import CONTEXT
 from dcp_plugin.state.app import gather_state, parts_of
 
 LAYERS = 16
+RANKS = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}
+SMALLEST = ["--mib", "1", "--wrappers", "plain", "fsdp2"]
 
 
 def _wrap(kind: str, model: nn.Module, device: torch.device) -> nn.Module:
@@ -109,10 +112,15 @@ def main() -> None:
         "--mib", type=int, default=1024, help="parameters of the whole model, MiB (default %(default)s)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--wrappers", nargs="+", choices=RANKS, default=list(RANKS), help="(default all)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    cases = {"plain": 1, "fsdp1": 1, "fsdp2": 1} if options.device == "cuda" else {}
-    cases = cases or {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}
+    on_one = {"plain": 1, "fsdp1": 1, "fsdp2": 1}
+    cases = {
+        kind: world
+        for kind, world in (on_one if options.device == "cuda" else RANKS).items()
+        if kind in options.wrappers
+    }
     rows = []
     print(
         f"{options.mib} MiB of parameters, SGD with momentum, {options.device}; extra peak memory of gathering, MiB\n"
@@ -121,13 +129,12 @@ def main() -> None:
         f"{'wrapper':10}{'ranks':>6}{'state per rank':>16}{'ours':>10}{'stock':>10}{'ours cuda':>11}{'stock cuda':>12}"
     )
     for kind, world in cases.items():
-        context = mp.get_context("spawn")
-        out = context.Queue()
+        out = CONTEXT.Queue()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         args = (world, port, kind, options.mib, options.device, out)
-        ranks = mp.start_processes(_rank, args, world, join=False, start_method="spawn")
+        ranks = mp.start_processes(_rank, args, world, join=False, start_method="forkserver")
         found = [out.get(timeout=300) for _ in range(world)]
         while not ranks.join():
             pass

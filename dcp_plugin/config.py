@@ -6,6 +6,7 @@ A field is documented once, here, as the text under its definition.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -16,16 +17,30 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 
+def _refusing_typos(cls: C) -> C:
+    """A field that does not exist is refused with the nearest one."""
+    init = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **fields: Any) -> None:
+        cls.refuse_unknown(fields)  # type: ignore[attr-defined]
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+@_refusing_typos
 @dataclass(frozen=True)
 class CheckpointConfig:
     """How checkpoints are saved and loaded. Frozen: share one between doors without surprises.
 
     Raises:
         ValueError: A value is out of range; the message says which and why.
-        TypeError: A value is of another type, as text from YAML or the environment may be; or :meth:`merge` got a
-            field that does not exist.
+        TypeError: A value is of another type, as text from YAML or the environment may be; or a field does not exist.
     """
 
     async_save: bool = False
@@ -167,20 +182,27 @@ class CheckpointConfig:
         Args:
             besides: What the door that was given the ``overrides`` takes by name besides them, for the error.
         """
-        names = [field.name for field in fields(cls)]
-        unknown = [name for name in overrides if name not in names]
-        if unknown:
-            known = ["config", *besides, *names]
-            said = []
-            for name in unknown:
-                near = difflib.get_close_matches(name, known, n=1)
-                said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-            raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
+        cls.refuse_unknown(overrides, ("config", *besides))
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config is a CheckpointConfig, not a {type(config).__name__}; a dict of settings: **it.")
         if overrides.get("async_save") is False:
             overrides = {"staging": "blocking", **overrides}
         return replace(config or cls(), **overrides)
+
+    @classmethod
+    def refuse_unknown(cls, given: Iterable[str], besides: tuple[str, ...] = ()) -> None:
+        """
+        Raises:
+            TypeError: One of these is no field. The message names the nearest.
+        """
+        known = [*besides, *(field.name for field in fields(cls))]
+        said = []
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+        if said:
+            raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:
         """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
@@ -253,7 +275,8 @@ def local_path(path: PathLike) -> Path:
 
 
 def as_local(path: PathLike) -> str:
-    """A path as it was given, and that of a ``file://`` URL. Every path that a person can give comes through here.
+    """A path as it was given, ``~`` being the home directory, and that of a ``file://`` URL. Every path that a person
+    can give comes through here.
 
     Raises:
         TypeError: It is no path at all.
@@ -267,7 +290,7 @@ def as_local(path: PathLike) -> str:
             f"a path is a str or a pathlib.Path, not {what if path is None else type(path).__name__}"
         ) from error
     if ":/" not in text:
-        return text
+        return os.path.expanduser(text)
     # Who makes a path absolute, as ModelCheckpoint does, puts the URL below the current directory.
     found = _SCHEME.match(text.removeprefix(os.path.join(os.getcwd(), "")))
     if found and found["scheme"].lower() == "file":
@@ -277,4 +300,4 @@ def as_local(path: PathLike) -> str:
             f"{text} is a URL; checkpoints need a file system that all ranks mount. (A directory that is called like "
             "this is given with ./ before it.)"
         )
-    return text
+    return os.path.expanduser(text)

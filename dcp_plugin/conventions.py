@@ -18,6 +18,7 @@ import numpy as np
 
 from dcp_plugin.config import PathLike
 from dcp_plugin.inspection import inspect
+from dcp_plugin.storage import values
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
 
@@ -44,11 +45,13 @@ def keys_by_name(path: PathLike) -> dict[str, list[str]]:
 
 
 def plain(value: Any) -> Any:
-    """Settings as the plain values that they stand for: configurations, dataclasses and enums need their code to be
-    restored, and nobody resumes with those of the checkpoint."""
+    """Settings as the plain values that they stand for, where they cannot be stored as what they are."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return plain(omegaconf.OmegaConf.to_container(value))
+    settings = isinstance(value, (Enum, timedelta, np.ndarray, Namespace)) or dataclasses.is_dataclass(value)
+    if settings and values.is_storable(value):
+        return value
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, timedelta):

@@ -17,6 +17,7 @@ from dcp_plugin.planning.load import nearest, some
 _MOST_KEYS = 20_000
 _SAMPLE = 200
 _SPELLED_OUT = 4
+_MOST_GLOBS = 8
 _AS_RENAME = "rename={{{here!r}: {there!r}}}"
 _AS_SOURCE = "source={there!r}"
 
@@ -57,17 +58,87 @@ def about_missing(
     return [*lines, _advice(renames, _AS_SOURCE if of_submodule else _AS_RENAME)] if renames else lines
 
 
-def about_optimizer(name: str, others: list[str], stored: Collection[str]) -> str:
+def about_optimizer(name: str, others: list[str], stored: Collection[str], names: Collection[str]) -> str:
     """About an optimizer of which nothing is in the checkpoint.
 
     Args:
         others: The optimizers of the checkpoint that nothing here has the name of.
+        names: What the state calls its parts.
     """
+    if not others and (unknown := [front for front in _optimizers(stored) if front not in names]):
+        return (
+            f"{name!r} is not in the checkpoint, which seems to call it {unknown[0]!r}: have it under that name in the "
+            f"state, {{{unknown[0]!r}: …}} instead of {{{name!r}: …}}"
+        )
     if not others:
         return f"{name!r} is not in the checkpoint, and no other optimizer is known in it; it has {_fronts('', stored)}"
     which = f"optimizer{'s' if len(others) > 1 else ''} {some([repr(other) for other in others])}"
     example = _AS_RENAME.format(here=f"{name}.", there=f"{others[0]}.")
     return f"{name!r} is not in the checkpoint, which has the {which}: say which is meant, as {example} does"
+
+
+def _optimizers(stored: Collection[str]) -> list[str]:
+    """The names of a foreign checkpoint that look like those of optimizers."""
+    inside: dict[str, set[str]] = defaultdict(set)
+    for key in islice(stored, _MOST_KEYS):
+        front, _, rest = key.partition(".")
+        inside[front].add(rest.partition(".")[0])
+    return [front for front, names in inside.items() if {"state", "param_groups"} <= names]
+
+
+def about_wrapper(names: Collection[str], stored: Collection[str]) -> str:
+    """About a state of which nothing is in the checkpoint but below one name more, as the ``AppState`` of torch's
+    tutorial has it; empty if that is not so."""
+    known = list(islice(stored, _MOST_KEYS))
+    for front in dict.fromkeys(key.partition(".")[0] for key in known):
+        if all(any(key.startswith(f"{front}.{name}.") for key in known) for name in names):
+            inner = ", ".join(f"{name!r}: …" for name in names)
+            return (
+                f"{some(list(names))} {'is' if len(names) == 1 else 'are'} not in the checkpoint, but below {front!r} "
+                f"in it: load({{{front!r}: {{{inner}}}}}, …) finds {'it' if len(names) == 1 else 'them'}"
+            )
+    return ""
+
+
+def about_unwrapped(name: str, inside: Iterable[str], stored: Collection[str]) -> str:
+    """About an object of which nothing is in the checkpoint, whose own keys are there without its name; empty if they
+    are not."""
+    fronts = {key.partition(".")[0] for key in inside}
+    there = {key.partition(".")[0] for key in islice(stored, _MOST_KEYS)}
+    if not fronts or not fronts <= there:
+        return ""
+    rename = _AS_RENAME.format(here=f"{name}.", there="")
+    return f"{name} is not in the checkpoint, but what it has is, without that name: {rename} would find it"
+
+
+def about_shapes(
+    misfits: Collection[str], modules: Mapping[str, Collection[str]], stored: Collection[str], cast: bool
+) -> str:
+    """What leaves out the parts of modules that have another shape here, with their optimizer state; empty if they are
+    most of a module, which is then another one.
+
+    Args:
+        misfits: Keys of the target.
+        modules: The module of each key's first name -> its optimizers.
+        cast: Whether values of the rest are converted, which a partial load has to be told.
+    """
+    known = list(islice(stored, _MOST_KEYS))
+    globs: dict[str, None] = {}
+    for key in misfits:
+        module = next((name for name in modules if key.startswith(f"{name}.")), None)
+        if module is None:
+            return ""
+        inner = key.removeprefix(f"{module}.")
+        front, _, last = inner.rpartition(".")
+        globs[f"{module}.{front}.*" if front else key] = None
+        for optimizer in modules[module]:
+            state = f"{optimizer}.state.{front or last}."
+            if any(name.startswith(state) for name in known):
+                globs[f"{state}*"] = None
+    if not globs or len(globs) > _MOST_GLOBS:
+        return ""
+    more = ", cast=True" if cast else ""
+    return f"a new head, say, keeps its values with partial=PartialLoad(exclude={list(globs)}{more})"
 
 
 def about_unexpected(keys: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.hints import about_shapes
 from dcp_plugin.matching import Match, Matching, locate
 from dcp_plugin.omission import about_excluded
 from dcp_plugin.partial import PartialLoad
@@ -95,6 +96,7 @@ class Loading:
 
     def _open(self, state: Mapping[str, Any], parts: list[Part]) -> _Opened:
         parts.extend(parts_of(state))
+        self._parts = parts
         if self._partial is not None:
             self._partial = locate(self._partial, parts)
         return _Opened(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
@@ -148,12 +150,32 @@ class Loading:
         try:
             return self._planner.create_local_plan()
         except CheckpointMismatch:
-            match.problems[:0] = first(self._planner.misfits)
+            match.problems[:0] = [*first(self._planner.misfits), *self._about_shapes(match)]
             return LoadPlan([])
+
+    def _about_shapes(self, match: Match) -> list[str]:
+        """A line where parts of modules have another shape, and nothing else is wrong."""
+        index = self._reader.index
+        there = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
+        other = [key for key, one in match.targets.items() if one is not None and one.shape != there[key]]
+        if match.problems or len(other) != len(self._planner.misfits) or 2 * len(other) > len(match.targets):
+            return []
+        modules = {
+            part.name: [one.name for one in self._parts if one.kind == "optimizer" and one.module is part.module]
+            for part in self._parts
+            if part.kind == "module"
+        }
+        line = about_shapes(other, modules, index, bool(match.report.cast))
+        return [line] if line else []
 
     def _read_values(self, parts: list[Part], match: Match) -> None:
         """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
+        if self._planner.plain:
+            match.said.append(
+                f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
+                f"Import the modules of the classes before the load."
+            )
         for part in parts:
             targets = match.wanted[part.name].targets
             keys = [key for key, target in targets.items() if target is None]

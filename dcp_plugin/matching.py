@@ -25,6 +25,8 @@ from dcp_plugin.hints import (
     about_optimizer,
     about_prefix,
     about_unexpected,
+    about_unwrapped,
+    about_wrapper,
     fitting_renames,
     taken_by,
 )
@@ -139,6 +141,8 @@ class Matching:
         self._strict = strict
         self._keys: list[str] = []
         self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
+        self._names_here: list[str] = []
+        self._lone: list[Part] = []  # objects of which nothing is there
         self._absent: list[str] = []  # a line for each of those of which nothing is there
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
@@ -148,6 +152,7 @@ class Matching:
     def run(self, parts: list[Part]) -> Match:
         """Collective if a module contains FSDP1."""
         prefixes: dict[nn.Module | None, Prefix] = {}
+        self._names_here = [part.name for part in parts]
         for part, name in self._names(parts):
             place, want = self._want(part, name, prefixes)
             self._select(part, place, want)
@@ -241,6 +246,8 @@ class Matching:
                 f"{some(lost, 3)}: each rank had its own, for its part of the parameter, and none had the part that "
                 f"this rank has. It cannot be cut anew: load it on the layout it was saved on, or leave it out"
             )
+        if part.kind == "stateful" and "" in want.missing:
+            self._lone.append(part)
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
@@ -250,7 +257,7 @@ class Matching:
         report.unexpected.extend(unexpected)
         if not want.tolerated:
             if missing and part.name in self._optimizers and not self._index.under(f"{part.name}."):
-                self._absent.append(about_optimizer(part.name, self._optimizers[part.name], self._index))
+                self._absent.append(self._about_optimizer(part.name))
             else:
                 self._missing.update(missing)
             self._unexpected.extend(unexpected)
@@ -311,9 +318,13 @@ class Matching:
     def _judge_keys(self) -> None:
         """Missing and unexpected keys, as the policies say."""
         before = len(self._match.problems)
+        lines = self._about_wrapper()
+        if lines:
+            self._missing.clear()
+        else:
+            lines = list(self._absent)
         free = self._free() if self._missing else []
         renames = self._fits(self._missing, free)
-        lines = list(self._absent)
         if self._missing:
             lines += about_missing(self._missing, renames, self._index, self._of_submodule)
         if lines:
@@ -330,6 +341,22 @@ class Matching:
         elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
             advice = some(lines, 3, "; ")
             self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
+
+    def _about_optimizer(self, name: str) -> str:
+        return about_optimizer(name, self._optimizers[name], self._index, self._names_here)
+
+    def _about_wrapper(self) -> list[str]:
+        """A line where everything is in the checkpoint, with one name more or less."""
+        names = self._names_here
+        if self._partial.rename or self._match.stored or not names:
+            return []
+        if any(name in self._index or self._index.under(f"{name}.") for name in names):
+            return []
+        if len(self._lone) == len(names) == 1:
+            line = about_unwrapped(names[0], self._lone[0].names(), self._index)
+        else:
+            line = about_wrapper(names, self._index)
+        return [line] if line else []
 
     def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:
         if policy == "warn":

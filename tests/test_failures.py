@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import load as stock_load
+from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import progress
@@ -231,8 +234,52 @@ def test_nothing_there_and_typos_in_options_are_said_plainly(tmp_path: Path) -> 
         dcp.save(torch.nn.Linear(2, 2), tmp_path / "bare")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no setting 'chekcsum'"):
         dcp.Checkpointer(chekcsum=True)
+    with pytest.raises(TypeError, match=r"no setting 'async_sav' \(did you mean 'async_save'\?\)"):
+        dcp.CheckpointConfig(async_sav=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="io_threads must be at least 1"):
         dcp.CheckpointConfig(io_threads=0)
+
+
+def test_a_platform_without_file_locks_is_named_by_the_first_save(tmp_path: Path) -> None:
+    (said,) = launch.run(_save_without_fcntl, 1, tmp_path / "ck")
+    assert re.search(r"this platform \(linux\) has no POSIX file locks .* Save on Linux", said)
+
+
+def _save_without_fcntl(path: Path) -> str:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dcp_plugin"]:
+        del sys.modules[name]
+    sys.modules["fcntl"] = None  # type: ignore[assignment]
+    import dcp_plugin as again
+
+    again.CheckpointConfig()
+    try:
+        again.save({"n": 0}, path)
+    except again.SaveFailed as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    state = {"n": torch.zeros(3)}
+    dcp.save(state, "~/run/0")
+    dcp.save(state, "~/run/1", events="~/events", base="~/run/0")
+    dcp.save(state, Path("~/run/2"), step=2)
+    assert dcp.latest("~/run") == dcp.resolve_resume("must", "~/run") == tmp_path / "run" / "2"
+    assert dcp.resolve_resume("~/run/1", "~/run") == tmp_path / "run" / "1"
+    assert dcp.verify("~/run/1").ok and dcp.inspect("~/run/2").step == 2
+    dcp.load(state, "~/run/1")
+    stock_load(state, storage_reader=dcp.ShardedReader("~/run/1"), no_dist=True)
+    stock_save(state, storage_writer=dcp.ShardedWriter("~/run/3"), no_dist=True)
+    for name in "01":
+        dcp.Checkpointer().remove(f"~/run/{name}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "events", "run"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "3"]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(dcp.CheckpointConfig)])

@@ -122,8 +122,9 @@ def test_nested_values_of_every_plain_type_come_back(tmp_path: Path) -> None:
     assert loaded["nested"][3] == "int key"  # type: ignore[index]
     assert repr(loaded["numbers"]) == "[True, 1, 1.0, -0.0]"
     assert {key: loaded[key] for key in ("empty", "none", "path", "numpy", "bytes")} == {
-        "empty": {}, "none": None, "path": "/some/where", "numpy": 1.5, "bytes": b"\x00\x01",
+        "empty": {}, "none": None, "path": Path("/some/where"), "numpy": np.float32(1.5), "bytes": b"\x00\x01",
     }  # fmt: skip
+    assert type(loaded["numpy"]) is np.float32
 
 
 def test_equal_values_and_tied_tensors_are_written_once(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""Hyper-parameters as they are stored: plain values, from which no code is needed to come back.
+"""Hyper-parameters as they are stored: values for which no code needs to be executed to come back.
 
 ``save_hyperparameters()`` takes every argument of ``__init__``: configurations, paths and enums, which are stored as
-the plain values that they stand for, and also modules, loss functions and classes. Stock Lightning pickles those, and
-then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a file any more. They are not
-worth a training, and who makes the model again has them at hand: they are left out, once with a warning that names
-them, and ``load_from_checkpoint`` takes them as arguments. ``allow_pickle=("extra.hyper_parameters.*",)`` stores them,
-except modules.
+what they are, or as the plain values that they stand for; and also modules, loss functions and classes. Stock
+Lightning pickles those, and then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a
+file any more. They are not worth a training, and who makes the model again has them at hand: they are left out, once
+with a warning that names them, and ``load_from_checkpoint`` takes them as arguments.
+``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
 
 What OmegaConf has made is stored as plain values, too, and beside them (:data:`TYPES`) which of them it had made. It
 makes them again when they are loaded; nothing else is ever made, and no interpolation is resolved for it.
@@ -26,7 +26,7 @@ from torch import nn
 
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.conventions import EXTRA, plain
-from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.storage import values
@@ -157,11 +157,7 @@ def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
         return True
     if callable(value):
         return False
-    try:
-        values.encode(value)
-    except UnsafeCheckpoint:
-        return False
-    return True
+    return values.is_storable(value)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -55,6 +56,8 @@ class ShardedLoadPlanner(LoadPlanner):
         """Targets of another dtype than the checkpoint's."""
         self.misfits: list[str] = []
         """A line for each target that cannot be filled: of another shape or kind; missing ones if strict."""
+        self.plain: list[str] = []
+        """Values that came back without their class, and why."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -142,7 +145,9 @@ class ShardedLoadPlanner(LoadPlanner):
         stored = read_item.storage_index.fqn
         allowed = any(fnmatchcase(stored, glob) for glob in self._allow_pickle)
         key = read_item.dest_index.fqn
-        target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed)
+        target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
+        if self.plain and self._tree is not self._targets:  # DCP drives, and nobody asks
+            warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
         if self._strict and isinstance(target, Mapping) and isinstance(loaded, Mapping):
             lacking = [name for name in target if name not in loaded]
             if lacking:

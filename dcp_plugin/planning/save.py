@@ -7,6 +7,7 @@ writer.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -135,6 +136,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     flat: Flat = {}
     unsafe: list[str] = []
     misfits: list[str] = []
+    changed: list[str] = []
     same: dict[int, EncodedValue] = {}  # the parameters of an optimizer's group have the same objects
     for key, leaf in leaves.items():
         if id(leaf) in same:
@@ -154,9 +156,11 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
                     f"{key} is a {type(leaf).__name__} with sharded tensors inside; only one rank's part of them would "
                     f"be stored. Keep sharded tensors in dicts or lists of the state, or directly in optimizer slots."
                 )
+            notes: list[str] = []
             try:
-                encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle))
+                encoded = values.encode(leaf, any(fnmatchcase(key, glob) for glob in allow_pickle), notes)
                 flat[key] = EncodedValue(encoded, is_empty_mapping(leaf))
+                changed += [f"{key} ({note})" for note in notes]
             except UnsafeCheckpoint as error:
                 unsafe.append(f"{key} is {error}")
     if misfits:
@@ -167,6 +171,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             f"{len(unsafe)} value(s) cannot be saved: {'; '.join(unsafe)}. Make them plain (numbers, text, lists, "
             f"dicts, tensors), or name them in allow_pickle if you trust everybody who can write to the checkpoints."
         )
+    if changed:
+        warnings.warn(f"stored as another type: {'; '.join(changed[:20])}.", stacklevel=2)
     return flat
 
 

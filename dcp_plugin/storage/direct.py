@@ -10,7 +10,6 @@ The size is known beforehand, so the space is reserved at once: a full disk is f
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -139,6 +138,8 @@ class BlockFile:
             self._refused(error)
 
     def _switch(self, direct: bool) -> None:
+        import fcntl  # not on every platform; a save without it has ended before
+
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
         self.direct = direct

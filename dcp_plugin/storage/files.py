@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import hashlib
 import io
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
+
+from dcp_plugin.errors import SaveFailed
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -131,7 +133,15 @@ def lock(path: Path) -> int | None:
 
     Raises:
         OSError: The file system has no locks, or the file cannot be made.
+        SaveFailed: The platform has none.
     """
+    try:
+        import fcntl  # here, so that everything else can be imported without
+    except ImportError as error:
+        raise SaveFailed(
+            f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
+            f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
+        ) from error
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

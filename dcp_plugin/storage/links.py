@@ -7,7 +7,6 @@ cannot be linked is no error. The caller has the bytes in memory and writes them
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -142,6 +141,8 @@ def _reflink(source: Path, target: Path) -> bool:
 
     An ordinary copy, also one that the kernel makes, is no help: it reads and writes what is in memory already.
     """
+    import fcntl  # not on every platform; a save without it has ended before
+
     try:
         with open(source, "rb") as there, open(target, "xb") as here:
             fcntl.ioctl(here.fileno(), _FICLONE, there.fileno())

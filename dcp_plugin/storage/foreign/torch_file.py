@@ -215,7 +215,7 @@ def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeC
     except Exception as error:
         raise _why_no_structure(path, error) from error
     try:
-        return load_with_stand_ins(path, load), refusal
+        return load_with_stand_ins(path, lambda: load(path)), refusal
     except Exception:
         raise refusal from None
 
