@@ -340,12 +340,10 @@ def test_ranks_that_save_to_different_paths_are_stopped(tmp_path: Path) -> None:
 def _different_configurations(root: Path) -> None:
     first = dist.get_rank() == 0
     for options in ({"trainable_only": first}, {"exclude": ["u"] if first else []}, {"async_save": first}):
-        ours = dcp.Checkpointer(timeout=60, **options)
-        began = time.monotonic()
+        ours = dcp.Checkpointer(timeout=600, **options)  # who waits for the others waits longer than the test may
         for _ in range(2):
             with pytest.raises(dcp.CheckpointMismatch, match="configured differently: " + next(iter(options))):
                 ours.save({"t": torch.ones(3), "u": 1}, root / "ck")
-        assert time.monotonic() - began < 30
     dcp.save({"t": torch.ones(3)}, root / "ck", progress=first, io_threads=1 + first)
 
 
@@ -358,16 +356,14 @@ def _told_through_the_handle_on_one_rank(root: Path) -> None:
         if isinstance(event, progress.BytesWritten):
             raise OSError("bad disk")
 
-    ours = dcp.Checkpointer(async_save=True, timeout=20)
+    ours = dcp.Checkpointer(async_save=True, timeout=600)  # who waits for the others waits longer than the test may
     unsubscribe = progress.subscribe(fail)
     handle = ours.save({"t": torch.ones(3)}, root / "a")
     if dist.get_rank() == 0:
         _raises(dcp.SaveFailed, handle.wait, "bad disk")
     handle._done.wait()
     unsubscribe()
-    began = time.monotonic()
     _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, root / "b"), "bad disk")
-    assert time.monotonic() - began < 10
     ours.save({"t": torch.ones(3)}, root / "c")
     ours.close()
 

@@ -91,3 +91,34 @@ def _on_one_rank(root: Path) -> None:
 
 def test_what_cannot_be_saved_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     launch.run(_on_one_rank, 2, tmp_path)
+
+
+def _weights_written_between_steps(root: Path) -> None:
+    import torch
+
+    from tests.compare import assert_same
+    from tests.slowness import at_random, slow_copies
+    from tests.transformers_trainer import training as t
+
+    class Swaps(t.TrainerCallback):  # type: ignore[misc, name-defined]
+        """As averages are swapped in for an evaluation."""
+
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+
+    found: list[dict[str, torch.Tensor]] = []
+    for name, config in {"blocking": {}, "lazy": {"async_save": True, "staging": "lazy"}}.items():
+        with slow_copies(at_random(0.002)):
+            made = t.trainer(root / name, config=dcp.CheckpointConfig(**config), callbacks=[Swaps()])
+            made.train()
+        for step in (3, 6):
+            model = t.model(seed=1)
+            dcp.Checkpointer(solo=True).load({"model": model}, root / name / f"checkpoint-{step}")
+            found.append(model.state_dict())
+    assert_same(found[0], found[2])
+    assert_same(found[1], found[3])
+
+
+def test_a_lazy_checkpoint_is_the_state_at_its_call_whatever_callbacks_write(tmp_path: Path) -> None:
+    launch.run(_weights_written_between_steps, 1, tmp_path)

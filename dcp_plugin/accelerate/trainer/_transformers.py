@@ -101,6 +101,17 @@ def is_overridden(method: Any) -> bool:
     return getattr(method, "__module__", None) != StockTrainer.__module__
 
 
+def code_between_steps(trainer: Trainer) -> list[str]:
+    """Callbacks and methods that are not the Trainer's own and run between two steps of the optimizer, where they may
+    write weights: averages, or those for an evaluation."""
+    callbacks = [type(callback) for callback in trainer.callback_handler.callbacks]
+    methods = ("evaluate", "evaluation_loop", "prediction_step", "training_step")
+    return [
+        *(kind.__name__ for kind in callbacks if not kind.__module__.startswith("transformers.")),
+        *(name for name in methods if is_overridden(getattr(trainer, name))),
+    ]
+
+
 def saves_shards(trainer: Trainer) -> bool:
     """Whether the Trainer's ``save_model`` writes nothing, because no rank has the whole model."""
     if not trainer.is_fsdp_enabled:

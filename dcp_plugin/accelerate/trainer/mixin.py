@@ -12,6 +12,7 @@ they decide to it: when to save, what is best, where in the data to go on. The m
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -23,10 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import TrainingArguments
 
 from dcp_plugin.accelerate.trainer import content, folder
 from dcp_plugin.accelerate.trainer._transformers import (
     StockTrainer,
+    code_between_steps,
     describe_adapters,
     describe_model,
     is_adapted,
@@ -37,6 +40,7 @@ from dcp_plugin.accelerate.trainer._transformers import (
 )
 from dcp_plugin.accelerate.trainer.content import SCHEDULER, TRAINER_STATE, ToLoad
 from dcp_plugin.accelerate.trainer.folder import Found
+from dcp_plugin.background import SaveHandle
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG
@@ -49,6 +53,8 @@ else:
     Trainer = object
 
 T = TypeVar("T")
+
+logger = logging.getLogger("dcp_plugin")
 
 
 class DCPTrainerMixin(Trainer):
@@ -68,8 +74,8 @@ class DCPTrainerMixin(Trainer):
             raise TypeError(f"put DCPTrainerMixin before the Trainer: class {cls.__name__}(DCPTrainerMixin, Trainer)")
 
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, transformers.TrainingArguments) and given.output_dir:  # before the Trainer makes a directory called "s3:"
+        for given in (*args, *kwargs.values()):  # before the Trainer makes a directory called "s3:"
+            if isinstance(given, TrainingArguments) and given.output_dir:
                 given.output_dir = as_local(given.output_dir)
         super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
@@ -87,6 +93,7 @@ class DCPTrainerMixin(Trainer):
         """Where the Trainer's small files go while a checkpoint is made."""
         self._dcp_failure: Exception | None = None
         self._dcp_after_publish: Callable[[], None] | None = None
+        self._dcp_said_who_may_write = False
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete.
@@ -132,9 +139,22 @@ class DCPTrainerMixin(Trainer):
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
             files = self._dcp_files(staged)
             handle = self._dcp_checkpointer.save(state, final, self.state.global_step, files=files)
+        self._dcp_complete_copy(handle)
         self._dcp_after_publish = lambda: self._dcp_published(run_dir, final)
         if handle.done():
             self._dcp_finish()
+
+    def _dcp_complete_copy(self, handle: SaveHandle) -> None:
+        """With ``staging="lazy"``: nobody may write weights before they are copied."""
+        if not handle.staged() and (others := code_between_steps(self)):
+            if not self._dcp_said_who_may_write:
+                self._dcp_said_who_may_write = True
+                logger.warning(
+                    "staging='lazy': saves return when the state is copied, since %s may write weights before the "
+                    "next step",
+                    ", ".join(others),
+                )
+            handle.wait_staged()
 
     def _dcp_start_staging(self, name: str, cleanup: ExitStack) -> Path:
         """From now on all that the Trainer writes goes into a folder of its own."""
