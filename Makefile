@@ -1,6 +1,6 @@
-# make test    all tests              make lint    ruff and mypy
-# make demo    the demonstration      make bench   every benchmark of benchmarks/
-# make clean   remove what these made
+# make test    all tests, but for those that take minutes each: make test-long
+# make lint    ruff and mypy          make demo    the demonstration
+# make bench   every benchmark        make clean   remove what these made
 #
 # Each makes .venv first, unless it is up to date, with the versions of constraints.txt. Settings:
 #   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
@@ -12,13 +12,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test lint demo bench clean
+.PHONY: help test test-long lint demo bench clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
+# Two files of tests at a time: ranks wait for each other, and for the disk, most of the time.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check
