@@ -62,6 +62,11 @@ def test_tensors(case: Case) -> None:
     _check(case, _verdicts("tensors")[case.name])
 
 
+@pytest.mark.parametrize("case", _parameters("interchange"))
+def test_interchange(case: Case) -> None:
+    _check(case, _verdicts("interchange")[case.name])
+
+
 EXAMPLES = int(os.environ.get("CONFORMANCE_EXAMPLES", "0"))
 """Random combinations per world size; in CI the same few each time."""
 
