@@ -6,9 +6,11 @@
 #   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
 #   PIP_ARGS="..."              more arguments for pip, say another index
 #   ARGS="-k resume -x"         more arguments for pytest
+#   TORCH=2.15.0                another version of torch, in an environment of its own (.venv-torch-2.15.0)
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -39,7 +41,7 @@ bench: $(READY)
 	done
 
 clean:
-	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -47,6 +49,7 @@ $(READY): pyproject.toml constraints.txt
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once; this takes a few minutes) ..."
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
-		-c constraints.txt -e ".[dev,examples,hf,cli,bench]"
+		-c $(VENV)/constraints.txt -e ".[dev,examples,hf,cli,bench]"
 	@touch $@

@@ -112,13 +112,20 @@ def with_types_of(current: Any, tree: Any) -> Any:
 
 
 def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
-    """A stored path with the keys that are no text in a current state. Stock makes text of all."""
-    if current is None or len(current) != len(path):
+    """A stored path with the keys of a current state: those that are no text, of which stock makes text, and those that
+    have dots in them, where the checkpoint has a step for each."""
+    if current is None:
         return path
+    if list(map(_text, current)) != list(map(_text, path)):
+        return current
     return tuple(
         mine if isinstance(mine, tuple) and mine[0] == "k" and part == str(mine[1]) else part
         for mine, part in zip(current, path, strict=True)
     )
+
+
+def _text(part: Any) -> str:
+    return str(part[1] if isinstance(part, tuple) else part)
 
 
 def _restore(node: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dcp_plugin.storage.index import CheckpointIndex, Entry
+from dcp_plugin.storage.table import default_path
 from dcp_plugin.types import KeyPath
 
 
@@ -48,13 +49,12 @@ class Source:
         """
         entries: dict[str, Entry] = {}
         paths: dict[str, KeyPath] = {}
-        depth = len(self.name.split("."))
         for full in ([self.name] if self.name in index else []) + index.under(f"{self.name}."):
             head, fqn = self._split(full[len(self.name) + 1 :])
             here = self.prefix.here(fqn)
             if here is not None:
                 entries[head + here] = index[full]
-                paths[head + here] = index.path_of(full)[depth:]
+                paths[head + here] = _below(self.name, index.path_of(full), head + here)
         return entries, paths
 
     def _split(self, key: str) -> tuple[str, str]:
@@ -63,6 +63,16 @@ class Source:
             return "", key
         head, dot, rest = key.partition(".")
         return head + dot, rest
+
+
+def _below(name: str, path: KeyPath, key: str) -> KeyPath:
+    """The path of a key below a part. In the checkpoint the two may be one step: it was saved as a flat dictionary."""
+    if path[0] == name:
+        return path[1:]
+    for depth in range(2, len(path) + 1):
+        if ".".join(str(part[1] if isinstance(part, tuple) else part) for part in path[:depth]) == name:
+            return path[depth:]
+    return default_path(key)
 
 
 def find_prefix(targets: Collection[str], stored: Iterable[str]) -> Prefix | None:

@@ -69,6 +69,11 @@ class Assignment:
         """The reservation's: unique to this save, and the same on all ranks."""
         return self.directory.stem
 
+    @property
+    def prefix(self) -> str:
+        """Of file names. Stock's own writer asks for it if a planner's cache has our plan for it."""
+        return f"__{self.rank}_"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.rank, self.directory)
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tests.conformance.differences import UNCAST_SLOT
+from tests.conformance.interchange import ENTRIES
+from tests.conformance.interchange import differs as interchange_differs
+from tests.conformance.interchange import run as interchange_run
 from tests.conformance.known import known_failure
 from tests.conformance.modules import MODULES, NoHook, Small
 from tests.conformance.moments import MOMENTS
@@ -125,6 +128,21 @@ def runs() -> dict[str, Case]:
     }
 
 
+@functools.cache
+def interchange() -> dict[str, Case]:
+    return {
+        f"{way}-{name}": Case(
+            f"interchange/{way}-{name}",
+            functools.partial(interchange_run, entry, way),
+            "plain" if entry.world_size == 1 else "ddp",
+            differs=interchange_differs(name, way),
+            must_work=False,
+        )
+        for name, entry in ENTRIES.items()
+        for way in entry.ways
+    }
+
+
 CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "modules": modules,
     "optimizers": optimizers,
@@ -132,6 +150,7 @@ CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "programs": programs,
     "tensors": tensors,
     "runs": runs,
+    "interchange": interchange,
 }
 
 

@@ -25,6 +25,11 @@ Stock reads the keys that the target has. An extra state that is a dict comes ba
 the checkpoint has beyond them is lost, and integer keys come back as strings, beside the old ones. We restore the value
 that was saved."""
 
+ONE_VALUE = """\
+Stock takes a `Counter` or another mapping apart, into a key for each of its own. Our own saves (not our writer and
+planner under stock's `save`) keep a `Counter` as one value, so that one that is empty when it is loaded gets its counts
+and its class back. Stock does not find it in such a checkpoint."""
+
 STRICT = """\
 Stock passes over what a checkpoint has and the model has not. With `strict=True`, the default, we raise
 `CheckpointMismatch` and name it, because it is as often a mistake as it is meant; `strict=False` does what stock
@@ -66,6 +71,7 @@ REASONS = {
     "An unsharded root is no reason to lose the optimizer's state": FINDS_UNSHARDED,
     "Optimizer state comes back as it was saved": EXACT_SLOTS,
     "Extra state comes back as it was saved": EXACT_KEYS,
+    "A Counter is one value": ONE_VALUE,
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "No epoch is skipped": EPOCH_START,

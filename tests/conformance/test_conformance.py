@@ -67,6 +67,11 @@ def test_runs(case: Case) -> None:
     _check(case, _verdicts("runs")[case.name])
 
 
+@pytest.mark.parametrize("case", _parameters("interchange"))
+def test_interchange(case: Case) -> None:
+    _check(case, _verdicts("interchange")[case.name])
+
+
 EXAMPLES = int(os.environ.get("CONFORMANCE_EXAMPLES", "0"))
 """Random combinations per world size; in CI the same few each time."""
 

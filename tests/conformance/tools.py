@@ -33,12 +33,13 @@ class Tool:
         self.folder = folder
 
     def save(self, state: State, name: str = "checkpoint") -> None:
-        self._do("save", self._save, state, name)
+        self.do("save", self._save, state, name)
 
     def load(self, state: State, name: str = "checkpoint") -> None:
-        self._do("load", self._load, state, name)
+        self.do("load", self._load, state, name)
 
-    def _do(self, phase: str, action: Any, state: State, name: str) -> None:
+    def do(self, phase: str, action: Any, state: State, name: str = "checkpoint") -> None:
+        """Save or load by any function of a state and a path."""
         random = torch.get_rng_state()
         with self.trace.during(phase), warnings.catch_warnings():
             warnings.simplefilter("ignore")
