@@ -238,6 +238,13 @@ def logged_times(logger: Any, callback: Any) -> dict[str, float]:
     return times
 
 
+def scored_paths(callback: Any) -> dict[str, Any]:
+    """What a callback has saved, with the scores; which attributes it needs for that, the loggers know alone."""
+    last, best = (getattr(callback, name, "") for name in ("last_model_path", "best_model_path"))
+    scores = {last: getattr(callback, "current_score", None), best: getattr(callback, "best_model_score", None)}
+    return {**scores, **getattr(callback, "best_k_models", {})}
+
+
 def artifact_name(logger: Any) -> str:
     """Under which ``WandbLogger`` logs all checkpoints of a run."""
     logger._checkpoint_name = logger._checkpoint_name or f"model-{logger.experiment.id}"

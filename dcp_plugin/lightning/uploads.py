@@ -22,6 +22,7 @@ from dcp_plugin.lightning._lightning import (
     artifact_name,
     logged_times,
     replace_scan,
+    scored_paths,
 )
 from dcp_plugin.lightning._packages import has_base
 from dcp_plugin.storage import commit
@@ -60,16 +61,15 @@ class _Scan:
 
 
 def _directories(callback: Any) -> list[_Found]:
-    scores = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
     found = []
-    for path, score in {**scores, **callback.best_k_models}.items():
+    for path, score in scored_paths(callback).items():
         summary = Path(path, commit.SUMMARY)
         if path and summary.is_file():
             metadata = {
                 "score": score.item() if hasattr(score, "item") else score,
                 "original_filename": os.path.basename(path),
             }
-            aliases = ["latest", "best"] if path == callback.best_model_path else ["latest"]
+            aliases = ["latest", "best"] if path == getattr(callback, "best_model_path", "") else ["latest"]
             found.append(_Found(summary.stat().st_mtime, path, metadata, aliases))
     return found
 

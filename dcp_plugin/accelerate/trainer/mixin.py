@@ -61,9 +61,8 @@ class DCPTrainerMixin(Trainer):
 
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):
-            if (
-                isinstance(given, transformers.TrainingArguments) and given.output_dir
-            ):  # before the Trainer makes a directory called "s3:"
+            # Before the Trainer makes a directory called "s3:".
+            if isinstance(given, transformers.TrainingArguments) and given.output_dir:
                 given.output_dir = as_local(given.output_dir)
         super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
