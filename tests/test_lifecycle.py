@@ -287,6 +287,13 @@ def test_latest_passes_over_a_checkpoint_whose_copy_was_cut(tmp_path: Path, capl
     assert "truncated" in caplog.text
 
 
+def test_what_is_not_there_is_a_file_not_found(tmp_path: Path) -> None:
+    for call in (dcp.inspect, lambda path: dcp.load({}, path), lambda path: dcp.resolve_resume(path, tmp_path)):
+        with pytest.raises(FileNotFoundError, match="nowhere") as caught:
+            call(tmp_path / "nowhere")
+        assert isinstance(caught.value, dcp.CheckpointNotFound)
+
+
 def test_a_url_is_refused_and_makes_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: dcp.save({"n": 1}, "s3://bucket/ck"), lambda: dcp.latest("s3://bucket")):

@@ -228,6 +228,35 @@ def replace_link_and_search(
     cls._find_last_checkpoints = find
 
 
+SETTINGS_LOGGED = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "_every_n_train_steps")
+"""Of a ``ModelCheckpoint``: what loggers note beside a checkpoint."""
+
+
+def replace_scan(logger: Any, scan: Callable[[Any], None]) -> None:
+    """Give a logger another way to find what it uploads: its own looks for files, and there is no public way in."""
+    logger._scan_and_log_checkpoints = scan
+
+
+def logged_times(logger: Any, callback: Any) -> dict[str, float]:
+    """When what the logger has uploaded was made, by path; after it has uploaded the files that it finds itself."""
+    type(logger)._scan_and_log_checkpoints(logger, callback)
+    times: dict[str, float] = logger._logged_model_time
+    return times
+
+
+def scored_paths(callback: Any) -> dict[str, Any]:
+    """What a callback has saved, with the scores; which attributes it needs for that, the loggers know alone."""
+    last, best = (getattr(callback, name, "") for name in ("last_model_path", "best_model_path"))
+    scores = {last: getattr(callback, "current_score", None), best: getattr(callback, "best_model_score", None)}
+    return {**scores, **getattr(callback, "best_k_models", {})}
+
+
+def artifact_name(logger: Any) -> str:
+    """Under which ``WandbLogger`` logs all checkpoints of a run."""
+    logger._checkpoint_name = logger._checkpoint_name or f"model-{logger.experiment.id}"
+    return str(logger._checkpoint_name)
+
+
 def step_of_loggers(trainer: Trainer) -> int:
     """Where on their axis loggers are now. It counts batches that were stepped on, ``global_step`` every step of every
     optimizer; Lightning's own monitors read it from here, too."""

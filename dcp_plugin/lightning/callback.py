@@ -24,6 +24,7 @@ from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
 from dcp_plugin.lightning.hooks import OthersHooks, between_steps, telling
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.strategy import promote
+from dcp_plugin.lightning.uploads import upload_directories
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -95,6 +96,7 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
     if not trainer.is_global_zero:
         return
     io.on_saved = (lambda report: report.log(trainer.loggers, step_of_loggers(trainer))) if log_metrics else None
+    upload_directories(trainer.loggers)
     if io.config.async_save:
         io.hold_back(trainer.loggers)
 

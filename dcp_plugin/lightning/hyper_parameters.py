@@ -26,7 +26,6 @@ from torch import nn
 
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.conventions import EXTRA, plain
-from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.storage import values
@@ -64,22 +63,19 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
 
 
 def made_again(checkpoint: Checkpoint) -> None:
-    """Have OmegaConf make its hyper-parameters of what is stored, in place.
-
-    Raises:
-        CheckpointCorrupt: What is stored is not what :func:`made_storable` has stored.
-    """
-    types = checkpoint.pop(TYPES, {})
-    if not types or not importlib.util.find_spec("omegaconf"):
+    """Have OmegaConf make its hyper-parameters of what is stored, in place. What it cannot make stays plain, with a
+    warning: a resume does not need them."""
+    types = checkpoint.pop(TYPES, None)
+    if not isinstance(types, dict) or not importlib.util.find_spec("omegaconf"):
         return
-    try:
-        for key, kind in KEYS.items():
-            if key in checkpoint and key in types:
+    for key, kind in KEYS.items():
+        if key in checkpoint and key in types:
+            try:
                 checkpoint[key] = _make(checkpoint[key], types[key])
                 if "is" in types[key]:
                     checkpoint[kind] = type(checkpoint[key])
-    except Exception as error:
-        raise CheckpointCorrupt(f"{TYPES} of the checkpoint do not fit its hyper-parameters: {error!r}") from error
+            except Exception as error:  # it may be from anybody
+                rank_zero_warn(f"OmegaConf cannot make the {key} of the checkpoint again, which stay plain: {error!r}")
 
 
 def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:

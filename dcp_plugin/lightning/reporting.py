@@ -11,7 +11,7 @@ order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -84,18 +84,24 @@ def tell_at_once(loggers: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Later:
+    """Tells a logger of a callback as it was at the save.
+
+    ``ModelCheckpoint`` hands out a weak proxy of itself. When the logger looks at it, its ``best_model_path`` may be of
+    the next save, which is not there yet.
+    """
+
     tell: Any
     afterwards: Afterwards
+    stand_ins: dict[int, Any] = field(default_factory=dict)
+    """One for each callback: loggers keep what they are told of until the end, by its identity."""
 
     def __call__(self, callback: Any) -> None:
-        then = _as_it_is(callback)
-        self.afterwards.in_training(lambda event: self.tell(then))
+        as_it_is = {name: dict(v) if isinstance(v, dict) else v for name, v in callback.__dict__.items()}
+        kind, whose = callback.__class__, id(callback.__dict__)
 
+        def told(event: SaveFinished) -> None:
+            stand_in = self.stand_ins.setdefault(whose, kind.__new__(kind))
+            stand_in.__dict__.update(as_it_is)
+            self.tell(stand_in)
 
-def _as_it_is(callback: Any) -> Any:
-    """``ModelCheckpoint`` hands out a weak proxy of itself. When the logger looks at it, its ``best_model_path`` may be
-    of the next save, which is not there yet."""
-    kind = callback.__class__
-    copy = kind.__new__(kind)
-    copy.__dict__.update({name: dict(v) if isinstance(v, dict) else v for name, v in callback.__dict__.items()})
-    return copy
+        self.afterwards.in_training(told)

@@ -44,6 +44,27 @@ STOCK_ERRORS = """\
 Our errors are `CheckpointError`s, which are `Exception`s. Stock's `CheckpointException` derives from `BaseException`
 and slips through `except Exception`."""
 
+EPOCHS = """\
+Lightning resumes a checkpoint that was made between two epochs in four wrong ways: one batch too many with `max_steps`;
+the next epoch skipped, if it was made after the last batch with a stateful dataloader or in `on_train_epoch_start`; and
+shuffling that starts over. With ours the next epoch is begun as in a training that was not interrupted: with
+`on_train_epoch_start`, new iterators and the same random numbers."""
+
+SEES_THE_MODEL = """\
+Lightning on one device, and with DDP, reads a file and hands it to `load_state_dict`. We read into the model and the
+optimizer, as DCP does, and ask them for their `state_dict` for that: while loading, and only then, it is called more
+often than by Lightning."""
+
+RESOLVES_NOTHING = """\
+What of a `DictConfig` among the hyper-parameters is an interpolation is one after the load, too; stock's
+`load_from_checkpoint` resolves those at its top, which calls resolvers with what is in the checkpoint, and loses its
+flags. In that call `on_load_checkpoint` finds such a configuration as a plain dict. Structured configs come back
+without their class."""
+
+URLS = """\
+Stock saves to URLs through fsspec, where it does not make a local directory of them. We refuse every URL but
+`file://`."""
+
 BETTER = """\
 Where stock raises or crashes and the value to restore is known, we restore it: LBFGS, SparseAdam, parameters that never
 got a gradient, an FSDP2 model right after an evaluation. The tests compare that with the run that was not
@@ -79,5 +100,9 @@ REASONS = {
     "Automatic names go on": NAMES_GO_ON,
     "Nothing there is the same error everywhere": NOTHING_THERE,
     "Errors can be caught": STOCK_ERRORS,
+    "Lightning: between two epochs": EPOCHS,
+    "Lightning: a load sees what it fills": SEES_THE_MODEL,
+    "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
+    "A URL is no path": URLS,
     "What stock cannot save or load": BETTER,
 }

@@ -245,6 +245,32 @@ def _callbacks(root: Path) -> None:
     assert "self.file_exists(filepath, trainer)" in inspect.getsource(ModelCheckpoint)
 
 
+def test_what_loggers_and_omegaconf_have_no_public_names_for() -> None:
+    launch.run(_loggers, 1)
+
+
+def _loggers() -> None:
+    """See replace_scan, logged_times, artifact_name; and place_in_configuration."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+    from omegaconf import OmegaConf
+
+    from dcp_plugin.lightning._lightning import SETTINGS_LOGGED, place_in_configuration
+
+    for logger in (MLFlowLogger, WandbLogger):
+        for calls in (logger.after_save_checkpoint, logger.finalize):
+            assert "self._scan_and_log_checkpoints(" in inspect.getsource(calls)
+        scan = inspect.getsource(logger._scan_and_log_checkpoints)
+        assert "self._logged_model_time[p] = t" in scan
+        assert all(f'"{name}"' in scan and hasattr(ModelCheckpoint("x"), name) for name in SETTINGS_LOGGED)
+    assert 'self._checkpoint_name = f"model-{self.experiment.id}"' in inspect.getsource(
+        WandbLogger._scan_and_log_checkpoints
+    )
+    whole = OmegaConf.create({"a": [{"b": {}}]})
+    assert place_in_configuration(whole.a[0].b) == (whole, ["a", 0, "b"])
+    assert place_in_configuration(whole) == (whole, [])
+
+
 def _checkpoint_connector() -> Any:
     from lightning.pytorch.trainer.connectors import checkpoint_connector
 
