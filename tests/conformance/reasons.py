@@ -39,6 +39,11 @@ STOCK_ERRORS = """\
 Our errors are `CheckpointError`s, which are `Exception`s. Stock's `CheckpointException` derives from `BaseException`
 and slips through `except Exception`."""
 
+NO_CODE = """\
+Loading executes no code from a checkpoint. [These values](format.md#which-values-come-back-as-what-they-were) come back
+as what they were, without their constructors; those of a class that is not imported come back plain, with a warning;
+everything else cannot be saved, unless `allow_pickle` names it."""
+
 BETTER = """\
 Where stock raises or crashes and the value to restore is known, we restore it: LBFGS, SparseAdam, parameters that never
 got a gradient, an FSDP2 model right after an evaluation. The tests compare that with the run that was not
@@ -53,5 +58,6 @@ REASONS = {
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "Errors can be caught": STOCK_ERRORS,
+    "Loading executes no code": NO_CODE,
     "What stock cannot save or load": BETTER,
 }
