@@ -30,7 +30,7 @@ from benchmarks._peer import IO_THREADS, OURS, Peer
 from dcp_plugin import progress
 from examples.gpt import BYTES, GPT
 
-SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--ranks", "1", "--dim", "48"]
+SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--ranks", "1", "--dim", "48", "--depth", "1"]
 Objects = dict[str, Any]
 
 
@@ -184,6 +184,7 @@ def main() -> None:
     made = parser("reuse", __doc__)
     made.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="for the cost (default %(default)s)")
     made.add_argument("--dim", type=int, default=768, help="of the GPT (default %(default)s)")
+    made.add_argument("--depth", type=int, default=12, help="of the GPT (default %(default)s)")
     options = made.parse_args()
     report = Report("reuse", options)
     for where in options.where:
@@ -194,8 +195,11 @@ def main() -> None:
                 "backbone frozen, reuse": (lambda: {"model": Tensors(options.mib)}, {}),
                 "backbone frozen, reuse=False": (lambda: {"model": Tensors(options.mib)}, {"reuse": False}),
                 "backbone frozen, trainable_only": (lambda: {"model": Tensors(options.mib)}, {"trainable_only": True}),
-                "LoRA on q and v, reuse": (lambda: gpt_with_lora(options.dim), {}),
-                "LoRA on q and v, trainable_only": (lambda: gpt_with_lora(options.dim), {"trainable_only": True}),
+                "LoRA on q and v, reuse": (lambda: gpt_with_lora(options.dim, options.depth), {}),
+                "LoRA on q and v, trainable_only": (
+                    lambda: gpt_with_lora(options.dim, options.depth),
+                    {"trainable_only": True},
+                ),
             }
             for name, (make, how) in rows.items():
                 began = time.perf_counter()

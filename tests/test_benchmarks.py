@@ -32,9 +32,6 @@ def _run_all(root: Path) -> dict[str, str]:
 
 
 def _run(name: str, figures: Path) -> str:
-    import time
-
-    began = time.time()
     sys.argv = ["benchmarks", name, "--smallest", "--json", str(figures)]
     printed = io.StringIO()
     try:
@@ -44,8 +41,6 @@ def _run(name: str, figures: Path) -> str:
         assert printed.getvalue(), "no table"
     except BaseException:
         return f"{printed.getvalue()}\n{traceback.format_exc()}"
-    finally:
-        print(name, time.time() - began, file=sys.stderr)
     return ""
 
 

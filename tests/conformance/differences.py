@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.conformance.reasons import (
     ASKED_FOR_ITS_KEYS,
-    EPOCH_START,
+    EPOCHS,
     EXACT_KEYS,
     EXACT_SLOTS,
     FINDS_UNSHARDED,
@@ -35,7 +35,7 @@ EXTRA_STATES: dict[str, Differs] = {
 }
 UNEXPECTED_KEYS: Differs = {"load": STRICT}
 OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
-NO_EPOCH_SKIPPED: Differs = dict.fromkeys(("calls during load", "resumed state", "values"), EPOCH_START)
+NO_EPOCH_SKIPPED: Differs = dict.fromkeys(("calls during load", "resumed state", "values"), EPOCHS)
 RESUMED_BY_ACCELERATE: Differs = {"calls during load": ASKED_FOR_ITS_KEYS, "values": NAMES_GO_ON}
 NOT_FOUND: Differs = {"exception": NOTHING_THERE}
 

@@ -64,15 +64,15 @@ without their class."""
 URLS = """\
 Stock saves to URLs through fsspec, where it does not make a local directory of them. We refuse every URL but
 `file://`."""
+NO_CODE = """\
+Loading executes no code from a checkpoint. [These values](format.md#which-values-come-back-as-what-they-were) come back
+as what they were, without their constructors; those of a class that is not imported come back plain, with a warning;
+everything else cannot be saved, unless `allow_pickle` names it."""
 
 BETTER = """\
 Where stock raises or crashes and the value to restore is known, we restore it: LBFGS, SparseAdam, parameters that never
 got a gradient, an FSDP2 model right after an evaluation. The tests compare that with the run that was not
 interrupted. They are not listed here one by one; `python -m tests.conformance --all` prints them."""
-
-EPOCH_START = """\
-Lightning skips the epoch at whose start (`on_train_epoch_start`) a checkpoint was made, when it resumes from that. We
-train it."""
 
 ASKED_FOR_ITS_KEYS = """\
 What was registered with Accelerate is asked for its `state_dict()` before it is loaded, as stock DCP does it: so that
@@ -95,7 +95,6 @@ REASONS = {
     "A Counter is one value": ONE_VALUE,
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
-    "No epoch is skipped": EPOCH_START,
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
     "Automatic names go on": NAMES_GO_ON,
     "Nothing there is the same error everywhere": NOTHING_THERE,
@@ -104,5 +103,6 @@ REASONS = {
     "Lightning: a load sees what it fills": SEES_THE_MODEL,
     "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
     "A URL is no path": URLS,
+    "Loading executes no code": NO_CODE,
     "What stock cannot save or load": BETTER,
 }
