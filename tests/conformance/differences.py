@@ -35,6 +35,7 @@ EXTRA_STATES: dict[str, Differs] = {
 }
 UNEXPECTED_KEYS: Differs = {"load": STRICT}
 OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
+NEXT_EPOCH_BEGUN: Differs = {"calls during load": EPOCHS}
 NO_EPOCH_SKIPPED: Differs = dict.fromkeys(("calls during load", "resumed state", "values"), EPOCHS)
 RESUMED_BY_ACCELERATE: Differs = {"calls during load": ASKED_FOR_ITS_KEYS, "values": NAMES_GO_ON}
 NOT_FOUND: Differs = {"exception": NOTHING_THERE}
