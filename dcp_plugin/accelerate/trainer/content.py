@@ -22,7 +22,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
+from dcp_plugin._torch import DTensor, is_tensor
 from dcp_plugin.accelerate.trainer._transformers import is_adapted, unwrapped
 from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.state import gather_module, rng
@@ -149,14 +149,16 @@ def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
 def whole_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
     """The adapters of a sharded PEFT model under their names there; whole, on rank 0 at least. Collective.
 
-    None for prompts, which PEFT does not take out of a state dict.
+    None for prompts, which PEFT does not take out of a state dict, and under FSDP1, where PEFT asks the modules for
+    their state on one rank alone, and waits for the others.
     """
     peft_model: Any = unwrapped(trainer)
-    if any(config.is_prompt_learning for config in peft_model.peft_config.values()):
+    prompts = any(config.is_prompt_learning for config in peft_model.peft_config.values())
+    if prompts or contains_fsdp1(trainer.model_wrapped):
         return None
     tensors = {key: value for key, value in gather_module(trainer.model_wrapped).items() if is_tensor(value)}
     kept = _kept_by_peft(peft_model, tensors)
-    return {key: _whole(value) for key, value in tensors.items() if id(value) in kept}
+    return {key: _whole(value, trainer.args.device) for key, value in tensors.items() if id(value) in kept}
 
 
 def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]:
@@ -171,13 +173,10 @@ def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]
     }
 
 
-def _whole(value: Any) -> torch.Tensor:
+def _whole(value: Any, device: torch.device) -> torch.Tensor:
+    """On the device first, where the ranks can communicate: offloaded shards are in host memory."""
     if isinstance(value, DTensor):
-        return value.full_tensor().detach().cpu()
-    if isinstance(value, ShardedTensor):
-        room = torch.empty(value.size(), dtype=value.dtype, device=value.local_shards()[0].tensor.device)
-        value.gather(0, room)
-        return room.cpu()
+        return value.detach().to(device).full_tensor().cpu()  # type: ignore[attr-defined, no-any-return]
     return value.detach().cpu()  # type: ignore[no-any-return]
 
 

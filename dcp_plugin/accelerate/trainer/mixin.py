@@ -199,10 +199,10 @@ class DCPTrainerMixin(Trainer):
             adapted, sharded, own = is_adapted(unwrapped(self)), saves_shards(self), self._dcp_has_own_files()
             if not adapted and (sharded or not own) and self.args.should_save:
                 describe_model(self, output_dir)
-            if own or (adapted and not sharded):
+            if own or (adapted and not self.is_fsdp_enabled):
                 os.makedirs(output_dir, exist_ok=True)  # where rank 0 has made it, usually
                 save_model(output_dir, _internal_call)
-            if adapted and sharded:
+            if adapted and self.is_fsdp_enabled and (sharded or not own):  # without the base
                 adapters = content.whole_adapters(self)
                 if self.args.should_save:
                     describe_adapters(self, output_dir, adapters)
