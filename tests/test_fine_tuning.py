@@ -216,6 +216,7 @@ def _last_lives(root: Path, layouts: list[str], runs: list[str]) -> None:
             assert_same(_frozen(_whole(state)), backbone)
 
 
+@pytest.mark.long
 def test_a_fine_tuning_is_killed_and_goes_on_under_any_layout(tmp_path: Path) -> None:
     launch.run(_pretrain, 2, tmp_path)
     training = {2: LAYOUTS[2], 4: ["hsdp"]}

@@ -160,7 +160,7 @@ def _refuse_when_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, command, argument)
 
-    monkeypatch.setattr(direct.fcntl, "fcntl", control)
+    monkeypatch.setattr(fcntl, "fcntl", control)
 
 
 def _refuse_at_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:

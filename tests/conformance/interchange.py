@@ -350,7 +350,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def differs(name: str, way: str) -> Mapping[str, str]:
-    if name in ("counter", "multi_step_lr") and way == "ours_to_stock":
+    if name == "multi_step_lr" and way == "ours_to_stock":
         return {"load": ONE_VALUE}
     if name == "multi_step_lr" and WAYS[way].load not in (_stock_load, _reader_load):
         return {"resumed state": EXACT_KEYS}

@@ -69,6 +69,22 @@ Loading executes no code from a checkpoint. [These values](format.md#which-value
 as what they were, without their constructors; those of a class that is not imported come back plain, with a warning;
 everything else cannot be saved, unless `allow_pickle` names it."""
 
+ADAPTERS = """\
+Checkpoints of a PEFT model have no `adapter_model.safetensors` under FSDP1, and none for prompt learning under FSDP:
+PEFT gathers those in a way that hangs there. The adapters are in the checkpoint all the same."""
+
+LISTS = """\
+`list_checkpoints`, `prune`, `keep_last` and the command line's `list` know DCP directories alone: who deletes what they
+list never deletes what another tool saved. `latest` and auto-resume find those of the other tools, too."""
+
+MAPS_TO_CPU = """\
+`load_state` without `map_location` loads Accelerate's own files to the CPU first; Accelerate loads them on the device,
+on several GPUs, where for that time they take the memory twice."""
+
+LAZY_WAITS = """\
+With `staging="lazy"` the state of a save may not be written to through `.data` until it is copied. Under Lightning and
+transformers every hook of somebody else's waits for that; elsewhere such a write is noticed and fails that save."""
+
 BETTER = """\
 Where stock raises or crashes and the value to restore is known, we restore it: LBFGS, SparseAdam, parameters that never
 got a gradient, an FSDP2 model right after an evaluation. The tests compare that with the run that was not
@@ -104,5 +120,9 @@ REASONS = {
     "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
     "A URL is no path": URLS,
     "Loading executes no code": NO_CODE,
+    "transformers: adapters under FSDP": ADAPTERS,
+    "Accelerate: where files are loaded to": MAPS_TO_CPU,
+    "What is listed may be deleted": LISTS,
+    "Lazy saves and writes through .data": LAZY_WAITS,
     "What stock cannot save or load": BETTER,
 }

@@ -31,7 +31,7 @@ def losses(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"^step (\d+) loss ([\d.]+)$", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.long)])
 def test_a_stopped_run_goes_on_where_it_was_and_on_one_rank_too(tmp_path: Path, strategy: str, ranks: int) -> None:
     saves = ["checkpoint.every=4", "checkpoint.async_save=true"]
     straight, *_ = launch.run(_run, ranks, strategy, str(tmp_path), ["steps=6", *saves])

@@ -107,7 +107,9 @@ def _watch(root: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ways"), [("ddp", ["background"]), ("fsdp2", ["foreground", "background"])], ids=["ddp", "fsdp2"]
+    ("layout", "ways"),
+    [("ddp", ["background"]), pytest.param("fsdp2", ["foreground", "background"], marks=pytest.mark.long)],
+    ids=["ddp", "fsdp2"],
 )
 def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layout: str, ways: list[str]) -> None:
     launch.run(_every_option, 2, tmp_path, layout, ways)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ def _not_storable(root: Path) -> None:
 
     class Settings(Callback):
         def state_dict(self) -> dict[str, Any]:
-            return {"lock": argparse.Namespace(), "count": 3}
+            return {"lock": object(), "count": 3}
 
     class Scheduled(t.Model):
         def configure_optimizers(self) -> Any:
             configured = super().configure_optimizers()
-            configured["lr_scheduler"]["scheduler"].phase = argparse.Namespace()
+            configured["lr_scheduler"]["scheduler"].phase = object()
             return configured
 
     for layout in ("ddp", "fsdp2"):
