@@ -274,9 +274,9 @@ class _Sample:
 
 
 def _places_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A view of a few elements all over the memory of a tensor; None if that has gaps, or is not what is meant."""
+    """A view of a few elements all over the memory of a tensor; None if that has gaps."""
     count = tensor.numel()
-    if not count or not (tensor.is_contiguous() or _extent(tensor) == count) or tensor.is_conj() or tensor.is_neg():
+    if not count or not (tensor.is_contiguous() or _extent(tensor) == count):
         return None
     places = min(count, _PLACES)
     step = (count - 1) // (places - 1) if places > 1 else 1
