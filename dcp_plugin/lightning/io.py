@@ -31,7 +31,7 @@ from dcp_plugin.lightning.aliases import ForStock
 from dcp_plugin.lightning.hooks import OthersHooks
 from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
-from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.lightning.resume import beside_ours, without_own_state
 from dcp_plugin.partial import PartialLoad
 from dcp_plugin.progress import SaveFinished
 from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
@@ -176,7 +176,7 @@ class DCPCheckpointIO:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
         self._say_if_not_promoted()
-        state = layout.to_state(checkpoint, self.config.allow_pickle)
+        state = layout.to_state(beside_ours(checkpoint), self.config.allow_pickle)
         self._alone().save(state, path, kinds=layout.kinds_of(state))
 
     def load_checkpoint(

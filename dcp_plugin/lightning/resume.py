@@ -37,6 +37,23 @@ if TYPE_CHECKING:
 Checkpoint = dict[str, Any]
 DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
 MADE_IN = "dataloaders_made_in"
+OF_HOOKS = "of_hooks"
+"""What a user's ``on_save_checkpoint`` had put where one of our keys is."""
+_OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
+
+
+def beside_ours(checkpoint: Checkpoint) -> Checkpoint:
+    """A new mapping, to which ours can be added: a hook's own ``"rng"`` stays, and the mapping it saw does not grow."""
+    of_hooks = {key: value for key, value in checkpoint.items() if key in _OURS}
+    rest = {key: value for key, value in checkpoint.items() if key not in of_hooks}
+    return {**rest, OF_HOOKS: of_hooks} if of_hooks else rest
+
+
+def put_back(checkpoint: Checkpoint) -> Checkpoint:
+    """What :func:`beside_ours` had put aside, in place, after ours was taken."""
+    of_hooks: Checkpoint = checkpoint.pop(OF_HOOKS, {})
+    checkpoint.update({key: of_hooks[key] for key in _OURS if key in of_hooks})
+    return checkpoint
 
 
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
@@ -70,7 +87,7 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint.pop(TYPES, None)
     if states := checkpoint.pop(DATALOADERS, None):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
-    return checkpoint
+    return put_back(checkpoint)
 
 
 @dataclass

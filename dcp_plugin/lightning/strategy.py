@@ -144,6 +144,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             refuse_storage_options(storage_options)
             io, trainer = self.dcp_checkpoint_io, self.lightning_module.trainer
             path = Path(as_local(self.broadcast(filepath)))
+            checkpoint = resume.beside_ours(checkpoint)
             if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
                 resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
             optimizers = list(map(_plain, self.optimizers))
@@ -213,7 +214,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                     f"{path} was not saved by a Trainer: model and optimizers are restored; the loops, schedules and "
                     "random streams of this training start at their beginning."
                 )
-            return checkpoint
+            return resume.put_back(checkpoint)
 
         def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
             if self._dcp_loaded is None:

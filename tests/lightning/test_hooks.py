@@ -146,19 +146,29 @@ def _add_tensors(root: Path, layout: str) -> None:
 
     class Averaging(t.Model):
         average: Any = None
+        handed: Any = None
+        rng: Any = None
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             weights = checkpoint["state_dict"]["net.body.0.weight"]  # sharded, if the model is
             checkpoint["averages"] = {"of": {"weight": weights}, "count": 3, "plain": torch.arange(3)}
+            checkpoint["rng"] = {"mine": 7}  # a name that we use, too
+            self.handed = checkpoint, list(checkpoint)
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.average = checkpoint["averages"]
+            self.average, self.rng = checkpoint["averages"], checkpoint["rng"]
 
     trainer = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
-    trainer.fit(Averaging(layout), t.plain_loader(layout))
+    model = Averaging(layout)
+    trainer.fit(model, t.plain_loader(layout))
+    checkpoint, keys = model.handed
+    assert list(checkpoint) == keys, "what we store is added to the mapping that the hook had"
+    assert checkpoint["rng"] == {"mine": 7}
     saved = t.whole_state(trainer)
+    path = str(root / f"{layout}-plain" / "step=3.ckpt")
     model = Averaging(layout, seed=5)
-    _resumed(t, layout, str(root / f"{layout}-plain" / "step=3.ckpt"), model)
+    _resumed(t, layout, path, model)
+    assert model.rng == {"mine": 7}
     assert same_bytes(full(model.average["of"]["weight"]), saved["model.net.body.0.weight"])
     assert model.average["count"] == 3
     assert same_bytes(model.average["plain"], torch.arange(3))
