@@ -98,10 +98,6 @@ NAMES_GO_ON = """\
 After `load_state` the automatic names of Accelerate go on where the training was. With stock the next `save_state`
 finds that `checkpoint_0` is there, and raises."""
 
-NOTHING_THERE = """\
-A path without a checkpoint is a `CheckpointNotFound`, which is a `FileNotFoundError`, in every door. Accelerate raises
-a `ValueError`."""
-
 REASONS = {
     "A save takes no step": NO_STEP,
     "Optimizer state is restored in the middle of an accumulation, too": RESTORES_STATE,
@@ -113,7 +109,6 @@ REASONS = {
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
     "Automatic names go on": NAMES_GO_ON,
-    "Nothing there is the same error everywhere": NOTHING_THERE,
     "Errors can be caught": STOCK_ERRORS,
     "Lightning: between two epochs": EPOCHS,
     "Lightning: a load sees what it fills": SEES_THE_MODEL,
