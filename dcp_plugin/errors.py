@@ -10,15 +10,19 @@ class CheckpointError(Exception):
     """Base class of everything this package raises on purpose."""
 
 
-class CheckpointNotFound(CheckpointError, FileNotFoundError):
+class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
     """There is no checkpoint at the path, or none that was committed.
 
-    A ``FileNotFoundError`` too, as what stock tools raise for that.
+    A ``FileNotFoundError`` too, as what most stock tools raise for that, and a ``ValueError``, as what Accelerate and
+    the Trainer of transformers raise.
     """
 
 
-class CheckpointIncomplete(CheckpointError):
-    """The directory looks like a checkpoint, but its save was never committed."""
+class CheckpointIncomplete(CheckpointError, ValueError):
+    """The directory looks like a checkpoint, but its save was never committed.
+
+    A ``ValueError`` too, as what the Trainer of transformers raises for that.
+    """
 
 
 class CheckpointCorrupt(CheckpointError):

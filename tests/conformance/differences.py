@@ -16,7 +16,6 @@ from tests.conformance.reasons import (
     FINDS_UNSHARDED,
     NAMES_GO_ON,
     NO_STEP,
-    NOTHING_THERE,
     OWN_ERRORS,
     REASONS,
     RESTORES_STATE,
@@ -38,7 +37,6 @@ OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
 NEXT_EPOCH_BEGUN: Differs = {"calls during load": EPOCHS}
 NO_EPOCH_SKIPPED: Differs = dict.fromkeys(("calls during load", "resumed state", "values"), EPOCHS)
 RESUMED_BY_ACCELERATE: Differs = {"calls during load": ASKED_FOR_ITS_KEYS, "values": NAMES_GO_ON}
-NOT_FOUND: Differs = {"exception": NOTHING_THERE}
 
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 

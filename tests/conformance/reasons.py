@@ -73,6 +73,17 @@ ADAPTERS = """\
 Checkpoints of a PEFT model have no `adapter_model.safetensors` under FSDP1, and none for prompt learning under FSDP:
 PEFT gathers those in a way that hangs there. The adapters are in the checkpoint all the same."""
 
+NO_SECOND_MODEL = """\
+A checkpoint of `transformers.Trainer` has the weights once, in the DCP format: there is no `model.safetensors` and no
+`optimizer.pt` in it, so `Model.from_pretrained("out/checkpoint-N")` finds none. `dcp_plugin.load({"model": model},
+"out/checkpoint-N")` loads them into a model, `load_best_model_at_end` and `trainer.save_model()` work as always, and a
+Trainer that overrides `save_model` or `_save` writes there what it writes."""
+
+NO_OBJECTS = """\
+Modules, functions and classes among Lightning's hyper-parameters are left out, with a warning: only executing pickled
+code would restore them. Give them to `load_from_checkpoint` as arguments. What hooks find as
+`checkpoint["state_dict"]` is a plain dict without torch's `_metadata`, and `storage_options` is a `TypeError`."""
+
 LISTS = """\
 `list_checkpoints`, `prune`, `keep_last` and the command line's `list` know DCP directories alone: who deletes what they
 list never deletes what another tool saved. `latest` and auto-resume find those of the other tools, too."""
@@ -98,10 +109,6 @@ NAMES_GO_ON = """\
 After `load_state` the automatic names of Accelerate go on where the training was. With stock the next `save_state`
 finds that `checkpoint_0` is there, and raises."""
 
-NOTHING_THERE = """\
-A path without a checkpoint is a `CheckpointNotFound`, which is a `FileNotFoundError`, in every door. Accelerate raises
-a `ValueError`."""
-
 REASONS = {
     "A save takes no step": NO_STEP,
     "Optimizer state is restored in the middle of an accumulation, too": RESTORES_STATE,
@@ -113,14 +120,15 @@ REASONS = {
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
     "Automatic names go on": NAMES_GO_ON,
-    "Nothing there is the same error everywhere": NOTHING_THERE,
     "Errors can be caught": STOCK_ERRORS,
     "Lightning: between two epochs": EPOCHS,
     "Lightning: a load sees what it fills": SEES_THE_MODEL,
     "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
     "A URL is no path": URLS,
     "Loading executes no code": NO_CODE,
+    "transformers: a checkpoint has its weights once": NO_SECOND_MODEL,
     "transformers: adapters under FSDP": ADAPTERS,
+    "Lightning: hyper-parameters without code": NO_OBJECTS,
     "Accelerate: where files are loaded to": MAPS_TO_CPU,
     "What is listed may be deleted": LISTS,
     "Lazy saves and writes through .data": LAZY_WAITS,

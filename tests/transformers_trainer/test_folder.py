@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -135,6 +136,26 @@ def test_torn_checkpoints_are_passed_over(tmp_path: Path) -> None:
     for step in (1, 2):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
     assert "CheckpointNotFound" in launch.outcomes_of(_resume, 1, tmp_path, "ours")[0].traceback
+
+
+@pytest.mark.parametrize("resume", [True, "checkpoint-1"])
+def test_nothing_to_resume_from_is_caught_as_with_stock(tmp_path: Path, resume: str | bool) -> None:
+    """For a training that starts anew then. Ours is said as stock says it, and more."""
+    launch.run(_nothing_to_resume_from, 1, tmp_path, resume)
+
+
+def _nothing_to_resume_from(root: Path, resume: str | bool) -> None:
+    from tests.transformers_trainer import training as t
+
+    named = resume if resume is True else str(root / resume)
+    with pytest.raises(ValueError, match="valid checkpoint") as stock:
+        t.trainer(root, kind=t.OnCPU).train(resume_from_checkpoint=named)
+    with pytest.raises(ValueError, match=re.escape(str(stock.value))):
+        t.trainer(root).train(resume_from_checkpoint=named)
+    if resume is not True:
+        Path(named).mkdir()
+        with pytest.raises(ValueError, match=re.escape(str(stock.value))):
+            t.trainer(root).train(resume_from_checkpoint=named)
 
 
 def _resume_from(path: Path) -> None:

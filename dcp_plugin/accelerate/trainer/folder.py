@@ -57,7 +57,11 @@ def newest(root: PathLike, config: CheckpointConfig) -> Found:
             passed_over.append(str(error))
             warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
     torn = f" Passed over: {'; '.join(passed_over)}." if passed_over else ""
-    raise CheckpointNotFound(f"resume_from_checkpoint=True, but there is no complete checkpoint in {root}.{torn}")
+    # Begins as stock's message does, for those who look into it.
+    raise CheckpointNotFound(
+        f"No valid checkpoint found in output directory ({root}): resume_from_checkpoint=True, but there is no "
+        f"complete checkpoint.{torn}"
+    )
 
 
 def named(path: PathLike, config: CheckpointConfig) -> Found:
@@ -65,7 +69,10 @@ def named(path: PathLike, config: CheckpointConfig) -> Found:
     try:
         return examine(path, config)
     except (CheckpointNotFound, CheckpointIncomplete) as error:
-        raise type(error)(f"{error}. resume_from_checkpoint=True takes the newest complete checkpoint.") from None
+        raise type(error)(
+            f"Can't find a valid checkpoint at {error}. "
+            "resume_from_checkpoint=True takes the newest complete checkpoint."
+        ) from None
 
 
 def examine(path: PathLike, config: CheckpointConfig) -> Found:
