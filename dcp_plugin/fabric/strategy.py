@@ -142,6 +142,16 @@ def dcp_strategy_class(base: type) -> type:
                 return remainder
             return loading.load(self, path, state, strict, weights_only)
 
+    DCPStrategy.__reduce_ex__ = _by_its_base  # type: ignore[method-assign]
     DCPStrategy.__name__ = DCPStrategy.__qualname__ = f"DCP{base.__name__}"
     DCPStrategy.__doc__ = f"{base.__name__} whose checkpoints are saved and loaded by dcp_plugin, on all ranks."
     return DCPStrategy
+
+
+def _by_its_base(strategy: Any, protocol: Any) -> Any:
+    """How a strategy goes to processes that ``fabric.launch`` starts: nobody finds its class, made here, by name."""
+    return _bare, (type(strategy).__mro__[1],), strategy.__dict__
+
+
+def _bare(base: type) -> Any:
+    return object.__new__(dcp_strategy_class(base))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import dcp_plugin as dcp
 from tests import launch
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")
@@ -190,3 +193,32 @@ def _one_rank_fails(root: Path) -> None:
 
 def _broken(state: dict[str, Any]) -> None:
     raise OSError("no such position")
+
+
+SPAWN = """
+import sys, torch
+from lightning.fabric import Fabric
+from torch import nn
+from dcp_plugin.fabric import attach
+
+def train(fabric):
+    net = nn.Linear(3, 3)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    fabric.save(sys.argv[1], {"model": model, "optimizer": optimizer})
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
+    attach(fabric)
+    fabric.launch(train)
+"""
+
+
+def test_ranks_that_launch_spawns_after_attach_save_together(tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "ck")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert dcp.inspect(tmp_path / "ck").world_size == 2
