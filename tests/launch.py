@@ -58,7 +58,21 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Outcome]:
-    """Like :func:`run` for tests in which ranks are meant to raise or to be killed."""
+    """Like :func:`run` for tests in which ranks are meant to raise or to be killed.
+
+    On a busy machine ranks may fail to meet before the function is called. They try again.
+    """
+    for _ in range(2):
+        outcomes = _outcomes_of(function, world_size, *args, timeout=timeout)
+        if not any(outcome.traceback.startswith(_NOT_MET) for outcome in outcomes):
+            return outcomes
+    return _outcomes_of(function, world_size, *args, timeout=timeout)
+
+
+_NOT_MET = "The ranks did not meet.\n"
+
+
+def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float) -> list[Outcome]:
     port = free_port()
     ranks = []
     for rank in range(world_size):
@@ -107,11 +121,13 @@ def _rank(pipe: Connection, rank: int, world_size: int, port: int, function: Cal
     torch.set_num_threads(1)
     faulthandler.enable()  # tells where a rank crashes
     faulthandler.register(signal.SIGUSR1)  # tells where a rank hangs
+    met = False
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        met = True
         pipe.send((function(*args), ""))
     except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        pipe.send((None, ("" if met else _NOT_MET) + traceback.format_exc()))
     finally:
         pipe.close()
     if dist.is_initialized():

@@ -68,7 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("world_size", sorted(_by_world_size()))
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int) -> None:
     launch.run(_load, world_size, saved, _by_world_size()[world_size])
 

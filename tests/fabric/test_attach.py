@@ -215,6 +215,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_ranks_that_launch_spawns_after_attach_save_together(tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)

@@ -116,7 +116,7 @@ def _python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("package", "other"), [PACKAGES, PACKAGES[::-1]])
+@pytest.mark.parametrize(("package", "other"), [PACKAGES, pytest.param(*PACKAGES[::-1], marks=pytest.mark.long)])
 def test_one_package_is_enough(package: str, other: str) -> None:
     _python(
         f"import sys; sys.modules[{other.partition('.')[0]!r}] = None\n"

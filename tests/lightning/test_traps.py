@@ -331,8 +331,11 @@ def test_trap_13_one_failing_rank_does_not_wait_for_the_others_to_save(tmp_path:
 def _one_rank_fails(root: Path, layout: str, way: dict[str, Any]) -> None:
     from tests.lightning import training as t
 
-    dist.destroy_process_group()  # for one with another timeout
-    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    # For one with another timeout. In a store of its own: in that of the first one rank 1 may still find, and call,
+    # the address that rank 0 had there.
+    rank, store = dist.get_rank(), dist.FileStore(str(root / f"meeting-{'ours' if way == OURS else 'stock'}"), 2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=4))
 
     class Failing(t.Model):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
