@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from benchmarks._machine import file_system_of
 
+SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1"]
+"""Of what :func:`parser` knows, for a run of a second or two."""
+
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     assert about is not None

@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import _machine
+from benchmarks import _machine, _options
 from benchmarks._background import Saver, Training, all_savers
 from benchmarks._harness import remove
 from benchmarks._options import parser, scratch
 from benchmarks._peer import OURS
 
 CONTEXT = 64
-SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--saves", "4", "--peers", "stock"]
+SMALLEST = [*_options.SMALLEST, "--saves", "4", "--peers", "stock"]
 Figures = dict[str, dict[str, list[float]]]
 
 

@@ -16,13 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dcp_plugin
+from benchmarks import _options
 from benchmarks._harness import Report, Samples, barrier, build, check, forget, interleaved, local_of, on_ranks, remove
 from benchmarks._options import load_cases, parser, with_state
 from benchmarks._peer import IO_THREADS, OURS, Peer, State
 from benchmarks.peers import ceiling
 from dcp_plugin._torch import DTensor
 
-SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--state", "mixed", "--ranks", "1"]
+SMALLEST = [*_options.SMALLEST, "--state", "mixed", "--ranks", "1"]
 Write = Callable[[State, Path], None]
 
 

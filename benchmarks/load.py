@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import _options
 from benchmarks._harness import Report, Samples, assert_same, build, check, forget, interleaved, on_ranks, remove
 from benchmarks._options import load_cases, parser, with_state
 from benchmarks._peer import Peer, find
 
-SMALLEST = [
-    "--mib",
-    "1",
-    "--where",
-    "outputs",
-    "--repeats",
-    "1",
-    "--state",
-    "mixed",
-    "--ranks",
-    "1",
-    "--peers",
-    "stock",
-]
+SMALLEST = [*_options.SMALLEST, "--state", "mixed", "--ranks", "1", "--peers", "stock"]
 
 
 def _measure(

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks import _options
 from benchmarks._harness import Report, Samples, assert_same, interleaved, local_of, on_ranks, remove, sizes_of
 from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
 from benchmarks._peer import OURS, Peer, State, find
 
-SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--cases", "4 to 2"]
+SMALLEST = [*_options.SMALLEST, "--cases", "4 to 2"]
 ROWS, COLUMNS = 0, 1
 CASES = {
     "4 to 2": (4, ROWS, 2, ROWS),

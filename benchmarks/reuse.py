@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dcp_plugin as dcp
+from benchmarks import _options
 from benchmarks._harness import Report, Samples, barrier, build, interleaved, local_of, on_ranks, remove
 from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
@@ -30,7 +31,7 @@ from benchmarks._peer import IO_THREADS, OURS, Peer
 from dcp_plugin import progress
 from examples.gpt import BYTES, GPT
 
-SMALLEST = ["--mib", "1", "--where", "outputs", "--repeats", "1", "--ranks", "1", "--dim", "48", "--depth", "1"]
+SMALLEST = [*_options.SMALLEST, "--ranks", "1", "--dim", "48", "--depth", "1"]
 Objects = dict[str, Any]
 
 

@@ -8,25 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import _options
 from benchmarks._harness import Report, Samples, build, check, interleaved, on_ranks, remove, sync_files
 from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch, with_state
 from benchmarks._peer import Peer, find
 
-SMALLEST = [
-    "--mib",
-    "1",
-    "--where",
-    "outputs",
-    "--repeats",
-    "1",
-    "--state",
-    "mixed",
-    "--ranks",
-    "1",
-    "--peers",
-    "stock",
-]
+SMALLEST = [*_options.SMALLEST, "--state", "mixed", "--ranks", "1", "--peers", "stock"]
 
 
 def _measure(world: int, kind: str, mib: int, repeats: int, root: Path, wanted: list[str] | None) -> Samples:

@@ -12,7 +12,6 @@ directory in which the checkpoint is being made, and what they write is publishe
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -353,7 +352,7 @@ class Attachment(Attached):
 def _given(path: PathLike | None) -> Path:
     if path is None:
         raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
-    return local_path(os.path.expanduser(path))
+    return local_path(path)
 
 
 def _through_link(path: PathLike | None) -> Path:

@@ -8,7 +8,6 @@ only a committed checkpoint is the newest, and only after the new one is committ
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +92,7 @@ def rotate(accelerator: Accelerator) -> None:
 
 
 def _folder(accelerator: Accelerator) -> Path:
-    return local_path(os.path.expanduser(accelerator.project_dir)) / "checkpoints"
+    return local_path(accelerator.project_dir) / "checkpoints"
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -21,7 +21,7 @@ from dcp_plugin.lightning._lightning import (
 )
 from dcp_plugin.lightning._packages import Package, has_base, package_behind
 from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
-from dcp_plugin.lightning.hooks import OthersHooks, between_steps, telling
+from dcp_plugin.lightning.hooks import OthersHooks, between_steps, tell, telling
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.strategy import promote
 from dcp_plugin.lightning.uploads import upload_directories
@@ -62,7 +62,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """A safe moment for what became due since the last one: a save has been published in the background."""
             strategy: Any = trainer.strategy
-            telling("on_train_batch_end")(self, trainer)
+            tell(trainer, "on_train_batch_end")
             strategy.dcp_checkpoint_io.afterwards.settle()
 
     for name in between_steps(package):

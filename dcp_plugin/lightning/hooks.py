@@ -76,13 +76,18 @@ class OthersHooks:
             wait_until_copied()
 
 
+def tell(trainer: Any, name: str) -> None:
+    """All hooks of this name are about to be called."""
+    others = trainer.strategy.dcp_checkpoint_io.others
+    if others is not None:
+        others.about_to_be_called(name)
+
+
 def telling(name: str) -> Callable[..., None]:
     """A hook of the callback that is called first."""
 
     def hook(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        others = trainer.strategy.dcp_checkpoint_io.others
-        if others is not None:
-            others.about_to_be_called(name)
+        tell(trainer, name)
 
     hook.__name__ = hook.__qualname__ = name
     return hook
