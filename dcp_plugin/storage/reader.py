@@ -30,7 +30,7 @@ from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.storage import fetch, read_files, stock
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.foreign.standins import Refused
+from dcp_plugin.storage.foreign.standins import RefusedValue
 from dcp_plugin.storage.hostmemory import finish_device_work
 from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.storage.metadata import metadata_of
@@ -266,7 +266,7 @@ class ShardedReader(StorageReader):
         key = read.item.storage_index.fqn
         if key in self.index.values_here:
             value = self.index.values_here[key]
-            if isinstance(value, Refused):
+            if isinstance(value, RefusedValue):
                 raise UnsafeCheckpoint(
                     f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would "
                     f"restore; nothing was executed. The rest can be loaded without it: PartialLoad(exclude=...)."

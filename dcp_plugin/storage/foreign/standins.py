@@ -36,7 +36,7 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedValue:
     """What is in an index instead of a value with stand-ins in it. ``of`` names what would be executed."""
 
     of: str

@@ -22,7 +22,7 @@ import torch
 from dcp_plugin._torch import load_mapped, load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.storage.foreign.contents import Contents, View
-from dcp_plugin.storage.foreign.standins import Refused, StandIn, leaves_of, load_with_stand_ins, refused_in
+from dcp_plugin.storage.foreign.standins import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""
@@ -134,14 +134,14 @@ def _put(contents: Contents, path: Path, records: dict[int, int], key: str, leaf
         contents.views[key] = _view(path, records, key, leaf)
     elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
         refused = refused_in(leaf)
-        contents.values[key] = Refused(refused) if refused else leaf
+        contents.values[key] = RefusedValue(refused) if refused else leaf
 
 
 def _read_values(contents: Contents, path: Path) -> None:
     """Extra states with tensors in them: these are read at once, from the mapped file."""
     for name, state in _modules(path, *_checked_load(path, load_mapped)).items():
         for key, leaf in state.items():
-            if not isinstance(contents.values.get(f"{name}.{key}", Refused("")), Refused):
+            if not isinstance(contents.values.get(f"{name}.{key}", RefusedValue("")), RefusedValue):
                 contents.values[f"{name}.{key}"] = leaf
 
 
