@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dcp_plugin as dcp
 from benchmarks._harness import CONTEXT
 from dcp_plugin._torch import sharded_value
-from dcp_plugin.planning.partition import Held, partition
+from dcp_plugin.planning.load_balance import Held, partition
 
 HIDDEN, VOCABULARY, LAYERS, SHARDS = 2048, 32000, 16, 8
 SMALLEST = ["--replicas", "2", "--mib", "1", "--ranks", "2", "--repeats", "1"]

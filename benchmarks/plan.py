@@ -34,15 +34,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_plugin.planning.exchange import Exchange, Planned, in_table_order
+from dcp_plugin.format.checksums import block_size
+from dcp_plugin.format.columns import Location, Places
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.metadata import encode
+from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.plan_exchange import Exchange, Planned, in_table_order
 from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage.checksums import block_size
-from dcp_plugin.storage.index import CheckpointIndex
-from dcp_plugin.storage.metadata import encode
-from dcp_plugin.storage.summary import fingerprint
-from dcp_plugin.storage.table import Location, Places
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")

@@ -28,7 +28,7 @@ from benchmarks._harness import Report, Samples, barrier, build, interleaved, lo
 from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
 from benchmarks._peer import IO_THREADS, OURS, Peer
-from dcp_plugin import progress
+from dcp_plugin import events
 from examples.gpt import BYTES, GPT
 
 SMALLEST = [*_options.SMALLEST, "--ranks", "1", "--dim", "48", "--depth", "1"]
@@ -95,8 +95,8 @@ class Written:
     bytes: int = 0
     seconds: float = 0.0
 
-    def note(self, event: progress.Event) -> None:
-        if isinstance(event, progress.SaveFinished):
+    def note(self, event: events.Event) -> None:
+        if isinstance(event, events.SaveFinished):
             self.bytes, self.seconds = event.bytes, event.seconds
 
 
@@ -105,7 +105,7 @@ def savings(make: Callable[[], Objects], root: Path, repeats: int, **options: An
     completed by the first over that one."""
     state, other = make(), make()
     said = Written()
-    unsubscribe = progress.subscribe(said.note)
+    unsubscribe = events.subscribe(said.note)
     ratios: list[tuple[float, float]] = []
     for number in range(repeats + 1):
         first, second = root / f"{number}-first", root / f"{number}-second"

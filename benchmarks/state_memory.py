@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._harness import CONTEXT
-from dcp_plugin.state.app import gather_state, parts_of
+from dcp_plugin.state.adapters import gather_state, parts_of
 
 LAYERS = 16
 RANKS = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}

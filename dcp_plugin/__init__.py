@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp_plugin.api import load, save
-    from dcp_plugin.background import SaveHandle
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
     from dcp_plugin.errors import (
@@ -23,12 +22,13 @@ if TYPE_CHECKING:
         SaveFailed,
         UnsafeCheckpoint,
     )
-    from dcp_plugin.inspection import inspect, verify
-    from dcp_plugin.lifecycle import latest, list_checkpoints, resolve_resume
-    from dcp_plugin.partial import PartialLoad
+    from dcp_plugin.loading.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
-    from dcp_plugin.restart import Restart, resume_or_init
+    from dcp_plugin.runs.catalog import latest, list_checkpoints, resolve_resume
+    from dcp_plugin.runs.inspect import inspect, verify
+    from dcp_plugin.runs.resume import Restart, resume_or_init
+    from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "dcp_plugin.api": ("load", "save"),
-    "dcp_plugin.background": ("SaveHandle",),
+    "dcp_plugin.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),
     "dcp_plugin.errors": (
@@ -50,12 +50,12 @@ _HOMES = {
         "SaveFailed",
         "UnsafeCheckpoint",
     ),
-    "dcp_plugin.inspection": ("inspect", "verify"),
-    "dcp_plugin.lifecycle": ("latest", "list_checkpoints", "resolve_resume"),
-    "dcp_plugin.partial": ("PartialLoad",),
+    "dcp_plugin.runs.inspect": ("inspect", "verify"),
+    "dcp_plugin.runs.catalog": ("latest", "list_checkpoints", "resolve_resume"),
+    "dcp_plugin.loading.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
-    "dcp_plugin.restart": ("Restart", "resume_or_init"),
+    "dcp_plugin.runs.resume": ("Restart", "resume_or_init"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),

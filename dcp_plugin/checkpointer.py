@@ -1,8 +1,9 @@
 """Save and load live objects: the one thing that every door talks to.
 
-A save goes one way: gather the state (and stage it on the host, :mod:`~dcp_plugin.gathered`), then plan, write and
-publish it (:mod:`~dcp_plugin.saving`). With ``async_save`` everything after staging runs in a background thread
-(:mod:`~dcp_plugin.background`). A load goes one way, too (:mod:`~dcp_plugin.loading`): open, want, plan, read, take.
+A save goes one way: gather the state (and stage it on the host, :mod:`~dcp_plugin.saving.gather`), then plan, write and
+publish it (:mod:`~dcp_plugin.saving.job`). With ``async_save`` everything after staging runs in a background thread
+(:mod:`~dcp_plugin.saving.queue`). A load goes one way, too (:mod:`~dcp_plugin.loading.load`): open, want,
+plan, read, take.
 
 In a load ranks agree on each step that can fail: to open, to compare, to read, to take. No rank's part of it depends on
 another's, unless they share the reading. Where they meet in a save is said there.
@@ -20,24 +21,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin import lifecycle, preemption, progress
+from dcp_plugin import events
 from dcp_plugin._torch import is_tensor
-from dcp_plugin.background import Background, SaveHandle, raise_first_untold
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.gathered import Gathered
-from dcp_plugin.loading import Loading
-from dcp_plugin.partial import PartialLoad
+from dcp_plugin.format.stock_views import Aliases, Views
+from dcp_plugin.loading.load import Loading
+from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.saving import Saving
+from dcp_plugin.runs import catalog
+from dcp_plugin.saving import sigterm
+from dcp_plugin.saving.gather import Gathered
+from dcp_plugin.saving.job import Saving
+from dcp_plugin.saving.queue import Background, SaveHandle, raise_first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.state.app import gather_state, parts_of
-from dcp_plugin.state.still import live_objects
-from dcp_plugin.state.walk import walked_once
-from dcp_plugin.storage.opening import Opened
-from dcp_plugin.storage.views import Aliases, Views
+from dcp_plugin.state.adapters import gather_state, parts_of
+from dcp_plugin.state.names import walked_once
+from dcp_plugin.state.step_stable import live_objects
+from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import LoadReport, ShardedValue
 
@@ -98,7 +101,7 @@ class Checkpointer:
             files: Called on every rank, before anything else happens, with the directory in which the checkpoint is
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
-            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.storage.views`.
+            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.format.stock_views`.
             owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
                 ``staging="lazy"``: what is theirs may be copied later, too.
             aliases: More keys for stock loaders, see there too.
@@ -120,7 +123,7 @@ class Checkpointer:
         handle = SaveHandle(local_path(path), step)
         with self._background.beginning(handle):
             if self.config.finish_on_sigterm:
-                preemption.watch(self._background, self.config.timeout)
+                sigterm.watch(self._background, self.config.timeout)
             if self._to_be_skipped(handle.path):
                 handle._skip()
                 return handle
@@ -132,7 +135,7 @@ class Checkpointer:
             if self.config.async_save:
                 self._save_in_background(handle, job, ranks, state, owners)
                 return handle
-            with _collector_paused(), progress.progress_line(handle.path, self._shows_progress(ranks)):
+            with _collector_paused(), events.progress_line(handle.path, self._shows_progress(ranks)):
                 with walked_once():
                     job.gather(state, self._saving.omission, list(owners))
                 job.describe()
@@ -200,7 +203,7 @@ class Checkpointer:
             if handle.path == local_path(path):
                 handle._refuse_a_subscriber(f"remove {path}")
                 handle._done.wait()
-        lifecycle.remove(path)
+        catalog.remove(path)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -238,7 +241,7 @@ class Checkpointer:
             try:
                 self.wait()
             finally:
-                preemption.forget(self._background)
+                sigterm.forget(self._background)
                 for pool in self._pools:
                     pool.free()
                 self._saving.forget_plan()
@@ -371,7 +374,7 @@ class Checkpointer:
             )
 
     def _write_in_background(self, job: Gathered, ranks: Ranks) -> None:
-        with progress.progress_notes(job.path, self._shows_progress(ranks)):
+        with events.progress_notes(job.path, self._shows_progress(ranks)):
             self._saving.write(job, ranks)
 
     def _shows_progress(self, ranks: Ranks) -> bool:

@@ -126,7 +126,7 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """What a load would do, from :func:`dcp_plugin.loading.plan_load`."""
+    """What a load would do, from :func:`dcp_plugin.loading.load.plan_load`."""
 
     path: Path
     items: list[PlannedItem]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dcp_plugin import progress
+from dcp_plugin import events
 
 
 class Witness(L.Callback):
@@ -71,13 +71,13 @@ class PowerCut(L.Callback):
         self.target: Path | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        progress.subscribe(self.watch)
+        events.subscribe(self.watch)
 
-    def watch(self, event: progress.Event) -> None:
+    def watch(self, event: events.Event) -> None:
         match event:
-            case progress.SaveStarted(path=path, step=self.step):
+            case events.SaveStarted(path=path, step=self.step):
                 self.target = path
-            case progress.BytesWritten(path=self.target) if 2 * event.written >= event.total:
+            case events.BytesWritten(path=self.target) if 2 * event.written >= event.total:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 

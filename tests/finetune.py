@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin import progress
+from dcp_plugin import events
 
 WIDTH = 256
 
@@ -66,15 +66,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, se
 
 
 @contextmanager
-def finished_saves() -> Iterator[list[progress.SaveFinished]]:
+def finished_saves() -> Iterator[list[events.SaveFinished]]:
     """What this rank's saves say when they end, in turn."""
-    events: list[progress.SaveFinished] = []
+    events: list[events.SaveFinished] = []
 
-    def note(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveFinished):
+    def note(event: events.Event) -> None:
+        if isinstance(event, events.SaveFinished):
             events.append(event)
 
-    unsubscribe = progress.subscribe(note)
+    unsubscribe = events.subscribe(note)
     try:
         yield events
     finally:

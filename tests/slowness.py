@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dcp_plugin import progress
+from dcp_plugin import events
 from dcp_plugin.staging import snapshot
 
 
@@ -35,11 +35,11 @@ def slow_copies(before_each: Callable[[], Any]) -> Iterator[None]:
 def slow_writes(before_each: Callable[[], Any]) -> Iterator[None]:
     """Call ``before_each`` before every piece that is written, in the thread that writes."""
 
-    def wait(event: progress.Event) -> None:
-        if isinstance(event, (progress.SaveStarted, progress.BytesWritten)):
+    def wait(event: events.Event) -> None:
+        if isinstance(event, (events.SaveStarted, events.BytesWritten)):
             before_each()
 
-    unsubscribe = progress.subscribe(wait)
+    unsubscribe = events.subscribe(wait)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The floors of the house, the public names, and what an import costs."""
+"""The layers of the package, the public names, and what an import costs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ import pytest
 import dcp_plugin as dcp
 
 ROOT = Path(dcp.__file__).parent
-FLOORS = [
-    ("_torch", "_python", "config", "errors", "types", "tensors", "progress", "ranks", "_entry_points"),
+LAYERS = [
+    (
+        *("config", "errors", "types", "tensors", "events", "ranks", "messages", "host_memory"),
+        *("_torch", "_python", "_entry_points"),
+    ),
+    ("format",),
+    ("media",),
     ("storage",),
     ("planning", "staging"),
-    ("state", "partial", "hints"),
-    (
-        *("lifecycle", "inspection", "matching", "loading", "omission", "origins", "attached", "conventions"),
-        *("gathered", "saving", "background", "preemption", "checkpointer", "api", "restart"),
-    ),
-    ("lightning", "fabric", "accelerate", "cli", "__main__"),
+    ("state",),
+    ("loading",),
+    ("runs",),
+    ("saving",),
+    ("checkpointer", "api"),
+    ("integration",),
+    ("lightning", "fabric", "accelerate", "transformers", "cli", "__main__"),
 ]
-FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
-def _room(path: Path) -> str:
+def _package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def _imports(path: Path) -> set[str]:
-    """The rooms of this package that a module imports, anywhere in it."""
+    """The packages of ours that a module imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -40,16 +46,16 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
     inside = {name.split(".")[1] for name in names if name.startswith("dcp_plugin.")}
-    return {room for room in inside if room in FLOOR_OF}
+    return {package for package in inside if package in LAYER_OF}
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in MODULES if _room(path) != "__init__"], ids=lambda p: str(p.relative_to(ROOT))
+    "path", [path for path in MODULES if _package_of(path) != "__init__"], ids=lambda p: str(p.relative_to(ROOT))
 )
-def test_a_lower_floor_never_imports_a_higher_one(path: Path) -> None:
-    here = FLOOR_OF[_room(path)]
-    above = {room for room in _imports(path) if FLOOR_OF[room] > here}
-    assert not above, f"floor {here} imports {above}"
+def test_a_lower_layer_never_imports_a_higher_one(path: Path) -> None:
+    here = LAYER_OF[_package_of(path)]
+    above = {package for package in _imports(path) if LAYER_OF[package] > here}
+    assert not above, f"layer {here} imports {above}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -73,6 +79,12 @@ def test_the_public_names_are_exactly_these() -> None:
         assert getattr(dcp, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'sav'"):
         dcp.sav  # noqa: B018
+
+
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    """``import dcp_plugin.x`` sets the attribute ``x`` of the package, also where that is a function for users."""
+    modules = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert modules & set(dcp.__all__) <= {"events"}
 
 
 def _python(code: str) -> str:

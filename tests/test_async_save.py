@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import background, progress
+from dcp_plugin import events
+from dcp_plugin.saving import queue
 from tests import launch
 from tests.compare import assert_same, assert_saved
 from tests.layouts import build, train, whole_state
@@ -30,11 +31,11 @@ from tests.slowness import Gate, slow_writes
 def _train_during_saves(root: Path) -> None:
     gate = threading.Event()
 
-    def slow(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten):
+    def slow(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten):
             assert gate.wait(30)
 
-    unsubscribe = progress.subscribe(slow)
+    unsubscribe = events.subscribe(slow)
     ours = dcp.Checkpointer(async_save=True)
     model, optimizer = build("fsdp2")
     expected = []
@@ -120,13 +121,13 @@ def test_removing_the_checkpoint_in_flight_waits_for_it(tmp_path: Path) -> None:
 
 
 def _events(root: Path) -> list[str]:
-    seen: list[progress.Event] = []
-    progress.subscribe(seen.append)
+    seen: list[events.Event] = []
+    events.subscribe(seen.append)
     model, optimizer = build("fsdp2")
     dcp.save({"model": model, "optim": optimizer}, root / "ck", step=5)
-    assert isinstance(seen[0], progress.SaveStarted) and seen[0].step == 5
-    assert isinstance(seen[-1], progress.SaveFinished) and seen[-1].bytes > 0
-    written = [event for event in seen if isinstance(event, progress.BytesWritten)]
+    assert isinstance(seen[0], events.SaveStarted) and seen[0].step == 5
+    assert isinstance(seen[-1], events.SaveFinished) and seen[-1].bytes > 0
+    written = [event for event in seen if isinstance(event, events.BytesWritten)]
     assert written[-1].written == written[-1].total
     files = [name for name in (root / "ck").iterdir() if name.name.startswith(f"__{dist.get_rank()}_")]
     assert seen[-1].bytes == sum(file.stat().st_size for file in files)
@@ -206,7 +207,7 @@ def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path
     begun = threading.Event()
     refused: list[str] = []
 
-    def call_back(event: progress.Event) -> None:
+    def call_back(event: events.Event) -> None:
         assert begun.wait(30)
         calls = {
             "save": lambda: ours.save({"n": 2}, tmp_path / "inner"),
@@ -221,7 +222,7 @@ def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path
                 call()
             refused.append(name)
 
-    unsubscribe = progress.subscribe(call_back)
+    unsubscribe = events.subscribe(call_back)
     handle = ours.save({"t": torch.ones(10)}, tmp_path / "ck")
     begun.set()
     handle.wait(30)
@@ -238,7 +239,7 @@ def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: P
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name == background.THREAD:
+        if thread.name == queue.THREAD:
             assert begun.wait(30)
             raise KeyboardInterrupt
 
@@ -312,7 +313,7 @@ def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -
 
 
 def _in_the_child(ours: dcp.Checkpointer, handle: dcp.SaveHandle, root: Path, said: Any) -> None:
-    progress._subscribers.clear()
+    events._subscribers.clear()
     try:
         handle.wait()
     except dcp.SaveFailed as error:
@@ -323,10 +324,10 @@ def _in_the_child(ours: dcp.Checkpointer, handle: dcp.SaveHandle, root: Path, sa
 
 
 def test_ctrl_c_in_a_blocking_save_leaves_nothing_behind(tmp_path: Path) -> None:
-    def interrupt(event: progress.Event) -> None:
+    def interrupt(event: events.Event) -> None:
         raise KeyboardInterrupt
 
-    unsubscribe = progress.subscribe(interrupt)
+    unsubscribe = events.subscribe(interrupt)
     ours = dcp.Checkpointer()
     with pytest.raises(KeyboardInterrupt):
         ours.save({"n": 1}, tmp_path / "ck")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
-from dcp_plugin.loading import plan_load
+from dcp_plugin.loading.load import plan_load
 from tests.test_partial import FineTune
 
 INTO = ("--into", "tests.test_cli:FineTune")

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import load as stock_load
 from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
-from dcp_plugin.storage import commit
+from dcp_plugin import events
+from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.layouts import build, train
 
@@ -41,11 +41,11 @@ def _disk_fails_on_rank_1(path: Path) -> None:
     model, optimizer = build("fsdp2")
     state = {"model": model, "optim": optimizer}
 
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten) and dist.get_rank() == 1:
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten) and dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
-    unsubscribe = progress.subscribe(fail)
+    unsubscribe = events.subscribe(fail)
     _raises(dcp.SaveFailed, lambda: dcp.save(state, path), "rank 1", "No space left", str(path))
     unsubscribe()
     dist.barrier()
@@ -74,11 +74,11 @@ def _background_failure(path: Path) -> None:
     state = {"model": model, "optim": optimizer}
     ours = dcp.Checkpointer(async_save=True)
 
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten) and dist.get_rank() == 0:
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten) and dist.get_rank() == 0:
             raise OSError("bad disk")
 
-    unsubscribe = progress.subscribe(fail)
+    unsubscribe = events.subscribe(fail)
     handle = ours.save(state, path / "a")
     _raises(dcp.SaveFailed, ours.wait, "rank 0", "bad disk")
     assert handle.done() and isinstance(handle.exception(), dcp.SaveFailed)
@@ -98,11 +98,11 @@ def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -
 def _hang(path: Path) -> float:
     model, optimizer = build("fsdp2")
 
-    def hang(event: progress.Event) -> None:
-        if dist.get_rank() == 1 and isinstance(event, progress.SaveStarted):
+    def hang(event: events.Event) -> None:
+        if dist.get_rank() == 1 and isinstance(event, events.SaveStarted):
             time.sleep(5)
 
-    progress.subscribe(hang)
+    events.subscribe(hang)
     began = time.monotonic()
     _raises(dcp.CheckpointError, lambda: dcp.save({"model": model, "optim": optimizer}, path, timeout=2), "rank")
     took = time.monotonic() - began
@@ -352,12 +352,12 @@ def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_pa
 
 
 def _told_through_the_handle_on_one_rank(root: Path) -> None:
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten):
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten):
             raise OSError("bad disk")
 
     ours = dcp.Checkpointer(async_save=True, timeout=600)  # who waits for the others waits longer than the test may
-    unsubscribe = progress.subscribe(fail)
+    unsubscribe = events.subscribe(fail)
     handle = ours.save({"t": torch.ones(3)}, root / "a")
     if dist.get_rank() == 0:
         _raises(dcp.SaveFailed, handle.wait, "bad disk")
@@ -373,11 +373,11 @@ def test_a_failure_that_one_rank_knows_already_stops_the_next_save_on_all(tmp_pa
 
 
 def _subscriber_fails_at_the_end(root: Path) -> None:
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveFinished) and dist.get_rank() == 1:
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.SaveFinished) and dist.get_rank() == 1:
             raise RuntimeError("a bug of somebody's")
 
-    progress.subscribe(fail)
+    events.subscribe(fail)
     dcp.save({"t": torch.ones(3)}, root / "ck")
     assert (root / "ck").is_dir()
 

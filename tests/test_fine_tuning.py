@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import train, whole_state
@@ -190,12 +190,12 @@ def _lives_that_end_in_a_save(root: Path, layout: str, variant: str) -> None:
     assert (start.how, start.step) == ("resumed", 2), start
     _go_on(state, 1)
 
-    def die(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total:
+    def die(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten) and event.written * 2 >= event.total:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() == 1:
-        progress.subscribe(die)
+        events.subscribe(die)
     checkpointer.save(state, root / f"{layout}-{variant}" / "step-3", step=3)
 
 

@@ -16,8 +16,8 @@ from isal.isal_zlib import crc32
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dcp_plugin as dcp
-from dcp_plugin.storage.framing import ALIGNMENT, frame
-from dcp_plugin.storage.index import StoredTensor
+from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.format.torch_zip import ALIGNMENT, frame
 from tests.compare import assert_same, same_bytes
 
 DTYPES = [

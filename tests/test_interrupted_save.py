@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
-from dcp_plugin.storage import commit, files
+from dcp_plugin import events
+from dcp_plugin.media.disk import commit, files
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
@@ -33,14 +33,14 @@ def _save(path: Path, seed: int, steps: int) -> None:
 def _save_and_die(path: Path, victims: list[int]) -> None:
     """The victims die when half of their bytes are written."""
 
-    def die(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total:
+    def die(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten) and event.written * 2 >= event.total:
             os.kill(os.getpid(), signal.SIGKILL)
 
     model, optimizer = build("fsdp2", seed=5)
     train(model, optimizer, 2)
     if dist.get_rank() in victims:
-        progress.subscribe(die)
+        events.subscribe(die)
     dcp.save({"model": model, "optim": optimizer}, path, step=99, timeout=20)
 
 
@@ -80,7 +80,7 @@ def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims
 
 def _die_inside(call: str, path: Path) -> None:
     """Die at a point of the commit itself: just before or just after the rename."""
-    from dcp_plugin.storage import files
+    from dcp_plugin.media.disk import files
 
     model, optimizer = build("plain", seed=5)
     real_exchange, real_rename = files.exchange, os.rename

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin import lifecycle
-from dcp_plugin.storage import commit
+from dcp_plugin.media.disk import commit
+from dcp_plugin.runs import catalog
 from tests import launch
 
 
@@ -340,9 +340,9 @@ def test_a_link_takes_the_place_of_a_link_and_of_a_checkpoint(tmp_path: Path) ->
     for step in (1, 2, 3):
         dcp.save({"x": step}, tmp_path / str(step), step=step)
     for step in (1, 2):
-        lifecycle.link(tmp_path / "last", tmp_path / str(step))
+        catalog.link(tmp_path / "last", tmp_path / str(step))
         assert dcp.inspect(tmp_path / "last").step == step
-    lifecycle.link(tmp_path / "3", tmp_path / "1")
+    catalog.link(tmp_path / "3", tmp_path / "1")
     assert dcp.inspect(tmp_path / "3").step == 1
     assert os.readlink(tmp_path / "3") == "1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "last"]
@@ -353,7 +353,7 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
     for step in (1, 2):
         dcp.save({"x": step}, tmp_path / str(step), step=step)
     if before == "link":
-        lifecycle.link(tmp_path / "last", tmp_path / "1")
+        catalog.link(tmp_path / "last", tmp_path / "1")
     else:
         dcp.save({"x": 1}, tmp_path / "last", step=1)
     (outcome,) = launch.outcomes_of(_link_and_die, 1, tmp_path)
@@ -364,11 +364,11 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
 
 
 def _link_and_die(root: Path) -> None:
-    from dcp_plugin.storage import files
+    from dcp_plugin.media.disk import files
 
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     files.exchange = die  # type: ignore[assignment]
     os.replace = die  # type: ignore[assignment]
-    lifecycle.link(root / "last", root / "2")
+    catalog.link(root / "last", root / "2")

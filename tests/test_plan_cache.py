@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin._torch import sharded_value
-from dcp_plugin.storage.metadata import metadata_of, stock_path
+from dcp_plugin.format.metadata import metadata_of, stock_path
 from tests import launch
 from tests.compare import same_bytes
 from tests.layouts import build, train
@@ -155,9 +155,9 @@ def test_the_stock_metadata_is_what_pickling_the_objects_would_give(tmp_path: Pa
 
 
 def test_stock_metadata_holds_offsets_beyond_32_bits() -> None:
-    from dcp_plugin.storage.index import CheckpointIndex, StoredChunk, StoredTensor
-    from dcp_plugin.storage.metadata import encode
-    from dcp_plugin.storage.table import Location
+    from dcp_plugin.format.columns import Location
+    from dcp_plugin.format.index import CheckpointIndex, StoredChunk, StoredTensor
+    from dcp_plugin.format.metadata import encode
 
     where = Location("__0_0.distcp", 1 << 40, 100, None, 0)
     chunk = StoredChunk((0,), (1 << 33,), where)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.planning.assignment import Share, assign
+from dcp_plugin.format.columns import padded, partitioned
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.planning.holdings import Holding
-from dcp_plugin.planning.partition import Held, Parts, partition
+from dcp_plugin.planning.global_plan import Share, assign
+from dcp_plugin.planning.load_balance import Held, Parts, partition
+from dcp_plugin.planning.local_inventory import Holding
 from dcp_plugin.planning.save import ShardedSavePlanner
-from dcp_plugin.storage.table import padded, partitioned
 from dcp_plugin.types import EncodedValue, LocalChunk, ShardedValue
 
 MIB = 1 << 20

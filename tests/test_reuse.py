@@ -23,9 +23,9 @@ from torch import nn
 from xxhash import xxh3_128_digest
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
-from dcp_plugin.storage import commit
-from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.events import SaveFinished
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves, train
@@ -35,7 +35,7 @@ FIRST = "backbone.0.weight"
 
 
 @pytest.fixture
-def events() -> Iterator[list[progress.SaveFinished]]:
+def events() -> Iterator[list[SaveFinished]]:
     with finished_saves() as noted:
         yield noted
 
@@ -67,7 +67,7 @@ def _check_alone(path: Path, model: nn.Module) -> None:
 
 
 def test_second_checkpoint_with_a_frozen_backbone_writes_a_tenth_of_the_first(
-    tmp_path: Path, events: list[progress.SaveFinished]
+    tmp_path: Path, events: list[SaveFinished]
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
@@ -87,7 +87,7 @@ def test_second_checkpoint_with_a_frozen_backbone_writes_a_tenth_of_the_first(
 
 @pytest.mark.parametrize("element", [0, 700, LAYER // 4 - 1], ids=["first", "where nobody samples", "last"])
 def test_one_flipped_bit_in_a_frozen_tensor_is_noticed_and_written(
-    tmp_path: Path, events: list[progress.SaveFinished], element: int
+    tmp_path: Path, events: list[SaveFinished], element: int
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
@@ -106,7 +106,7 @@ def test_one_flipped_bit_in_a_frozen_tensor_is_noticed_and_written(
 
 
 def test_what_stays_the_same_without_being_frozen_is_linked_from_the_third_save_on(
-    tmp_path: Path, events: list[progress.SaveFinished]
+    tmp_path: Path, events: list[SaveFinished]
 ) -> None:
     state = {"table": torch.randn(512, 512), "counts": torch.zeros(512, 512)}
     ours = dcp.Checkpointer()
@@ -122,7 +122,7 @@ def test_what_stays_the_same_without_being_frozen_is_linked_from_the_third_save_
     assert_same(other, state)
 
 
-def test_what_changes_at_every_save_is_never_hashed(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+def test_what_changes_at_every_save_is_never_hashed(tmp_path: Path, events: list[SaveFinished]) -> None:
     state = {"weights": torch.randn(512, 512)}
     ours = dcp.Checkpointer()
     for step in range(4):
@@ -148,9 +148,7 @@ def test_what_was_stable_and_changes_again_is_written_and_waits_before_it_is_lin
     assert hashed == [False, True, *[False] * 8]
 
 
-def test_a_resumed_run_reuses_the_checkpoint_that_it_resumed_from(
-    tmp_path: Path, events: list[progress.SaveFinished]
-) -> None:
+def test_a_resumed_run_reuses_the_checkpoint_that_it_resumed_from(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     dcp.save(_state(model, optimizer), tmp_path / "0")
     model, optimizer = build(seed=1)
@@ -162,9 +160,7 @@ def test_a_resumed_run_reuses_the_checkpoint_that_it_resumed_from(
     _check_alone(tmp_path / "1", model)
 
 
-def test_one_call_links_from_the_checkpoint_that_it_is_told_of(
-    tmp_path: Path, events: list[progress.SaveFinished]
-) -> None:
+def test_one_call_links_from_the_checkpoint_that_it_is_told_of(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     dcp.save(_state(model, optimizer), tmp_path / "0")
     dcp.save(_state(model, optimizer), tmp_path / "1", base=tmp_path / "0")
@@ -172,9 +168,7 @@ def test_one_call_links_from_the_checkpoint_that_it_is_told_of(
     _check_alone(tmp_path / "1", model)
 
 
-def test_other_weights_than_those_that_were_loaded_are_written(
-    tmp_path: Path, events: list[progress.SaveFinished]
-) -> None:
+def test_other_weights_than_those_that_were_loaded_are_written(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     dcp.save(_state(model, optimizer), tmp_path / "0")
     ours = dcp.Checkpointer()
@@ -187,7 +181,7 @@ def test_other_weights_than_those_that_were_loaded_are_written(
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "in the background"])
 def test_overwriting_the_base_links_from_it_before_it_is_gone(
-    tmp_path: Path, events: list[progress.SaveFinished], async_save: bool
+    tmp_path: Path, events: list[SaveFinished], async_save: bool
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer(async_save=async_save)
@@ -200,7 +194,7 @@ def test_overwriting_the_base_links_from_it_before_it_is_gone(
 
 
 def test_with_the_base_deleted_an_older_checkpoint_of_the_same_files_serves(
-    tmp_path: Path, events: list[progress.SaveFinished]
+    tmp_path: Path, events: list[SaveFinished]
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
@@ -216,7 +210,7 @@ def test_with_the_base_deleted_an_older_checkpoint_of_the_same_files_serves(
     _check_alone(tmp_path / "again", model)
 
 
-def test_keep_last_keeps_what_the_newest_needs(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+def test_keep_last_keeps_what_the_newest_needs(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer(keep_last=1)
     for step in range(3):
@@ -227,19 +221,17 @@ def test_keep_last_keeps_what_the_newest_needs(tmp_path: Path, events: list[prog
     _check_alone(tmp_path / "2", model)
 
 
-def test_a_failed_save_leaves_the_last_committed_one_as_base(
-    tmp_path: Path, events: list[progress.SaveFinished]
-) -> None:
+def test_a_failed_save_leaves_the_last_committed_one_as_base(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
     ours.save(_state(model, optimizer), tmp_path / "0")
 
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten):
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten):
             raise OSError("the disk is on fire")
 
     train(model, optimizer)
-    unsubscribe = progress.subscribe(fail)
+    unsubscribe = dcp.events.subscribe(fail)
     with pytest.raises(dcp.SaveFailed, match="on fire"):
         ours.save(_state(model, optimizer), tmp_path / "1")
     unsubscribe()
@@ -311,7 +303,7 @@ def _forge(path: Path, model: nn.Module) -> None:
 
 
 def test_another_file_system_gets_a_copy_and_that_is_said_once(
-    tmp_path: Path, events: list[progress.SaveFinished], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, events: list[SaveFinished], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = build()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
@@ -327,9 +319,7 @@ def test_another_file_system_gets_a_copy_and_that_is_said_once(
     _check_alone(tmp_path / "3", model)
 
 
-def test_a_file_with_as_many_links_as_it_can_have_is_written_anew(
-    tmp_path: Path, events: list[progress.SaveFinished]
-) -> None:
+def test_a_file_with_as_many_links_as_it_can_have_is_written_anew(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
     ours.save(_state(model, optimizer), tmp_path / "0")
@@ -348,7 +338,7 @@ def test_a_file_with_as_many_links_as_it_can_have_is_written_anew(
     _check_alone(tmp_path / "2", model)
 
 
-def test_without_reuse_nothing_is_linked_or_hashed(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+def test_without_reuse_nothing_is_linked_or_hashed(tmp_path: Path, events: list[SaveFinished]) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer(reuse=False)
     for step in range(2):
@@ -357,9 +347,7 @@ def test_without_reuse_nothing_is_linked_or_hashed(tmp_path: Path, events: list[
     assert "hash" not in load_file(tmp_path / "1" / commit.INDEX)
 
 
-def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(
-    tmp_path: Path, events: list[progress.SaveFinished]
-) -> None:
+def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(tmp_path: Path, events: list[SaveFinished]) -> None:
     """A linked file may carry a little that belongs to nobody; what is dead never adds up."""
     model, optimizer = build(layers=40)
     ours = dcp.Checkpointer(io_threads=1)
@@ -489,15 +477,15 @@ def _save_and_die(root: Path, victims: list[int]) -> None:
     ours = dcp.Checkpointer(timeout=20)
     ours.save(_state(model, optimizer), root / "0", step=0)
 
-    def die(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten):
+    def die(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten):
             (saving,) = (root / commit.WORKSPACE).glob("*.saving")
             mine = list(saving.glob(f"__{dist.get_rank()}_*.distcp"))
             assert any(file.stat().st_nlink == 2 for file in mine), "killed too early: nothing is linked yet"
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dist.get_rank() in victims:
-        progress.subscribe(die)
+        dcp.events.subscribe(die)
     train(model, optimizer)
     ours.save(_state(model, optimizer), root / "1", step=1)
 

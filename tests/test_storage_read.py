@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.utils.serialization import config as serialization
 
 import dcp_plugin as dcp
-from dcp_plugin.storage.index import StoredTensor
-from dcp_plugin.storage.ranges import MOST_WASTE, covering, runs_of
+from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.storage.fetch import MOST_WASTE, covering, runs_of
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
 

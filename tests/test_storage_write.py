@@ -17,11 +17,12 @@ import torch
 from torch.distributed.checkpoint import load as stock_load
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
-from dcp_plugin.storage import direct, hostmemory, values
-from dcp_plugin.storage.checksums import RunningCrc, block_size
-from dcp_plugin.storage.direct import BUFFER, BlockFile
-from dcp_plugin.storage.index import StoredTensor
+from dcp_plugin import events
+from dcp_plugin.format import values
+from dcp_plugin.format.checksums import RunningCrc, block_size
+from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.media.disk import direct_io, host_memory
+from dcp_plugin.media.disk.direct_io import BUFFER, BlockFile
 from dcp_plugin.storage.reader import ShardedReader
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
@@ -105,8 +106,8 @@ def _contents(checkpoint: Path) -> list[bytes]:
 
 def _aligned(size: int, by: int = 0) -> torch.Tensor:
     """Random bytes that begin ``by`` bytes behind a page."""
-    memory = torch.randint(256, (size + 2 * direct.ALIGNMENT,), dtype=torch.uint8)
-    return memory[-memory.data_ptr() % direct.ALIGNMENT + by :][:size]
+    memory = torch.randint(256, (size + 2 * direct_io.ALIGNMENT,), dtype=torch.uint8)
+    return memory[-memory.data_ptr() % direct_io.ALIGNMENT + by :][:size]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_aligned_memory_is_written_from_where_it_is(tmp_path: Path, before: int,
     with BlockFile(tmp_path / "file", before + body.nbytes + 7, "auto", written.append) as file:
         file.write(head)
         assert file.takes_in_place(body.data_ptr()) == in_place
-        file.write(hostmemory.memory_view(body))
+        file.write(host_memory.memory_view(body))
         file.write(b"the end")
     assert (5 * BUFFER in written) == in_place, "as a whole, and not through the buffer"
     assert (tmp_path / "file").read_bytes() == head + body.numpy().tobytes() + b"the end"
@@ -132,8 +133,8 @@ def test_large_payloads_begin_at_pages_of_the_file(tmp_path: Path, async_save: b
     sizes = [3, MIB, 70_001, MIB // 4, 2 * MIB + 1, MIB // 4 - 1]  # fp32
     state = {str(number): torch.randn(size) for number, size in enumerate(sizes)}
     finished: list[int] = []
-    unsubscribe = progress.subscribe(
-        lambda event: finished.append(event.bytes) if isinstance(event, progress.SaveFinished) else None
+    unsubscribe = events.subscribe(
+        lambda event: finished.append(event.bytes) if isinstance(event, events.SaveFinished) else None
     )
     with closing(dcp.Checkpointer(async_save=async_save)) as ours:
         ours.save(state, tmp_path / "ck").wait()
@@ -143,8 +144,8 @@ def test_large_payloads_begin_at_pages_of_the_file(tmp_path: Path, async_save: b
         entry = index[key]
         assert isinstance(entry, StoredTensor)
         (chunk,) = entry.chunks
-        if tensor.nbytes >= direct.IN_PLACE:
-            assert (chunk.location.offset + chunk.location.payload_offset) % direct.ALIGNMENT == 0
+        if tensor.nbytes >= direct_io.IN_PLACE:
+            assert (chunk.location.offset + chunk.location.payload_offset) % direct_io.ALIGNMENT == 0
     assert dcp.verify(tmp_path / "ck").ok
     assert finished == [sum(index.files.values())]
     there = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
@@ -171,7 +172,7 @@ def _refuse_at_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, data, offset)
 
-    monkeypatch.setattr(direct.os, "pwrite", write)
+    monkeypatch.setattr(direct_io.os, "pwrite", write)
 
 
 @pytest.mark.parametrize("refuse", [_refuse_when_switched_on, _refuse_at_the_first_write])
@@ -196,7 +197,7 @@ def test_direct_io_is_one_of_three() -> None:
 
 
 def test_the_pieces_of_a_tensor_are_its_bytes_in_order() -> None:
-    rings = hostmemory.Rings()
+    rings = host_memory.Rings()
     for key, tensor in _state().items():
         expected = bytes(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy())
         assert b"".join(bytes(piece) for piece in rings.pieces(tensor)) == expected, key

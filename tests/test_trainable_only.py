@@ -20,16 +20,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
-from dcp_plugin.storage import commit
-from dcp_plugin.storage.index import CheckpointIndex
+from dcp_plugin.events import SaveFinished
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
 
 
 @pytest.fixture
-def events() -> Iterator[list[progress.SaveFinished]]:
+def events() -> Iterator[list[SaveFinished]]:
     with finished_saves() as noted:
         yield noted
 
@@ -63,7 +63,7 @@ def _flip(tensor: torch.Tensor, element: int) -> None:
 
 
 def test_only_what_trains_is_written_and_the_load_is_completed_from_the_base(
-    tmp_path: Path, events: list[progress.SaveFinished]
+    tmp_path: Path, events: list[SaveFinished]
 ) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
@@ -105,7 +105,7 @@ def test_a_frozen_parameter_that_has_changed_by_one_bit_is_saved(
     _check(tmp_path / "1", model)
 
 
-def test_a_resumed_run_keeps_the_base_of_its_checkpoint(tmp_path: Path, events: list[progress.SaveFinished]) -> None:
+def test_a_resumed_run_keeps_the_base_of_its_checkpoint(tmp_path: Path, events: list[SaveFinished]) -> None:
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
     _flip(model.get_parameter("backbone.3.weight"), 5)
@@ -474,7 +474,7 @@ def _tune(root: Path, layouts: list[str]) -> dict[str, int]:
     ("world_size", "layouts"), [(2, ["ddp", "fsdp1", "fsdp2"]), (4, ["hsdp"])], ids=["2 ranks", "4 ranks"]
 )
 def test_every_layout_leaves_out_the_frozen_part_on_all_ranks(
-    tmp_path: Path, world_size: int, layouts: list[str], events: list[progress.SaveFinished]
+    tmp_path: Path, world_size: int, layouts: list[str], events: list[SaveFinished]
 ) -> None:
     _pretrained(tmp_path / "base")
     written = launch.run(_tune, world_size, tmp_path, layouts)

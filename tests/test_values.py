@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.storage import values
+from dcp_plugin.format import values
 
 
 class Phase(enum.Enum):

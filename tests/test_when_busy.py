@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 from tests import launch
 from tests.compare import assert_same, assert_saved
 from tests.layouts import build, train, whole_state
@@ -49,11 +49,11 @@ def _skip_where_ranks_differ(root: Path) -> None:
     ours = dcp.Checkpointer(async_save=True, when_busy="skip", timeout=20)
     gate = Gate()
 
-    def end_late(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveFinished) and dist.get_rank() == 1:
+    def end_late(event: events.Event) -> None:
+        if isinstance(event, events.SaveFinished) and dist.get_rank() == 1:
             gate()
 
-    unsubscribe = progress.subscribe(end_late)
+    unsubscribe = events.subscribe(end_late)
     gate.close()
     first = ours.save({"n": 1}, root / "a")
     if dist.get_rank() == 0:
@@ -473,7 +473,7 @@ def test_the_original_error_of_a_background_save_is_kept(tmp_path: Path) -> None
 
 
 def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dcp_plugin.progress.NOTE_SECONDS", 0.1)
+    monkeypatch.setattr("dcp_plugin.events.NOTE_SECONDS", 0.1)
     ours = dcp.Checkpointer(async_save=True, progress=True, io_threads=1)
     with slow_writes(lambda: time.sleep(0.11)):
         ours.save({"t": torch.ones(2 << 20)}, tmp_path / "ck")

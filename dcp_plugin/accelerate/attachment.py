@@ -2,7 +2,7 @@
 
 Accelerate has no public place to take over from: its hooks cannot replace the optimizer, nor anything under FSDP. So
 the two methods are replaced on the instance; a script stays as it is. ``model`` and ``optim`` are the prepared models
-and optimizers, numbered if there are several; the rest is in :mod:`dcp_plugin.accelerate.extras`.
+and optimizers, numbered if there are several; the rest is in :mod:`dcp_plugin.accelerate.extra_state`.
 
 Users' hooks run as they do natively: save hooks before models are saved (under FSDP natively after), and may take
 weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
@@ -21,21 +21,20 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from dcp_plugin.accelerate import _accelerate, extras, native, projects
-from dcp_plugin.accelerate.order import untracked_sampler
-from dcp_plugin.accelerate.positions import Tracker
+from dcp_plugin.accelerate import _accelerate, checkpoint_dirs, extra_state, stock_format
+from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.support import refuse_silent_fallbacks
 from dcp_plugin.accelerate.training import Training
-from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.conventions import EXTRA, keys_by_name
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.lifecycle import resolve
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
-from dcp_plugin.state.app import NamesOnly
-from dcp_plugin.storage.foreign.training import ACCELERATE
+from dcp_plugin.format.foreign.training import ACCELERATE
+from dcp_plugin.integration.attachment import Attached
+from dcp_plugin.integration.key_names import EXTRA, keys_by_name
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.runs.catalog import resolve
+from dcp_plugin.runs.resume import Restart, decide, load_from, refuse_partial_of_nothing
+from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -75,7 +74,7 @@ class Attachment(Attached):
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         refuse_silent_fallbacks(accelerator)
-        projects.require_local(accelerator)
+        checkpoint_dirs.require_local(accelerator)
         self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
@@ -101,8 +100,8 @@ class Attachment(Attached):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        automatic = projects.is_automatic(accelerator)
-        path = self._decide(lambda: projects.next_path(accelerator)) if automatic else _through_link(output_dir)
+        automatic = checkpoint_dirs.is_automatic(accelerator)
+        path = self._decide(lambda: checkpoint_dirs.next_path(accelerator)) if automatic else _through_link(output_dir)
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
@@ -113,11 +112,11 @@ class Attachment(Attached):
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
             if self._resumable_natively(training):
-                native.write_small_files(accelerator, directory, training.registered, step)
+                stock_format.write_small_files(accelerator, directory, training.registered, step)
             # Now, since hooks may draw random numbers.
-            state.update(extras.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
+            state.update(extra_state.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
-        views = native.views(training.models, training.optimizers) if self._resumable_natively(training) else None
+        views = stock_format.views(training.models, training.optimizers) if self._resumable_natively(training) else None
         self._rotation_due = automatic
         handle = self._checkpointer.save(state, path, files=before, views=views)
         accelerator.project_configuration.iteration += 1
@@ -143,8 +142,8 @@ class Attachment(Attached):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        by_number = input_dir is None and projects.is_automatic(accelerator)
-        path = self._decide(lambda: projects.newest(accelerator)) if by_number else _given(input_dir)
+        by_number = input_dir is None and checkpoint_dirs.is_automatic(accelerator)
+        path = self._decide(lambda: checkpoint_dirs.newest(accelerator)) if by_number else _given(input_dir)
         given = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(given.pop("strict")), given.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
@@ -153,18 +152,18 @@ class Attachment(Attached):
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
-        if native.is_native(path):
+        if stock_format.is_native(path):
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
-            placed = native.Reading(strict, map_location, load_kwargs)
-            accelerator.step = native.load(accelerator, self._checkpointer, path, remaining, placed)
+            placed = stock_format.Reading(strict, map_location, load_kwargs)
+            accelerator.step = stock_format.load(accelerator, self._checkpointer, path, remaining, placed)
         else:
             self._load(path, training, taken, strict)
         if training.sharded:
             self._run_load_hooks({}, path)
-        if projects.is_automatic(accelerator):
-            projects.continue_numbering(accelerator)
+        if checkpoint_dirs.is_automatic(accelerator):
+            checkpoint_dirs.continue_numbering(accelerator)
 
     def resume_or_init(
         self,
@@ -199,12 +198,12 @@ class Attachment(Attached):
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
             )
         self.wait()
-        by_number = root is None and projects.is_automatic(self._accelerator)
+        by_number = root is None and checkpoint_dirs.is_automatic(self._accelerator)
         folder = Path() if by_number else _given(root)
 
         def own() -> Path | None:
             if by_number and resume in ("auto", "must"):
-                return projects.resume_from(self._accelerator, must=resume == "must")
+                return checkpoint_dirs.resume_from(self._accelerator, must=resume == "must")
             return resolve(resume, folder, (ACCELERATE,), init_from)
 
         start = decide(self._checkpointer.ranks, own, init_from)
@@ -247,7 +246,7 @@ class Attachment(Attached):
         self._checkpointer.wait()
         due, self._rotation_due = self._rotation_due, False
         if due and self._accelerator.is_main_process:
-            projects.rotate(self._accelerator)
+            checkpoint_dirs.rotate(self._accelerator)
 
     def close(self) -> None:
         """Wait, and free what saving needed. Saving again is possible.
@@ -330,7 +329,7 @@ class Attachment(Attached):
             return there.get(EXTRA, [])
 
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
-        restoring = extras.Restoring(self._accelerator, self._tracked(), training.registered, keys)
+        restoring = extra_state.Restoring(self._accelerator, self._tracked(), training.registered, keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}

@@ -1,4 +1,4 @@
-"""Floor 5: the command line. It asks the library and prints; typer and rich are imported when it runs."""
+"""Layer 9: the command line. It asks the library and prints; typer and rich are imported when it runs."""
 
 from __future__ import annotations
 

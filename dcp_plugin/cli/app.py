@@ -14,10 +14,10 @@ from rich.table import Table
 from dcp_plugin.cli.target import NoTarget, module_of
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.inspection import inspect, verify
-from dcp_plugin.lifecycle import list_checkpoints
-from dcp_plugin.loading import plan_load
-from dcp_plugin.partial import PartialLoad
+from dcp_plugin.loading.load import plan_load
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.runs.catalog import list_checkpoints
+from dcp_plugin.runs.inspect import inspect, verify
 from dcp_plugin.types import PlannedLoad
 
 app = typer.Typer(

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dcp_plugin.config import local_path
-from dcp_plugin.inspection import inspect
-from dcp_plugin.storage.table import dtype_named
+from dcp_plugin.format.columns import dtype_named
+from dcp_plugin.runs.inspect import inspect
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Floor 5: the Fabric door.
+"""Layer 9: the Fabric door.
 
 ``attach(fabric)`` is all there is to do; see :mod:`dcp_plugin.fabric.strategy`. What ``fabric.save`` puts where is
 told in :mod:`dcp_plugin.fabric.saving`, and how a training continues in :mod:`dcp_plugin.fabric.resume`.

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.attached import Attached
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.lifecycle import resolve
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.restart import Restart, decide, load_from, modules_of, refuse_partial_of_nothing
-from dcp_plugin.storage.foreign.training import OTHERS
+from dcp_plugin.format.foreign.training import OTHERS
+from dcp_plugin.integration.attachment import Attached
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.runs.catalog import resolve
+from dcp_plugin.runs.resume import Restart, decide, load_from, modules_of, refuse_partial_of_nothing
 
 
 class Attachment(Attached):

@@ -20,15 +20,15 @@ from torch.optim import Optimizer
 
 from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
-from dcp_plugin.inspection import inspect
+from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
+from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.sampler import data_rank
 from dcp_plugin.state.union import is_of_no_module
-from dcp_plugin.storage.foreign.dcp_folder import META
 
 logger = logging.getLogger("dcp_plugin")
 

@@ -23,11 +23,11 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.fabric.resume import Through, has_position, position_of, random_streams
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
-from dcp_plugin.state.app import NamesOnly, module_of
+from dcp_plugin.state.adapters import NamesOnly, module_of
 from dcp_plugin.state.sampler import data_rank
 from dcp_plugin.state.union import joint_module, loose_module
 

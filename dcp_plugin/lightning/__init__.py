@@ -1,4 +1,4 @@
-"""Floor 5: the Lightning door, for ``lightning`` and for ``pytorch_lightning``.
+"""Layer 9: the Lightning door, for ``lightning`` and for ``pytorch_lightning``.
 
 ``Trainer(plugins=[DCPCheckpointIO()])`` is all there is to do; see :mod:`dcp_plugin.lightning.callback` for how the
 plugin reaches all ranks, and :mod:`dcp_plugin.lightning.resume` for how a training continues.

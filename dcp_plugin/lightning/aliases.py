@@ -2,7 +2,7 @@
 
 Its sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
 ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for everything else in a file
-``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.storage.views`), the
+``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.stock_views`), the
 groups are small values of their own. Single device and DDP are not imitated: their format is one file, a second copy
 of everything.
 
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.format import values
+from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.stock_views import Aliases
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning._packages import has_base
-from dcp_plugin.lightning.native import MODEL_NAMES, OPTIMIZER, Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.lightning.stock_format import MODEL_NAMES, OPTIMIZER, Checkpoint
 from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state.optimizer import GROUPS, Nested, group_list
-from dcp_plugin.storage import values
-from dcp_plugin.storage.foreign.dcp_folder import META
-from dcp_plugin.storage.views import Aliases
 from dcp_plugin.types import KeyPath
 
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from dcp_plugin import lifecycle
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointNotFound
 from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of
 from dcp_plugin.lightning.io import DCPCheckpointIO
+from dcp_plugin.runs import catalog
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -135,7 +135,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         original(trainer, target, link)
         return
     if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
-        trainer.strategy.dcp_checkpoint_io.afterwards.with_files(lambda: lifecycle.link(link, target), first=True)
+        trainer.strategy.dcp_checkpoint_io.afterwards.with_files(lambda: catalog.link(link, target), first=True)
     trainer.strategy.barrier("link to a checkpoint")
 
 
@@ -154,7 +154,7 @@ def _committed(trainer: Any, found: set[str]) -> set[str]:
     said = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
     remaining = found - passed_over.keys()
     if not remaining:
-        beside = lifecycle.latest(Path(next(iter(passed_over))).parent)
+        beside = catalog.latest(Path(next(iter(passed_over))).parent)
         if beside is None:
             raise CheckpointNotFound(
                 f'ckpt_path="last", but nothing here can be resumed from: {said}. Delete it to train from scratch.'
@@ -167,4 +167,4 @@ def _committed(trainer: Any, found: set[str]) -> set[str]:
 def _reason_to_pass_over(path: Path) -> str:
     if not path.exists():
         return f"it is a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "it is gone"
-    return "" if path.is_file() else lifecycle.reason_to_pass_over(path)
+    return "" if path.is_file() else catalog.reason_to_pass_over(path)

@@ -17,13 +17,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
-from dcp_plugin.conventions import MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.lightning import _lightning, layout, native
+from dcp_plugin.integration.key_names import MODEL, OPTIM, among, keys_by_name
+from dcp_plugin.lightning import _lightning, layout, stock_format
 from dcp_plugin.lightning._packages import Package, package_of
 from dcp_plugin.lightning.hyper_parameters import made_of
-from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.lightning.stock_format import Checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -102,8 +102,8 @@ def _read(path: Path, package: Package, module_class: Any, weights_only: bool | 
     allow_pickle = ("*",) if weights_only is False else ()
     Checkpointer(solo=True, allow_pickle=allow_pickle).load(state, path)
     checkpoint = layout.from_state(state)
-    if native.is_directory_of_lightning(path):
-        checkpoint = {**native.read_meta(path, weights_only), **checkpoint}
+    if stock_format.is_directory_of_lightning(path):
+        checkpoint = {**stock_format.read_meta(path, weights_only), **checkpoint}
     checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if saved by another door
     return _lightning.migrated(package, without_own_state(checkpoint), path)
 

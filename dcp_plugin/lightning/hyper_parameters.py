@@ -25,10 +25,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from dcp_plugin._torch import is_tensor
-from dcp_plugin.conventions import EXTRA, plain
+from dcp_plugin.format import values
+from dcp_plugin.integration.key_names import EXTRA, plain
 from dcp_plugin.lightning._lightning import place_in_configuration
-from dcp_plugin.lightning.native import Checkpoint
-from dcp_plugin.storage import values
+from dcp_plugin.lightning.stock_format import Checkpoint
 
 KEYS = {
     "hyper_parameters": "hparams_type",

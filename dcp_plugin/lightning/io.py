@@ -20,21 +20,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin import lifecycle
-from dcp_plugin.background import SaveHandle
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local, fields_in_signature
-from dcp_plugin.conventions import MODEL, keys_by_name
-from dcp_plugin.lightning import _packages, layout, native
-from dcp_plugin.lightning.afterwards import Afterwards
+from dcp_plugin.events import SaveFinished
+from dcp_plugin.integration.key_names import MODEL, keys_by_name
+from dcp_plugin.lightning import _packages, layout, stock_format
 from dcp_plugin.lightning.aliases import ForStock
 from dcp_plugin.lightning.hooks import OthersHooks
-from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.lightning.post_commit import Afterwards
 from dcp_plugin.lightning.reporting import Report, tell_at_once, tell_later
 from dcp_plugin.lightning.resume import beside_ours, without_own_state
-from dcp_plugin.partial import PartialLoad
-from dcp_plugin.progress import SaveFinished
-from dcp_plugin.restart import Restart, decide, load_from, refuse_partial_of_nothing
+from dcp_plugin.lightning.stock_format import Checkpoint
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.runs import catalog
+from dcp_plugin.runs.resume import Restart, decide, load_from, refuse_partial_of_nothing
+from dcp_plugin.saving.queue import SaveHandle
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
@@ -188,12 +188,12 @@ class DCPCheckpointIO:
         if self.afterwards.is_under_way(path):
             self.wait()
         if os.path.isfile(path):
-            return native.read(Path(path), weights_only, map_location or "cpu")
+            return stock_format.read(Path(path), weights_only, map_location or "cpu")
         state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
         self._alone().load(state, path)
         checkpoint = layout.from_state(state)
-        if native.is_directory_of_lightning(Path(path)):
-            return {**native.read_meta(Path(path), weights_only), **checkpoint}
+        if stock_format.is_directory_of_lightning(Path(path)):
+            return {**stock_format.read_meta(Path(path), weights_only), **checkpoint}
         return without_own_state(checkpoint)
 
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -203,7 +203,7 @@ class DCPCheckpointIO:
         a crash would then leave neither.
         """
         self._say_if_not_promoted()
-        self.afterwards.with_files(lambda: lifecycle.remove(path))
+        self.afterwards.with_files(lambda: catalog.remove(path))
 
     def teardown(self) -> None:
         """Wait for the save in flight and free what saving needed. The plugin can be used again.

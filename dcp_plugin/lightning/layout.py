@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, numbered
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered
 from dcp_plugin.lightning.hyper_parameters import made_again, made_storable
-from dcp_plugin.lightning.native import Checkpoint
+from dcp_plugin.lightning.stock_format import Checkpoint
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 from dcp_plugin.state.optimizer import Nested
 

@@ -22,20 +22,20 @@ from torch import nn
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.conventions import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.lightning import layout, native
+from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
+from dcp_plugin.lightning import layout, stock_format
+from dcp_plugin.lightning.full_state import fill, load_optimizer
 from dcp_plugin.lightning.hyper_parameters import made_again
-from dcp_plugin.lightning.native import Checkpoint
-from dcp_plugin.lightning.whole import fill, load_optimizer
-from dcp_plugin.partial import PartialLoad
+from dcp_plugin.lightning.stock_format import Checkpoint
+from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.planning.load import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
-from dcp_plugin.state.app import Unapplied
+from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import OptimizerLoad
-from dcp_plugin.storage.index import StoredTensor
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport
 
@@ -81,8 +81,8 @@ def load(
     keys = keys_by_name(path)
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: model}
-    if native.is_directory_of_lightning(path):
-        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read_meta(path, weights_only))
+    if stock_format.is_directory_of_lightning(path):
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read_meta(path, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.progress import SaveFinished
-from dcp_plugin.storage import commit
-from dcp_plugin.storage.summary import Summary
+from dcp_plugin.events import SaveFinished
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.media.disk import commit
 
 if TYPE_CHECKING:
-    from dcp_plugin.lightning.afterwards import Afterwards
+    from dcp_plugin.lightning.post_commit import Afterwards
 
 
 @dataclass(frozen=True)

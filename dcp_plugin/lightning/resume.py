@@ -23,7 +23,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from dcp_plugin.conventions import RNG
+from dcp_plugin.integration.key_names import RNG
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning._packages import package_behind

@@ -21,16 +21,16 @@ from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning import _lightning, layout, loading, native, rehearsal, resume
+from dcp_plugin.lightning import _lightning, layout, loading, preflight, resume, stock_format
 from dcp_plugin.lightning._lightning import begins_stage, inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
 from dcp_plugin.lightning.aliases import add_for_stock
 from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks, require_local_dirpaths
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.loading import Loaded
-from dcp_plugin.lightning.native import Checkpoint
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.restart import Restart
+from dcp_plugin.lightning.stock_format import Checkpoint
+from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
 from dcp_plugin.state.sampler import make_resumable
 
@@ -71,7 +71,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             f"Use one of {', '.join(SUPPORTED)} or a subclass, or take the plugin out."
         )
     pytorch = package.pytorch
-    sharded = _is_one_of(base, tuple(native.MODEL_NAMES))
+    sharded = _is_one_of(base, tuple(stock_format.MODEL_NAMES))
 
     class DCPStrategy(base):  # type: ignore[misc, valid-type]
         promoted_by_dcp_plugin = True
@@ -107,8 +107,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             super().setup(trainer)
             self._dcp_set_up = True
             self._dcp_groups_made = [len(optimizer.param_groups) for optimizer in self.optimizers]
-            if rehearsal.is_due(trainer):
-                rehearse = functools.partial(rehearsal.rehearse, trainer, io.config.allow_pickle)
+            if preflight.is_due(trainer):
+                rehearse = functools.partial(preflight.rehearse, trainer, io.config.allow_pickle)
                 ranks.agree("see whether checkpoints could be saved", rehearse)
 
         def all_ranks_come_to_save(self) -> bool:
@@ -176,7 +176,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             io.wait()
             checkpointer = io.checkpointer(self.world_size)
             if path.is_file():
-                checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: native.read(path, weights_only))
+                checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
                 self._dcp_loaded = Loaded.of_file(path, checkpoint, self.model)
                 if fitting:
                     io.restart = Restart("resumed", path, checkpoint.get("global_step"))
@@ -204,7 +204,7 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
                 else:
                     checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
             checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if saved by another door
-            if native.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
+            if stock_format.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
                 return checkpoint
             if fitting and "loops" in checkpoint:
                 self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)

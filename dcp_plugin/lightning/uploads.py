@@ -25,7 +25,7 @@ from dcp_plugin.lightning._lightning import (
     scored_paths,
 )
 from dcp_plugin.lightning._packages import has_base
-from dcp_plugin.storage import commit
+from dcp_plugin.media.disk import commit
 
 
 @dataclass(frozen=True)

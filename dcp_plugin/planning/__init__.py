@@ -1,1 +1,4 @@
-"""Floor 2: which rank writes and reads which bytes."""
+"""Layer 4: which rank writes and which rank reads which bytes.
+
+The descriptions of what each rank holds or wants go in, one plan per rank comes out. No bytes are read or written.
+"""

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
+from dcp_plugin.format import values
+from dcp_plugin.format.columns import Column, Table, padded
+from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, walked_as_stored
 from dcp_plugin.planning.save import narrow
-from dcp_plugin.storage import values
-from dcp_plugin.storage.index import CheckpointIndex
-from dcp_plugin.storage.table import Column, Table, padded
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
 
 MOST_PROBLEMS = 20

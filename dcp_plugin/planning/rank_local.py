@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from dcp_plugin.format.checksums import hashes_of
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage.hashing import hashes_of
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue
 
 Box = tuple[Shape, Shape]

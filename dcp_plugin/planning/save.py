@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.planning.assignment import Share, assign
+from dcp_plugin.format import values
+from dcp_plugin.format.columns import NO_TENSOR, default_path
+from dcp_plugin.format.metadata import state_metadata
 from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping, walked_by_stock
-from dcp_plugin.planning.holdings import Holding, ties_of
-from dcp_plugin.storage import values
-from dcp_plugin.storage.metadata import state_metadata
-from dcp_plugin.storage.table import NO_TENSOR, default_path
+from dcp_plugin.planning.global_plan import Share, assign
+from dcp_plugin.planning.local_inventory import Holding, ties_of
 from dcp_plugin.tensors import narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
@@ -57,8 +57,9 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :meth:`holding` and :mod:`dcp_plugin.planning.exchange`
-    instead, which takes a few bytes per rank; who writes what is decided by the same code.
+    DCP drives it with plans of write items. Our own saves use :meth:`holding` and
+    :mod:`dcp_plugin.planning.plan_exchange` instead, which takes a few bytes per rank; who writes what is
+    decided by the same code.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.

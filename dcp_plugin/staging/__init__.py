@@ -1,1 +1,4 @@
-"""Floor 2: host copies of the state, which make a save asynchronous."""
+"""Layer 4: the host copy that makes a save asynchronous.
+
+Live tensors go in, host tensors that nobody changes come out, at once or before the next step of an optimizer.
+"""

@@ -33,8 +33,7 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.names import CleanNames
-from dcp_plugin.state.walk import named_modules
+from dcp_plugin.state.names import CleanNames, named_modules
 
 
 def contains_fsdp1(module: nn.Module) -> bool:

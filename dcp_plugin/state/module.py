@@ -23,8 +23,7 @@ from dcp_plugin._torch import (
     sharded_value,
 )
 from dcp_plugin.state import fsdp1
-from dcp_plugin.state.names import CleanNames
-from dcp_plugin.state.walk import named_modules
+from dcp_plugin.state.names import CleanNames, named_modules
 from dcp_plugin.types import memory_of
 
 

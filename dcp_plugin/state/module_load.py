@@ -34,10 +34,10 @@ from dcp_plugin._torch import (
     sharded_like,
     takes_state_dict,
 )
+from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import ModuleState, apply_module, own_tensors, same_memory, same_parameter
-from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath
 

@@ -2,17 +2,24 @@
 
 FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of what they wrap.
 The first three use names that no user module has; DDP's ``module`` is removed only where a DDP instance sits.
+
+The modules of a tree and their names, walked once for all who ask in the course of one save.
+
+A walk through a large model takes a good part of what a lazy save may take, and names, wrappers, marks and what is
+trained each want one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin._torch import own_parameters
-from dcp_plugin.state.walk import named_modules
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 _ANY_OF_THEM = re.compile("|".join(sorted(_WRAPPER_SEGMENTS)))
@@ -77,3 +84,28 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
                 seen.add(id(parameter))
                 found[clean(f"{prefix}.{name}" if prefix else name)] = parameter
     return found
+
+
+Named = Sequence[tuple[str, nn.Module]]
+
+_walks: ContextVar[dict[int, Named] | None] = ContextVar("dcp_walks", default=None)
+
+
+def named_modules(module: nn.Module) -> Named:
+    """``module.named_modules()``."""
+    walks = _walks.get()
+    if walks is None:
+        return tuple(module.named_modules())
+    if id(module) not in walks:
+        walks[id(module)] = tuple(module.named_modules())
+    return walks[id(module)]
+
+
+@contextmanager
+def walked_once() -> Iterator[None]:
+    """Within, modules are taken to stay where they are: each tree is walked at most once."""
+    before = _walks.set({})
+    try:
+        yield
+    finally:
+        _walks.reset(before)

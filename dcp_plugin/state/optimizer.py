@@ -28,13 +28,13 @@ from torch import nn
 
 from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.planning.rank_local import Box, LocalSlot
 from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import reshard
 from dcp_plugin.state.names import parameter_names, parameters_by_name
 from dcp_plugin.state.own_state_dict import OwnStateDict
-from dcp_plugin.storage.index import Entry, StoredTensor
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath
 

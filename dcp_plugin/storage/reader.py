@@ -4,9 +4,10 @@ A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_re
 with any planner, on our checkpoints and on stock ones.
 
 What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), and these are carried out by
-:mod:`~dcp_plugin.storage.read_files`. Stock items whose layout is the one we would have written are read like our own;
-others go through ``torch.load(weights_only=True)``. What there is to read, :mod:`~dcp_plugin.storage.opening` finds
-out; whoever wrote it, the rest is the same. The planner is only called from the caller's thread.
+:mod:`~dcp_plugin.media.disk.read_files`. Stock items whose layout is the one we would have written are
+read like our own; others go through ``torch.load(weights_only=True)``. What there is to read,
+:mod:`~dcp_plugin.storage.open` finds out; whoever wrote it, the rest is the same. The planner is only called
+from the caller's thread.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from torch.futures import Future
 from dcp_plugin._torch import undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.storage import fetch, read_files, stock
+from dcp_plugin.format import stock_metadata
+from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.format.metadata import metadata_of
+from dcp_plugin.format.pickles import RefusedValue
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.format.values import encode
+from dcp_plugin.media.disk import read_files
+from dcp_plugin.media.disk.host_memory import finish_device_work
+from dcp_plugin.storage import fetch
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.foreign.standins import RefusedValue
-from dcp_plugin.storage.hostmemory import finish_device_work
-from dcp_plugin.storage.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.storage.metadata import metadata_of
-from dcp_plugin.storage.opening import Opened, open_alone, open_checkpoint
-from dcp_plugin.storage.summary import Summary
-from dcp_plugin.storage.values import encode
+from dcp_plugin.storage.open import Opened, open_alone, open_checkpoint
 from dcp_plugin.tensors import decode, fill, is_stored_whole, require_memory, size_of
 from dcp_plugin.types import Shape
 
@@ -260,7 +263,7 @@ class ShardedReader(StorageReader):
             and read.item.storage_index.fqn not in self.index.strides
             and (read.location.file, read.location.offset) not in self.index.transforms
         ]
-        self.bytes_read += stock.recognise(self.opened.directory, unknown, self._layouts)
+        self.bytes_read += stock_metadata.recognise(self.opened.directory, unknown, self._layouts)
 
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
         key = read.item.storage_index.fqn

@@ -3,8 +3,8 @@
 A real DCP ``StorageWriter``: ``torch.distributed.checkpoint.save(sd, storage_writer=ShardedWriter(path))`` uses it
 with any planner, and gets the same checkpoint, committed by the same rule, as :func:`dcp_plugin.save`.
 
-The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.storage.write_files` writes it. Two items on one
-rank that are the same memory or the same bytes (tied weights, equal values) are written once.
+The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.media.disk.write_files` writes it. Two items
+on one rank that are the same memory or the same bytes (tied weights, equal values) are written once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from torch.futures import Future
 from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
-from dcp_plugin.storage import commit, files, write_files
-from dcp_plugin.storage.framing import padded
-from dcp_plugin.storage.index import (
+from dcp_plugin.format.columns import NO_TENSOR, Places, Table
+from dcp_plugin.format.index import (
     CheckpointIndex,
     Entry,
     Location,
@@ -43,13 +42,14 @@ from dcp_plugin.storage.index import (
     StoredTensor,
     StoredValue,
 )
-from dcp_plugin.storage.links import LinkableFile
-from dcp_plugin.storage.metadata import encode as encode_metadata
-from dcp_plugin.storage.metadata import planner_paths, storage_info
+from dcp_plugin.format.metadata import encode as encode_metadata
+from dcp_plugin.format.metadata import planner_paths, storage_info
+from dcp_plugin.format.stock_views import Aliases, Views, with_aliases, write_views
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.format.torch_zip import padded
+from dcp_plugin.media.disk import commit, files, write_files
+from dcp_plugin.media.disk.hard_links import LinkableFile
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
-from dcp_plugin.storage.summary import Summary
-from dcp_plugin.storage.table import NO_TENSOR, Places, Table
-from dcp_plugin.storage.views import Aliases, Views, with_aliases, write_views
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
 
@@ -106,11 +106,11 @@ class ShardedWriter(StorageWriter):
         io_threads: Threads, and data files, per rank.
         direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
         checksum: Whether to compute CRC32 checksums.
-        views: More tables of contents, see :mod:`dcp_plugin.storage.views`.
+        views: More tables of contents, see :mod:`dcp_plugin.format.stock_views`.
         reuse: What this rank knows of the run's last checkpoint; without it everything is written.
         aliases: More keys for stock readers, see there too.
         overwrite: Whether a checkpoint that is there already is replaced; otherwise that is a ``RuntimeError``.
-        facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.storage.summary.Summary`).
+        facts: More for the summary: ``kinds`` and ``layouts`` (see :class:`~dcp_plugin.format.summary.Summary`).
 
     Raises:
         SaveFailed: From any method: the checkpoint was not committed; what was at ``path`` is untouched.
@@ -274,7 +274,7 @@ class ShardedWriter(StorageWriter):
     def reserve(self, among_other_files: bool = False) -> Path:
         """The directory that this save writes into, made if there is none yet. On the coordinator.
 
-        See :func:`dcp_plugin.storage.commit.reserve`.
+        See :func:`dcp_plugin.media.disk.commit.reserve`.
         """
         if self._reservation is None:
             self._reservation = commit.reserve(self.path, among_other_files)

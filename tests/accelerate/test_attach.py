@@ -300,19 +300,19 @@ def test_what_fails_on_one_rank_is_raised_on_all_or_on_none(tmp_path: Path) -> N
 
 
 def _fails_on_one_rank(root: Path) -> None:
-    from dcp_plugin import lifecycle
+    from dcp_plugin.runs import catalog
     from tests.accelerate import training as t
 
     run = t.start("ddp", project=root, limit=1, timeout=20.0)
-    accelerator, remove = run.accelerator, lifecycle.remove
+    accelerator, remove = run.accelerator, catalog.remove
 
     def broken(*args: Any) -> None:
         raise OSError("broken here")
 
-    lifecycle.remove = broken  # which rank 0 alone calls
+    catalog.remove = broken  # which rank 0 alone calls
     accelerator.save_state()
     accelerator.save_state()
-    lifecycle.remove = remove
+    catalog.remove = remove
     dist.barrier()
     if accelerator.is_main_process:
         run.scheduler.scheduler.load_state_dict = broken

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from witness import PowerCut, digest
 
-from dcp_plugin.progress import BytesWritten, SaveStarted
+from dcp_plugin.events import BytesWritten, SaveStarted
 
 
 @pytest.fixture

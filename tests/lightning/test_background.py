@@ -57,16 +57,16 @@ def test_the_old_checkpoint_is_deleted_when_the_new_one_is_there(tmp_path: Path)
 
 def _replace(root: Path) -> None:
     import dcp_plugin as dcp
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.lightning import training as t
 
     loadable: list[int] = []
 
-    def look(event: progress.Event) -> None:
-        if isinstance(event, progress.BytesWritten):
+    def look(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten):
             loadable.append(sum(state.committed for state in dcp.list_checkpoints(root)))
 
-    progress.subscribe(look)
+    events.subscribe(look)
     trainer = t.trainer_for("ddp", [_saving_often(root, save_top_k=1)], plugin=_async_io())
     trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
     first_save = loadable.count(0)
@@ -114,13 +114,13 @@ def _fail_twice(root: Path) -> None:
 
 
 def _disk_full_at(step: int) -> None:
-    from dcp_plugin import progress
+    from dcp_plugin import events
 
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveStarted) and event.step == step:
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.SaveStarted) and event.step == step:
             raise OSError("disk full")
 
-    progress.subscribe(fail)
+    events.subscribe(fail)
 
 
 def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp_path: Path) -> None:

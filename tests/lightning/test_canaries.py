@@ -56,19 +56,19 @@ def _names(root: Path) -> None:
 
 def _formats(root: Path) -> None:
     """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
-    from dcp_plugin.lightning import hyper_parameters, native
+    from dcp_plugin.format.foreign.dcp_folder import META
+    from dcp_plugin.lightning import hyper_parameters, stock_format
     from dcp_plugin.lightning._packages import PACKAGES
-    from dcp_plugin.storage.foreign.dcp_folder import META
 
     for package in PACKAGES:
         owners = (package.pytorch.LightningModule, package.pytorch.LightningDataModule)
         keys = {owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in owners}
         assert keys == hyper_parameters.KEYS
         assert package.fabric("strategies.fsdp")._METADATA_FILENAME == META
-        for strategy, name in native.MODEL_NAMES.items():
+        for strategy, name in stock_format.MODEL_NAMES.items():
             source = inspect.getsource(getattr(package.strategies, strategy).save_checkpoint)
             assert f'{{"{name}": checkpoint.pop("state_dict")}}' in source
-            assert f'f"{native.OPTIMIZER}_{{idx}}": optim_state' in source
+            assert f'f"{stock_format.OPTIMIZER}_{{idx}}": optim_state' in source
         saving = package.module("core.saving")
         assert list(inspect.signature(saving._load_state).parameters) == [
             "cls",

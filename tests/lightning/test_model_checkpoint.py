@@ -140,6 +140,6 @@ def _every_option(root: Path, layout: str, ways: list[str]) -> None:
 
 def _slow_writes() -> None:
     """Wide enough that batches are trained while a save is in flight."""
-    from dcp_plugin import progress
+    from dcp_plugin import events
 
-    progress.subscribe(lambda event: time.sleep(0.01) if isinstance(event, progress.SaveStarted) else None)
+    events.subscribe(lambda event: time.sleep(0.01) if isinstance(event, events.SaveStarted) else None)

@@ -81,7 +81,7 @@ def _write_once(root: Path, way: dict[str, Any]) -> None:
 
 
 def _overwrite_and_die(root: Path, way: dict[str, Any]) -> None:
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.lightning import training as t
 
     def die(*args: Any) -> None:
@@ -93,7 +93,7 @@ def _overwrite_and_die(root: Path, way: dict[str, Any]) -> None:
     trainer.fit(t.Model("fsdp2"), t.plain_loader("fsdp2"))
     torch.save(t.whole_state(trainer), root / f"new-{dist.get_rank()}.pt")
     if way == OURS:
-        progress.subscribe(lambda event: die() if isinstance(event, progress.BytesWritten) else None)
+        events.subscribe(lambda event: die() if isinstance(event, events.BytesWritten) else None)
     elif dist.get_rank() == 1:
         from torch.distributed.checkpoint import FileSystemWriter
 
@@ -158,7 +158,7 @@ def test_trap_4_what_a_save_needs_beside_the_checkpoint_does_not_count_as_one(tm
 
 
 def _numbers_on_a_cluster(root: Path) -> None:
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.lightning import training as t
 
     def next_name(trainer: Any) -> str:
@@ -167,9 +167,7 @@ def _numbers_on_a_cluster(root: Path) -> None:
     trainer = t.trainer_for("single", plugin=True, max_steps=3, default_root_dir=root)
     trainer.fit(t.Model(), t.plain_loader("single"))
     seen = []
-    progress.subscribe(
-        lambda event: seen.append(next_name(trainer)) if isinstance(event, progress.BytesWritten) else None
-    )
+    events.subscribe(lambda event: seen.append(next_name(trainer)) if isinstance(event, events.BytesWritten) else None)
     for _ in range(2):
         trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(root))
     assert set(seen) == {"hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"}
@@ -453,7 +451,7 @@ def _told(root: Path) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
     import dcp_plugin as dcp
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.lightning import training as t
 
     class SlowIO(TorchCheckpointIO):
@@ -468,7 +466,7 @@ def _told(root: Path) -> None:
             if plugin is not None and there[-1]:
                 assert dcp.inspect(callback.best_model_path).step
 
-    progress.subscribe(lambda event: time.sleep(0.2) if isinstance(event, progress.SaveStarted) else None)
+    events.subscribe(lambda event: time.sleep(0.2) if isinstance(event, events.SaveStarted) else None)
     for plugin in (None, t.DCPCheckpointIO(async_save=True)):
         told = threading.Event()
         there: list[bool] = []
@@ -489,7 +487,7 @@ def test_trap_15_in_the_background_old_checkpoints_are_deleted_and_failures_are_
 def _in_the_background(root: Path) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-    from dcp_plugin import SaveFailed, progress
+    from dcp_plugin import SaveFailed, events
     from tests.lightning import training as t
 
     class SlowIO(TorchCheckpointIO):
@@ -497,7 +495,7 @@ def _in_the_background(root: Path) -> None:
             time.sleep(0.1)
             super().save_checkpoint(*args, **kwargs)
 
-    progress.subscribe(lambda event: time.sleep(0.1) if isinstance(event, progress.SaveStarted) else None)
+    events.subscribe(lambda event: time.sleep(0.1) if isinstance(event, events.SaveStarted) else None)
 
     def train(name: str, **options: Any) -> list[str]:
         saving = t.ModelCheckpoint(root / name, "{step}", every_n_train_steps=1)
@@ -507,11 +505,11 @@ def _in_the_background(root: Path) -> None:
     assert len(train("stock", stock=True, plugins=[AsyncCheckpointIO(SlowIO())])) > 1
     assert train("ours", plugin=t.DCPCheckpointIO(async_save=True)) == ["step=4.ckpt"]
 
-    def full(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveStarted) and event.step == 3:
+    def full(event: events.Event) -> None:
+        if isinstance(event, events.SaveStarted) and event.step == 3:
             raise OSError("disk full")
 
-    progress.subscribe(full)
+    events.subscribe(full)
     with pytest.raises(SaveFailed, match="disk full"):
         train("failed", plugin=t.DCPCheckpointIO(async_save=True))
     assert (root / "failed" / "step=2.ckpt").exists(), "the one that would have been replaced"

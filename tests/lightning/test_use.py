@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 from tests import launch
 from tests.compare import assert_same
 
@@ -94,9 +94,9 @@ def test_what_was_linked_is_told_and_does_not_count_as_written(tmp_path: Path) -
     from dcp_plugin.lightning.reporting import Report
 
     model = torch.nn.Linear(600, 600).requires_grad_(False)
-    finished: list[progress.SaveFinished] = []
-    unsubscribe = progress.subscribe(
-        lambda event: finished.append(event) if isinstance(event, progress.SaveFinished) else None
+    finished: list[events.SaveFinished] = []
+    unsubscribe = events.subscribe(
+        lambda event: finished.append(event) if isinstance(event, events.SaveFinished) else None
     )
     ours = dcp.Checkpointer(solo=True)
     for number in range(2):
@@ -215,10 +215,10 @@ def test_a_name_that_is_being_written_is_taken(tmp_path: Path) -> None:
 
 
 def _names_in_flight(root: Path) -> None:
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.lightning import training as t
 
-    progress.subscribe(lambda event: time.sleep(0.2) if isinstance(event, progress.SaveStarted) else None)
+    events.subscribe(lambda event: time.sleep(0.2) if isinstance(event, events.SaveStarted) else None)
 
     class Logging(t.Model):
         def training_step(self, *args: Any) -> torch.Tensor:
@@ -294,10 +294,10 @@ def test_what_was_saved_by_hand_in_the_background_can_be_loaded_at_once(tmp_path
 def _save_and_load(root: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.lightning import training as t
 
-    progress.subscribe(lambda event: time.sleep(0.2) if isinstance(event, progress.SaveStarted) else None)
+    events.subscribe(lambda event: time.sleep(0.2) if isinstance(event, events.SaveStarted) else None)
 
     class SaveAndLoad(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:

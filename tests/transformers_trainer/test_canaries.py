@@ -21,7 +21,7 @@ def _names(root: Path) -> None:
     from transformers import Trainer
 
     from dcp_plugin.accelerate import DCPTrainerMixin
-    from dcp_plugin.accelerate.trainer._transformers import OVERRIDDEN
+    from dcp_plugin.transformers._transformers import OVERRIDDEN
 
     for name, parameters in OVERRIDDEN.items():
         method = getattr(Trainer, name, None)

@@ -14,13 +14,13 @@ from tests import launch
 def _disk_full_on_rank_1(step: int) -> None:
     import torch.distributed as dist
 
-    from dcp_plugin import progress
+    from dcp_plugin import events
 
-    def fail(event: progress.Event) -> None:
-        if isinstance(event, progress.SaveStarted) and event.step == step and dist.get_rank() == 1:
+    def fail(event: events.Event) -> None:
+        if isinstance(event, events.SaveStarted) and event.step == step and dist.get_rank() == 1:
             raise OSError("disk full")
 
-    progress.subscribe(fail)
+    events.subscribe(fail)
 
 
 def _background(root: Path) -> None:

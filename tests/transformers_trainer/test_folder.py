@@ -29,7 +29,7 @@ def _checkpoints(root: Path) -> list[str]:
 def _train_and_die(root: Path, kind: str, victims: list[int], options: dict[str, Any]) -> None:
     """The victims are killed in the middle of the save of step 6: stock, before its random state is written; ours,
     when half of the bytes are."""
-    from dcp_plugin import progress
+    from dcp_plugin import events
     from tests.transformers_trainer import training as t
 
     class Dies(_kind(kind)):  # type: ignore[misc]
@@ -42,12 +42,12 @@ def _train_and_die(root: Path, kind: str, victims: list[int], options: dict[str,
                 os.kill(os.getpid(), signal.SIGKILL)
             super()._save_rng_state(output_dir)
 
-    def die(event: progress.Event) -> None:
-        half_written = isinstance(event, progress.BytesWritten) and event.written * 2 >= event.total
+    def die(event: events.Event) -> None:
+        half_written = isinstance(event, events.BytesWritten) and event.written * 2 >= event.total
         if half_written and trainer.dies and event.path.name == "checkpoint-6":  # not the one before, still in flight
             os.kill(os.getpid(), signal.SIGKILL)
 
-    progress.subscribe(die)
+    events.subscribe(die)
     config = dcp.CheckpointConfig(timeout=20, **options) if kind == "ours" else None
     trainer = t.trainer(root, "single" if victims == [0] else "ddp", kind=Dies, config=config, save_total_limit=1)
     trainer.train()

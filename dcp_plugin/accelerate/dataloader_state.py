@@ -1,0 +1,365 @@
+"""The order of the samples in an epoch: from which random generator it came, and how the rest of it is given again.
+
+Where prepared dataloaders are, in words that do not depend on the number of processes, and how they get back there.
+
+Accelerate saves the position of a ``StatefulDataLoader`` only, all ranks into one file, in batches of one rank. Here
+a position is: the epoch, the state of the random generator from which the order of this epoch came, and the number of
+samples that all ranks together have consumed of it. From these any number of processes continues.
+
+- :class:`TrackedSampler`, around the innermost sampler, remembers where the order of an
+  epoch came from, and can give the rest of an epoch.
+- :class:`Tracker` counts what a loader has handed out. It sits below Accelerate's loader, which reads one batch
+  ahead, in the ``__iter__`` of the ``DataLoader`` inside of it (whose class is replaced by a subclass: iteration is
+  looked up on the class).
+
+A loader made with ``use_stateful_dataloader=True`` continues by itself, as it does natively. Any other begins its
+epoch again, in the same order, and :meth:`Tracker.resume` says how many batches to skip.
+
+Creating an iterator draws from the global random generators, which a run that was not interrupted does not do in the
+middle of an epoch. So they are set once more, when the first batch of a resumed epoch is there.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+
+from dcp_plugin.accelerate._accelerate import PreparedLoader
+
+
+class TrackedSampler(Sampler[int]):
+    """Yields what the sampler inside yields, and can do so from a given order and sample on, once."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.inside = sampler
+        self.order: torch.Tensor | None = None
+        """The state of the generator that gave the order of this epoch."""
+        self._next: tuple[torch.Tensor | None, int] = (None, 0)
+
+    def resume(self, order: torch.Tensor | None, skip: int) -> None:
+        self._next = (order, skip)
+
+    def __iter__(self) -> Iterator[int]:
+        (order, skip), self._next = self._next, (None, 0)
+        own = getattr(self.inside, "generator", None)
+        takes_generator = hasattr(self.inside, "generator")
+        if order is not None and takes_generator:
+            generator = own if own is not None else torch.Generator()
+            generator.set_state(order)
+            self.inside.generator = generator
+        elif order is not None:  # if it draws at all, then from the global one, which is set again at the first batch
+            torch.set_rng_state(order)
+        self.order = self._order_to_come()
+        try:
+            yield from islice(iter(self.inside), skip, None)
+        finally:
+            if order is not None and takes_generator:
+                self.inside.generator = own
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inside":
+            raise AttributeError(name)
+        return getattr(self.inside, name)
+
+    def _order_to_come(self) -> torch.Tensor:
+        """The state of the generator that the order comes from, or would come from if the sampler had its own."""
+        if getattr(self.inside, "generator", None) is not None:
+            return self.inside.generator.get_state()  # type: ignore[no-any-return]
+        state = torch.get_rng_state()
+        if isinstance(self.inside, RandomSampler):  # it seeds a generator with its first draw from the global one
+            peek = torch.Generator()
+            peek.set_state(state)
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=peek).item())
+            return torch.Generator().manual_seed(seed).get_state()
+        return state
+
+
+@contextmanager
+def untracked_sampler(loader: Any) -> Iterator[None]:
+    """Accelerate looks at the class of a sampler when it prepares a loader, which may have been prepared before."""
+    owner: Any = owner_of_sampler(loader) if isinstance(loader, DataLoader) else None
+    sampler = getattr(owner, "sampler", None)
+    if not isinstance(sampler, TrackedSampler):
+        yield
+        return
+    owner.sampler = sampler.inside
+    try:
+        yield
+    finally:
+        if owner.sampler is sampler.inside:
+            owner.sampler = sampler
+
+
+def owner_of_sampler(loader: Any) -> Any:
+    """What draws single samples: the innermost batch sampler. None where the dataset itself gives the order.
+
+    Accelerate's ``get_sampler`` does not see through the batch sampler that it puts around the user's.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    owner = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    while hasattr(owner, "batch_sampler"):
+        owner = owner.batch_sampler
+    return owner if hasattr(owner, "sampler") else None
+
+
+def generator_state(sampler: TrackedSampler) -> torch.Tensor | None:
+    generator = getattr(sampler.inside, "generator", None)
+    return None if generator is None else generator.get_state()
+
+
+Position = dict[str, Any]
+
+
+class Tracker:
+    """The position of one prepared dataloader."""
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        self.loader = loader
+        self._front: Any = None
+        """What was iterated over last: the loader, or what skips batches for it."""
+        self._skipping: Any = None
+        self._running: object = None
+        """The iteration that goes on at this moment."""
+        self._with_gradients = True
+        self._delivered = 0
+        self._exhausted = True
+        self._skipped = 0
+        self._resumed: _Resumed | None = None
+        self._to_skip = 0
+        self._first_batch: Callable[[], None] | None = None
+        self.step_back = 0
+        """Batches handed out that have to come again: their gradients are not saved."""
+        self._owner = owner_of_sampler(loader)
+        if self._owner is not None and not isinstance(self._owner.sampler, TrackedSampler):
+            self._owner.sampler = TrackedSampler(self._owner.sampler)
+        _track(loader.base_dataloader, self)
+
+    @classmethod
+    def of(cls, loader: PreparedLoader) -> Tracker:
+        """The one tracker of a loader, which may be prepared again, or by several accelerators."""
+        known: Tracker | None = getattr(loader.base_dataloader, "dcp_tracker", None)
+        return known if known is not None and known.loader is loader else cls(loader)
+
+    @property
+    def name(self) -> str:
+        return f"the dataloader over {type(self.loader.dataset).__name__}"
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None
+
+    def follow(self, skipping: Any, batches: int) -> None:
+        """``skipping`` is what ``skip_first_batches`` made of the loader: its epoch is the loader's epoch."""
+        self._skipping, self._to_skip = skipping, batches
+        _track(skipping.base_dataloader, self)
+
+    def untrack(self) -> None:
+        base = self.loader.base_dataloader
+        if getattr(base, "dcp_tracker", None) is self:
+            del base.dcp_tracker
+            base.__class__ = type(base).__mro__[1]
+        if self._sampler is not None:
+            self._owner.sampler = self._sampler.inside
+
+    @property
+    def _sampler(self) -> TrackedSampler | None:
+        sampler = getattr(self._owner, "sampler", None)
+        return sampler if isinstance(sampler, TrackedSampler) else None
+
+    # Save
+
+    def position(self, others_run: bool) -> Position | None:
+        """Where the training is. An epoch whose last batch has been handed out is over.
+
+        None on a rank that does not read the data itself but gets it dispatched.
+
+        Args:
+            others_run: Whether a dataloader is being iterated over.
+        """
+        if isinstance(self.loader, DataLoaderDispatcher) and self.loader.state.process_index != 0:
+            return None
+        if self._resumed is not None:
+            return self._resumed.position
+        over = self._front is None or (self._exhausted and self._front.end_of_dataloader)
+        within = not over and not self._was_left(others_run)
+        handed_out = self._skipped + self._delivered - self._ahead()
+        consumed = max(0, handed_out - self.step_back) if within else 0
+        sampler = self._sampler
+        in_last_batch = over and any(one is self.loader for one in self._in_use())
+        return {
+            "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
+            "batches": consumed,
+            "samples": consumed * self._samples_per_batch(),
+            "order": None if sampler is None else sampler.order if within else generator_state(sampler),
+            "seed": getattr(sampler, "initial_seed", None),
+        }
+
+    def own_state(self) -> Any:
+        """The state of a stateful loader over a dataset that only the dataset itself can find its place in."""
+        if not self._is_stateful() or self._counts():
+            return None
+        return self.loader.state_dict() if self._resumed is None else self._resumed.own_state
+
+    # Load
+
+    def resume(self, position: Position, own_state: Any, restore_rng: Callable[[], None]) -> str:
+        """Go on at ``position`` with the next iteration. Returns what has to be said about it, if anything."""
+        self.loader.set_epoch(position["epoch"])
+        if own_state is not None:
+            self.loader.load_state_dict(own_state)
+        self._renew_iterator()
+        samples, total = position["samples"], self._samples_per_batch()
+        batches, rest = divmod(samples, total) if total else (position["batches"], 0)
+        by_itself = own_state is not None or (self._is_stateful() and self._counts())
+        if self._sampler is not None:
+            if position["seed"] is not None and isinstance(self._sampler.inside, SeedableRandomSampler):
+                self._sampler.inside.initial_seed = position["seed"]
+            self._sampler.resume(position["order"], batches * total if by_itself else 0)
+        self._resumed = _Resumed(position, own_state, restore_rng if position["batches"] else None)
+        self._to_skip = batches if by_itself else 0
+        return self._what_to_say(position, batches, rest, by_itself) if position["batches"] else ""
+
+    def _what_to_say(self, position: Position, batches: int, rest: int, by_itself: bool) -> str:
+        said = []
+        if position["order"] is None and self._sampler is not None and position["seed"] is None:
+            said.append("was being iterated before it was tracked: the order of this epoch is drawn anew")
+        if rest:
+            said.append(
+                f"had consumed {position['samples']} samples of this epoch, which is no multiple of the "
+                f"{self._samples_per_batch()} that all processes now take at once: {rest} are repeated"
+            )
+        if not by_itself:
+            said.append(
+                f"was after batch {batches} of an epoch (as this number of processes counts them) and keeps no "
+                f"position: iterate over accelerator.skip_first_batches(dataloader, {batches}) first, or prepare it "
+                f"with DataLoaderConfiguration(use_stateful_dataloader=True)"
+            )
+        return f"{self.name} {'; '.join(said)}" if said else ""
+
+    # What _track calls
+
+    def begins(self, base: Any, iteration: object) -> None:
+        skips = self._skipping is not None and base is self._skipping.base_dataloader
+        self._front = self._skipping if skips else self.loader
+        self._running, self._with_gradients = iteration, torch.is_grad_enabled()
+        self._delivered, self._exhausted = 0, False
+        self._skipped, self._to_skip = self._to_skip, 0
+        resumed, self._resumed = self._resumed, None
+        self._first_batch = resumed.restore_rng if resumed is not None else None
+
+    def delivers(self) -> None:
+        self._delivered += 1
+        self._resumed = None  # an iteration from before the load goes on
+        if (restore := self._first_batch) is not None:
+            self._first_batch = None
+            restore()
+
+    def ends(self, base: Any) -> None:
+        self._exhausted = True
+        if base is not self.loader.base_dataloader:  # skip_first_batches counts its own epochs
+            self.loader.iteration += 1
+
+    def leaves(self, iteration: object) -> None:
+        """The loop has come to its end, or was broken off."""
+        if self._running is iteration:
+            self._running = None
+
+    def _was_left(self, others_run: bool) -> bool:
+        """Whether the program will start the next iteration from the beginning: it broke this one off, and trains on
+        with another loader; or it evaluated. Else it has stopped training here, and a resumed run continues."""
+        return self._running is None and (others_run or not self._with_gradients)
+
+    def _in_use(self) -> list[Any]:
+        """The loaders that are being iterated over."""
+        return list(self.loader.gradient_state.dataloader_references)
+
+    def _ahead(self) -> int:
+        """Batches that Accelerate's loader has read and not handed out."""
+        if isinstance(self.loader, DataLoaderDispatcher) and not self.loader.split_batches:
+            processes: int = self.loader.state.num_processes  # it reads one batch for each; the last may be fewer
+            return self._delivered % processes or processes
+        return 1
+
+    def _samples_per_batch(self) -> int:
+        if not self._counts():
+            return 0
+        if isinstance(self.loader, DataLoaderDispatcher):
+            return int(self.loader.batch_sampler.batch_size)
+        return int(self.loader.total_batch_size)
+
+    def _counts(self) -> bool:
+        """Whether the place in the data is a number of samples: all batches are as large as their sampler says, and
+        the dataset has no state."""
+        equal = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
+        return equal and not hasattr(self.loader.dataset, "state_dict")
+
+    def _is_stateful(self) -> bool:
+        return bool(getattr(self.loader, "use_stateful_dataloader", False))
+
+    def _renew_iterator(self) -> None:
+        """A StatefulDataLoader holds a first iterator from the moment it was made, with an order of its own."""
+        if self._is_stateful() and self._counts():
+            with torch.random.fork_rng(devices=[]):
+                self.loader.base_dataloader.untracked_iterator()
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    """A position that was loaded, until the next iteration begins there."""
+
+    position: Position
+    own_state: Any
+    restore_rng: Callable[[], None] | None
+
+
+def _track(base: Any, tracker: Tracker) -> None:
+    kind: Any = type(base)
+    base.__class__ = _tracked_class(kind)
+    base.dcp_tracker = tracker
+
+
+class _MadeHere(type):
+    """The class of classes that have no name by which pickle finds them: it makes them again."""
+
+
+@functools.cache
+def _tracked_class(base: Any) -> Any:
+    if getattr(base, "tracked_by_dcp_plugin", False):
+        return base
+
+    class Tracked(base, metaclass=_MadeHere):  # type: ignore[misc]
+        tracked_by_dcp_plugin = True
+        dcp_tracker: Tracker
+
+        def untracked_iterator(self) -> Any:
+            return super().__iter__()
+
+        def __iter__(self) -> Iterator[Any]:
+            tracker, batches, iteration = self.dcp_tracker, super().__iter__(), object()
+            tracker.begins(self, iteration)
+            try:
+                for batch in batches:
+                    tracker.delivers()
+                    yield batch
+                tracker.ends(self)
+            finally:
+                tracker.leaves(iteration)
+
+    Tracked.__name__ = Tracked.__qualname__ = base.__name__
+    return Tracked
+
+
+copyreg.pickle(_MadeHere, lambda made: (_tracked_class, made.__mro__[1:2]))

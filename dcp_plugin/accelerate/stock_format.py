@@ -1,0 +1,174 @@
+"""Accelerate's own checkpoints: loaded through us, and what lets Accelerate load ours without us.
+
+What ``save_state`` wrote through this package under FSDP, stock Accelerate resumes: model and optimizer are there a
+second time as views (:mod:`dcp_plugin.format.stock_views`), its small files beside them. Its single-file formats (DDP,
+one process) are not imitated: that would write every byte twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
+from torch import nn
+
+from dcp_plugin.accelerate import _accelerate
+from dcp_plugin.accelerate.training import Training
+from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.format.foreign.training import RANDOM_STATES
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.media.disk import commit
+
+_STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
+_ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+_CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
+
+
+def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Under which folders and names Accelerate looks for the models and optimizers of these names."""
+    found = {_model_folder(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
+    found.update({_optimizer_folder(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)})
+    return found
+
+
+def write_small_files(accelerator: Accelerator, directory: Path, registered: list[Any], step: int) -> None:
+    """Everything besides models and optimizers as Accelerate writes it. On every rank."""
+    main = accelerator.is_main_process
+    save_accelerator_state(
+        str(directory),
+        [],
+        [],
+        _accelerate.schedulers(accelerator),
+        _accelerate.dataloaders(accelerator) if main else [],  # all ranks write the same file
+        accelerator.process_index,
+        step,
+        accelerator.scaler if main else None,
+    )
+    for number, one in enumerate(registered):
+        save_custom_state(one, str(directory), number)
+
+
+def is_native(path: Path) -> bool:
+    """Whether a directory is a checkpoint in a format of Accelerate's own, and none of the core's. Its models may be
+    in files of the user's hooks."""
+    named = any((path / name).exists() for name in (*_ONE_FILE, RANDOM_STATES))
+    return not _is_ours(path) and (_is_sharded(path) or named)
+
+
+def _is_ours(path: Path) -> bool:
+    return commit.looks_like_checkpoint(commit.locate(path))
+
+
+def why_incomplete(path: Path) -> str:
+    """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
+    if _is_ours(path):
+        return commit.uncommitted_reason(path)
+    return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files of Accelerate's own are read: what ``load_state`` was given for that."""
+
+    strict: bool
+    map_location: str | None
+    load_kwargs: dict[str, Any] | None
+
+
+def load(
+    accelerator: Accelerator,
+    checkpointer: Checkpointer,
+    path: Path,
+    training: Training,
+    reading: Reading,
+) -> int:
+    """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
+
+    Raises:
+        CheckpointMismatch: Something does not fit; or another number of objects was registered.
+        UnsafeCheckpoint: A registered object was stored as code.
+    """
+    models, optimizers = list(training.models.values()), list(training.optimizers.values())
+    if _is_sharded(path):
+        _load_sharded(checkpointer, path, training, reading.strict)
+        models, optimizers = [], []
+    elif training.sharded:
+        _load_whole(accelerator, path, models, optimizers)
+        models, optimizers = [], []
+
+    def load_the_rest() -> int:
+        found = load_accelerator_state(
+            str(path),
+            models,
+            optimizers,
+            _accelerate.schedulers(accelerator),
+            _accelerate.dataloaders(accelerator),
+            accelerator.process_index,
+            accelerator.scaler,
+            reading.map_location,
+            reading.load_kwargs,
+            strict=reading.strict,
+        )
+        _load_registered(path, training.registered)
+        return int(found.get("step", 0))
+
+    return checkpointer.ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
+
+
+def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:
+    for number, model in enumerate(training.models.values()):
+        checkpointer.load({_STOCK_MODEL: model}, path / _model_folder(number), strict=strict)
+    only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
+    for number, optimizer in enumerate(training.optimizers.values()):
+        owners = {f"of_{name}": model for name, model in training.models.items()}
+        checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_folder(number), only_optimizer)
+
+
+def _load_whole(
+    accelerator: Accelerator, path: Path, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """``StateDictType.FULL_STATE_DICT``: one file, which only Accelerate's own loader distributes."""
+    plugin = accelerator.state.fsdp_plugin
+    for number, model in enumerate(models):
+        load_fsdp_model(plugin, accelerator, model, str(path), number)
+    for number, optimizer in enumerate(optimizers):
+        load_fsdp_optimizer(plugin, accelerator, optimizer, models[number], str(path), number)
+
+
+def _load_registered(path: Path, registered: list[Any]) -> None:
+    stored = [name for name in path.iterdir() if _CUSTOM.fullmatch(name.name)]
+    if len(stored) != len(registered):
+        raise CheckpointMismatch(
+            f"{path} has {len(stored)} objects given to register_for_checkpointing, this run has {len(registered)}. "
+            f"Register the same ones, in the same order."
+        )
+    for number, one in enumerate(registered):
+        file = path / f"custom_checkpoint_{number}.pkl"
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise UnsafeCheckpoint(
+                f"{file} cannot be loaded without executing code from it: {error}. If you trust its origin, detach "
+                f"and load it with Accelerate once, then save it again."
+            ) from error
+        one.load_state_dict(state)
+
+
+def _is_sharded(path: Path) -> bool:
+    return (path / _model_folder(0) / commit.METADATA).exists()
+
+
+def _model_folder(number: int) -> str:
+    return f"pytorch_model_fsdp_{number}"
+
+
+def _optimizer_folder(number: int) -> str:
+    return f"optimizer_{number}"

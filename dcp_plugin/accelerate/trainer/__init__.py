@@ -1,9 +1,0 @@
-"""The door of ``transformers.Trainer``: ``class MyTrainer(DCPTrainerMixin, Trainer)``.
-
-``mixin`` translates the Trainer's moments, ``content`` says what is in a checkpoint, ``folder`` looks after the
-``checkpoint-N`` directories.
-"""
-
-from dcp_plugin.accelerate.trainer.mixin import DCPTrainerMixin
-
-__all__ = ["DCPTrainerMixin"]

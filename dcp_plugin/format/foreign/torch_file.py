@@ -1,0 +1,276 @@
+"""``torch.save`` files: the structure is loaded without the payload, and each tensor's place in the zip is found.
+
+``torch.load(map_location="meta", weights_only=True)`` gives the structure; it reads the pickle only, and executes
+nothing. Torch notes in each storage where its record begins; that has to be a stored record of the zip's directory,
+and the tensor has to lie inside of it. Objects that torch refuses are left out (:mod:`.standins`), as long as there is
+no doubt which tensors are the model.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_plugin._torch import load_mapped, load_structure, record_offset
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.format.foreign.contents import Contents, View
+from dcp_plugin.format.pickles import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
+
+_MOST_PICKLE = 1 << 28
+"""Bytes of the pickle. That of a million tensors takes half of it."""
+
+_GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
+LIGHTNING = "pytorch-lightning_version"
+"""The key that all of Lightning's checkpoints have."""
+_EXTRA_STATE = "_extra_state"
+_PLAIN = (bool, int, float, str)
+_DEPTH = 3
+
+Tree = Mapping[Any, Any]
+
+
+def read_file(path: Path) -> Contents:
+    """What a ``torch.save`` file has: its state dicts as modules, and its other tensors and plain values.
+
+    Optimizers are left out: their states are numbered, and only the framework that wrote them knows the order.
+
+    Raises:
+        CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or its weights want code
+            executed.
+    """
+    records = _records(path)
+    tree, refusal = _checked_load(path, load_structure)
+    if not isinstance(tree, Mapping):
+        if refusal is not None:
+            raise refusal
+        raise CheckpointMismatch(f"{path} holds a {type(tree).__name__}, not a state dict or a dictionary with one")
+    named = _modules(path, tree, refusal)
+    written_by = "lightning" if LIGHTNING in tree else "torch.save"
+    contents = Contents(written_by, {path.name: path.stat().st_size}, shares_bytes=True)
+    for name, state in named.items():
+        contents.kinds[name] = "module"
+        for key, leaf in state.items():
+            _put(contents, path, records, f"{name}.{key}", leaf)
+    for key, leaf in _other_leaves(tree, {id(state) for state in named.values()}):
+        if key.partition(".")[0] not in named:
+            _put(contents, path, records, key, leaf)
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
+        _read_values(contents, path)
+    return contents
+
+
+def _modules(path: Path, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
+    if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
+        return {"model": tree["state_dict"]}
+    found = modules_in(tree)
+    if refusal is not None and not _is_certain(tree, found.get("model")):
+        raise refusal
+    if not found:
+        raise CheckpointMismatch(f"{path} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}")
+    return found
+
+
+def modules_in(tree: Tree) -> dict[str, Tree]:
+    """The state dicts in a dictionary, by the name in our conventions: ``model``, and others by where they are.
+
+    A state dict has nothing but tensors (and extra state). The only one, or the one with a usual name, is ``model``.
+    """
+    found = dict(_state_dicts((), tree, _DEPTH))
+    if not found and any(isinstance(value, torch.Tensor) for value in tree.values()):
+        found = {(): tree}
+    usual = [path for name in _MODEL_NAMES for path in found if path and path[-1] == name]
+    model = next(iter(found)) if len(found) == 1 else usual[0] if usual else None
+    return {"model" if path == model else ".".join(path): state for path, state in found.items()}
+
+
+def _is_certain(tree: Tree, model: Tree | None) -> bool:
+    """Whether the model is where models are, and nothing in another such place was refused: an average of the weights,
+    for one, is not to be taken for them because the module itself was pickled."""
+    named = [tree[name] for name in _MODEL_NAMES if name in tree]
+    return any(state is model for state in named) and not any(refused_in(one) for one in named if one is not model)
+
+
+def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tuple[tuple[str, ...], Tree]]:
+    if not all(isinstance(key, str) for key in node) or _is_optimizer(node):
+        return
+    leaves = {key: value for key, value in node.items() if not key.endswith(_EXTRA_STATE)}
+    if leaves and all(isinstance(value, torch.Tensor) for value in leaves.values()):
+        yield path, node
+        return
+    for key, value in node.items():
+        if isinstance(value, Mapping) and depth:
+            yield from _state_dicts((*path, key), value, depth - 1)
+
+
+def _is_optimizer(node: Tree) -> bool:
+    return "param_groups" in node and "state" in node
+
+
+def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Tensors and plain values outside of the state dicts."""
+    if id(node) in taken or _is_optimizer(node) or not depth:
+        return
+    for key, value in node.items():
+        if not isinstance(key, str):
+            continue
+        if isinstance(value, Mapping):
+            yield from _other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
+        elif isinstance(value, (torch.Tensor, StandIn, *_PLAIN)):
+            yield prefix + key, value
+
+
+def _put(contents: Contents, path: Path, records: dict[int, int], key: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        contents.views[key] = _view(path, records, key, leaf)
+    elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
+        refused = refused_in(leaf)
+        contents.values[key] = RefusedValue(refused) if refused else leaf
+
+
+def _read_values(contents: Contents, path: Path) -> None:
+    """Extra states with tensors in them: these are read at once, from the mapped file."""
+    for name, state in _modules(path, *_checked_load(path, load_mapped)).items():
+        for key, leaf in state.items():
+            if not isinstance(contents.values.get(f"{name}.{key}", RefusedValue("")), RefusedValue):
+                contents.values[f"{name}.{key}"] = leaf
+
+
+def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -> View:
+    if not _is_plain(tensor):
+        raise _not_plain(path, key, tensor)
+    begin = record_offset(tensor)
+    if begin not in records:
+        raise CheckpointCorrupt(
+            f"{path}: no record of the zip is where torch would have put the bytes of {key}. If torch.load takes the "
+            f"file, save it again with torch.save."
+        )
+    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+    first = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    view = View(path.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)
+    if first + view.span > records[begin] or first < 0 or min(strides or (), default=0) < 0:
+        raise CheckpointCorrupt(f"{path}: {key} lies outside of its record")
+    return view
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout == torch.strided
+    return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _not_plain(path: Path, key: str, tensor: torch.Tensor) -> CheckpointMismatch:
+    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
+    return CheckpointMismatch(
+        f"{path}: {key} is no plain tensor (a {type(tensor).__name__}, {kind}). Load the file with torch.load, make it "
+        f"one (to_dense(), dequantize(), resolve_conj()) and save it again."
+    )
+
+
+def _why_no_structure(path: Path, error: Exception) -> CheckpointMismatch | CheckpointCorrupt:
+    """Why a file cannot be loaded with its tensors on the meta device.
+
+    Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither. With memory they do.
+    """
+    try:
+        for key, leaf in _named_leaves("", load_mapped(path), set()):
+            if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                return _not_plain(path, key, leaf)
+    except Exception:  # then it is damaged indeed
+        pass
+    return CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}")
+
+
+def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What is in nested containers, each of them once, under the names that it has in the file."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        yield name, value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in items:
+            yield from _named_leaves(f"{name}.{key}" if name else str(key), one, seen)
+
+
+def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeCheckpoint | None]:
+    """What a file holds; and why not all of it, if there are stand-ins in it."""
+    try:
+        return load(path), None
+    except pickle.UnpicklingError as error:
+        found = _GLOBAL.search(str(error))
+        refusal = UnsafeCheckpoint(
+            f"{path} can only be loaded by executing code that it names ({found[1] if found else error}); nothing was "
+            f"executed. If you trust its origin, write the weights to a file of their own, once: "
+            f"held = torch.load({path.name!r}, weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), "
+            f"or held.state_dict() if it is a module."
+        )
+    except Exception as error:
+        raise _why_no_structure(path, error) from error
+    try:
+        return load_with_stand_ins(path, lambda: load(path)), refusal
+    except Exception:
+        raise refusal from None
+
+
+def check_records(path: Path) -> None:
+    """Check that a file is a whole zip of ``torch.save``'s; raises as :func:`_records`."""
+    _records(path)
+
+
+def _records(path: Path) -> dict[int, int]:
+    """Where the storages' records begin, and how many bytes they have.
+
+    Raises:
+        CheckpointCorrupt: The zip's directory contradicts itself or the file.
+        CheckpointMismatch: It is a zip of something else, or was written on a machine of the other byte order.
+    """
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
+            if root is None or f"{root}constants.pkl" in members:
+                kind = "no torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
+                raise CheckpointMismatch(f"{path} is a zip, but {kind}")
+            if members[f"{root}data.pkl"].file_size > _MOST_PICKLE:
+                raise CheckpointCorrupt(f"{path}: its data.pkl is larger than {_MOST_PICKLE} bytes")
+            order = members.get(f"{root}byteorder")
+            if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
+                raise CheckpointMismatch(f"{path} was written in another byte order: load and save it where it is from")
+            data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
+            return _checked_records(path, file.fileno(), data)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+        raise CheckpointCorrupt(f"{path} is a damaged or truncated zip: {error}") from error
+
+
+def _checked_records(path: Path, fd: int, data: list[zipfile.ZipInfo]) -> dict[int, int]:
+    records: dict[int, int] = {}
+    size, end = os.fstat(fd).st_size, 0
+    for info in sorted(data, key=lambda info: info.header_offset):
+        magic, name, extra = _LOCAL_HEADER.unpack(os.pread(fd, _LOCAL_HEADER.size, info.header_offset))
+        begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+        stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+        if magic != b"PK\3\4" or not stored or info.compress_size != info.file_size:
+            raise CheckpointCorrupt(f"{path}: the record {info.filename} is not a stored one")
+        if info.header_offset < end or begin + info.file_size > size:
+            raise CheckpointCorrupt(f"{path}: the record {info.filename} lies over another one, or outside of the file")
+        end = begin + info.file_size
+        records[begin] = info.file_size
+    return records
+
+
+def mentions(path: Path, text: str) -> bool:
+    """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickled = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            return any(info.file_size <= _MOST_PICKLE and text.encode() in archive.read(info) for info in pickled)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, RuntimeError):
+        return False

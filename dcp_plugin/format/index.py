@@ -1,0 +1,325 @@
+"""The item table of a checkpoint: which key is where, in which file, with which checksums.
+
+It is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.format.index_file` describes them). A
+million items open by mapping arrays; an entry becomes a Python object only when somebody asks for its key.
+
+Two items may be the same bytes (tied weights, equal values): then all their columns agree. Any other overlap, and
+anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a byte is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_plugin.format.checksums import SMALLEST_BLOCK
+from dcp_plugin.format.columns import NO_TENSOR, Column, Location, Places, Table, default_path, hash_in, ranges
+from dcp_plugin.format.index_file import IndexFile, validate
+from dcp_plugin.types import KeyPath, Shape
+
+__all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A box of a stored tensor and the item that holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    location: Location
+
+
+class _Chunks(Sequence[StoredChunk]):
+    """The chunks of a key; each becomes an object when it is asked for."""
+
+    def __init__(self, index: CheckpointIndex, slot: int) -> None:
+        self._index = index
+        self._first = int(index.table.chunk_starts[slot])
+        self._offsets, self._sizes = index.table.boxes_of(slot)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, number: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[StoredChunk, ...]: ...
+    def __getitem__(self, number: int | slice) -> StoredChunk | tuple[StoredChunk, ...]:
+        if isinstance(number, slice):
+            return tuple(self[each] for each in range(*number.indices(len(self))))
+        at = range(len(self))[number]
+        offsets, sizes = tuple(self._offsets[at].tolist()), tuple(self._sizes[at].tolist())
+        return StoredChunk(offsets, sizes, self._index.location(self._first + at))
+
+    def at(self, offsets: Shape) -> StoredChunk | None:
+        """The chunk that begins there."""
+        if len(offsets) != self._offsets.shape[1]:
+            return None
+        found = np.flatnonzero((self._offsets == offsets).all(axis=1))
+        return self[int(found[0])] if len(found) else None
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: Shape
+    chunks: Sequence[StoredChunk]
+
+    @property
+    def stored_whole(self) -> bool:
+        """Whether it is of a class of its own (:mod:`dcp_plugin.tensors`), which no tensor that we make is. What stock
+        has saved does not tell before it is read."""
+        location = self.chunks[0].location if self.chunks else None
+        return location is not None and location.payload_offset is None and location.payload_length > 0
+
+    def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
+        """The chunk that begins there; ``hint`` is its number, if the asking planner knows it."""
+        if hint is not None and hint < len(self.chunks) and self.chunks[hint].offsets == offsets:
+            return self.chunks[hint]
+        if isinstance(self.chunks, _Chunks):
+            return self.chunks.at(offsets)
+        return next((chunk for chunk in self.chunks if chunk.offsets == offsets), None)
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A value that is no tensor: ``torch.save`` bytes."""
+
+    location: Location
+
+
+Entry = StoredTensor | StoredValue
+
+
+class CheckpointIndex(Mapping[str, Entry]):
+    """All entries of a checkpoint by key, in the order in which they were saved."""
+
+    def __init__(
+        self, table: Table, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
+    ) -> None:
+        self.table = table
+        self.columns = columns
+        """All columns: those of the table, and those of the items."""
+        self.files = files
+        """Data files and their sizes in bytes."""
+        self.transforms: dict[tuple[str, int], tuple[str, ...]] = {}
+        """By file and offset, what torch must undo to read an item. Only stock checkpoints have such items."""
+        self.strides: dict[str, Shape] = {}
+        """By key, how the tensors lie that are not row-major. Only ``torch.save`` files have such tensors."""
+        self.values_here: dict[str, Any] = {}
+        """By key, values that were read with the index. Only ``torch.save`` files have such values."""
+        self.left_out: dict[str, str] = {}
+        """Keys that are not stored because another checkpoint, the base, has the same, and their keys there."""
+        self.empty: Collection[str] = ()
+        """Keys of empty mappings. Stock has none for these. It takes a checkpoint that has them for one of torch 2.3,
+        and looks for keys as that version made them."""
+        self.planner_data: tuple[Any, ...] = ()
+        """In place of the paths of keys, what a planner of somebody else's made its ``planner_data``; one item."""
+        self.storage_meta: StorageMeta | None = None
+        """What stock's writer noted of its save."""
+        self.smallest_block = smallest_block
+        self.file_names = list(files)
+        self._entries: dict[str, Entry] = {}
+        self.slots = table.slots
+        """The number of each key."""
+        self._block_starts = np.concatenate(([0], columns["block_ends"]))
+
+    def __getitem__(self, key: str) -> Entry:
+        if key not in self._entries:
+            self._entries[key] = self._entry(self.slots[key])
+        return self._entries[key]
+
+    def _entry(self, slot: int) -> Entry:
+        dtype = self.table.dtype_of(slot)
+        if dtype is None:
+            return StoredValue(self.location(int(self.table.chunk_starts[slot])))
+        return StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def under(self, prefix: str) -> list[str]:
+        """The keys that start with ``prefix``, in the order of the index."""
+        first = bisect_left(self._sorted, prefix)
+        last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
+        return sorted(self._sorted[first:last], key=self.slots.__getitem__)
+
+    @functools.cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self.slots)
+
+    def path_of(self, key: str) -> KeyPath:
+        """Where the key sits in the nested state."""
+        return self.table.path_of(key)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload bytes, those that several keys share counted once."""
+        file, (offset, _, _, payload_length) = self.columns["file"], self.columns["place"].T
+        order = np.lexsort((offset, file))
+        first = (np.diff(file[order], prepend=-1) != 0) | (np.diff(offset[order], prepend=-1) != 0)
+        return int(payload_length[order][first].sum())
+
+    def location(self, chunk: int) -> Location:
+        offset, length, payload_offset, payload_length = self.columns["place"][chunk].tolist()
+        blocks = self.columns["block_crc"][self._block_starts[chunk] : self._block_starts[chunk + 1]]
+        checked = len(blocks) > 0 or (payload_length == 0 and payload_offset >= 0)
+        return Location(
+            self.file_names[self.columns["file"][chunk]],
+            offset,
+            length,
+            payload_offset if payload_offset >= 0 else None,
+            payload_length,
+            int(self.columns["frame_crc"][chunk]),
+            blocks if checked else None,
+            self.hash_of(chunk),
+        )
+
+    @classmethod
+    def of(cls, table: Table, places: Places, files: dict[str, int]) -> CheckpointIndex:
+        """The index of a table whose chunks are at these places, in the same order."""
+        keys = [key.encode() for key in table.keys]
+        file_ids = {name: number for number, name in enumerate(files)}
+        renumbered = np.array([file_ids[name] for name in places.files], np.int32)
+        columns = {
+            **table.columns,
+            "keys": np.frombuffer(b"".join(keys), np.uint8),
+            "key_ends": np.cumsum([len(key) for key in keys], dtype=np.int64),
+            "file": renumbered[places.file],
+            "place": places.place,
+            "frame_crc": places.frame_crc,
+            "block_ends": np.cumsum(places.blocks),
+            "block_crc": places.block_crc,
+        }
+        hashed = np.flatnonzero(places.hash.any(axis=1))
+        if len(hashed):
+            columns |= {"hashed": hashed, "hash": places.hash[hashed]}
+        return cls(table, columns, files)
+
+    def hash_of(self, chunk: int) -> bytes | None:
+        """The XXH3-128 of a chunk's payload, if its writer computed it."""
+        hashed = self.columns.get("hashed")
+        at = 0 if hashed is None else int(np.searchsorted(hashed, chunk))
+        return None if hashed is None or at == len(hashed) or hashed[at] != chunk else hash_in(self.columns["hash"][at])
+
+    def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = "") -> CheckpointIndex:
+        """The index of some keys under other names.
+
+        Args:
+            names: The new name of each key, and its name here. A key may get several.
+            paths: Those of the new names that do not follow the default.
+            below: Where the files are, seen from what the new index is relative to.
+        """
+        slots = np.array([self.slots[key] for key in names.values()], np.int64)
+        table = self.table.take(slots, list(names), paths)
+        counts = np.diff(self.table.chunk_starts)[slots]
+        files = {posixpath.join(below, name): size for name, size in self.files.items()}
+        places = replace(self.places, files=list(files)).take(ranges(self.table.chunk_starts[slots], counts))
+        selected = CheckpointIndex.of(table, places, files)
+        selected.transforms = {(posixpath.join(below, name), at): what for (name, at), what in self.transforms.items()}
+        selected.strides = {new: self.strides[key] for new, key in names.items() if key in self.strides}
+        selected.empty = [new for new, key in names.items() if key in self.empty] if self.empty else ()
+        return selected
+
+    def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
+        """The index of the keys of both, which have none in common, and neither have their files."""
+        places = self.places, other.places
+        if other.smallest_block != self.smallest_block:  # its checksums are for other blocks than we would look for
+            places = self.places, other.places.without_checksums()
+        table = self.table.with_added(other.table)
+        both = CheckpointIndex.of(table, Places.joined(places), {**self.files, **other.files})
+        both.smallest_block = self.smallest_block
+        both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
+        both.left_out = self.left_out
+        both.empty = [*self.empty, *other.empty]
+        return both
+
+    def as_stock_knows_it(self) -> CheckpointIndex:
+        """Without the keys that stock would not have made."""
+        if not self.empty:
+            return self
+        known = self.selected({key: key for key in self if key not in set(self.empty)}, self.table.paths)
+        known.planner_data = self.planner_data
+        return known
+
+    @property
+    def places(self) -> Places:
+        """Where the items are."""
+        hashes = np.zeros((len(self.columns["file"]), 2), np.uint64)
+        if "hashed" in self.columns:
+            hashes[self.columns["hashed"]] = self.columns["hash"]
+        blocks = np.diff(self.columns["block_ends"], prepend=0)
+        items = {name: self.columns[name] for name in ("file", "place", "frame_crc", "block_crc")}
+        return Places(files=self.file_names, blocks=blocks, hash=hashes, **items)
+
+    @classmethod
+    def build(
+        cls, entries: Iterable[tuple[str, Entry]], files: dict[str, int], paths: Mapping[str, KeyPath] | None = None
+    ) -> CheckpointIndex:
+        """The index of these entries. ``paths`` may name all keys; those that follow the default are not stored."""
+        keys, dtype_names, dtype, ndim, shape, chunk_ends, box = [], {}, [], [], [], [], []  # type: ignore[var-annotated]
+        locations: list[Location] = []
+        for key, entry in entries:
+            keys.append(key)
+            if isinstance(entry, StoredValue):
+                dtype.append(NO_TENSOR)
+                ndim.append(0)
+                locations.append(entry.location)
+            else:
+                dtype.append(dtype_names.setdefault(str(entry.dtype).removeprefix("torch."), len(dtype_names)))
+                ndim.append(len(entry.shape))
+                shape.extend(entry.shape)
+                for chunk in entry.chunks:
+                    box.extend((*chunk.offsets, *chunk.sizes))
+                    locations.append(chunk.location)
+            chunk_ends.append(len(locations))
+        columns: dict[str, Column] = {
+            "dtype": np.array(dtype, np.uint8),
+            "ndim": np.array(ndim, np.uint8),
+            "shape": np.array(shape, np.int64),
+            "chunk_ends": np.array(chunk_ends, np.int64),
+            "box": np.array(box, np.int64),
+        }
+        unusual = {key: path for key, path in (paths or {}).items() if path != default_path(key)}
+        return cls.of(Table(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
+
+    def encode(self) -> bytes:
+        """What the file of the index holds."""
+        about = self.left_out, self.empty, self.planner_data
+        return IndexFile(self.table, self.columns, self.files, self.smallest_block, *about).encode()
+
+    @classmethod
+    def read(cls, path: Path, sha256: str) -> CheckpointIndex:
+        """Open an index file that has this fingerprint, and check that it does not contradict itself.
+
+        Raises:
+            CheckpointCorrupt: It is another file, no index, or contradicts itself.
+        """
+        file = IndexFile.read(path, sha256)
+        index = cls(file.table, file.columns, file.files, file.smallest_block)
+        index.left_out, index.empty, index.planner_data = file.left_out, file.empty, file.planner_data
+        index.validate(path.parent)
+        return index
+
+    def validate(self, directory: Path, shares_bytes: bool = False) -> None:
+        """Check every item against the sizes of the files that the index lists, and every box against its tensor.
+
+        Args:
+            shares_bytes: Items may overlap: they are views of the same storages.
+
+        Raises:
+            CheckpointCorrupt: Naming file and key.
+        """
+        validate(self.table, self.columns, self.files, self.smallest_block, directory, shares_bytes)

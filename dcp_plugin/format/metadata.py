@@ -1,0 +1,215 @@
+"""DCP's own table of contents, made from ours: for planners as objects, for ``.metadata`` as a pickle.
+
+Stock readers unpickle ``.metadata``, which holds five objects for each chunk. To make a million of these and then
+pickle them takes longer than anything else in a save, so :func:`encode` makes none: all chunks with the same number of
+dimensions have pickles of the same length, which differ in some integers. One such record is written by hand, repeated
+as the rows of an array, and the integers are filled in by column. What comes out is what ``pickle.dumps`` of
+:func:`metadata_of` would mean; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_plugin._torch import StorageInfo
+from dcp_plugin.format.columns import NO_TENSOR, Column, Table
+from dcp_plugin.format.index import CheckpointIndex, Location, StoredValue
+from dcp_plugin.types import KeyPath
+
+
+def state_metadata(table: Table) -> dict[str, Any]:
+    """What a table says of each key, in DCP's words."""
+    state: dict[str, Any] = {}
+    for slot, key in enumerate(table.keys):
+        dtype = table.dtype_of(slot)
+        if dtype is None:
+            state[key] = BytesStorageMetadata()
+            continue
+        offsets, sizes = (boxes.tolist() for boxes in table.boxes_of(slot))
+        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
+        state[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(table.shape_of(slot)), chunks)
+    return state
+
+
+def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
+    """The DCP metadata of an index, for planners of other makes."""
+    index = index.as_stock_knows_it()
+    state = state_metadata(index.table)
+    storage: dict[MetadataIndex, Any] = {}
+    for key in state:
+        entry = index[key]
+        places = [(None, entry.location)] if isinstance(entry, StoredValue) else _places(entry)
+        for offsets, where in places:
+            storage[MetadataIndex(key, offsets)] = storage_info(where)
+    said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
+    return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
+
+
+def storage_info(where: Location) -> Any:
+    """Where an item is, in DCP's words."""
+    return StorageInfo(where.file, where.offset, where.length)
+
+
+def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath] | None:
+    """The paths of keys, which DCP's own planners note; None if it is anything else that a planner made of it."""
+    if not isinstance(planner_data, Mapping):
+        return None
+    known = all(
+        key in keys and isinstance(path, (tuple, list)) and all(isinstance(part, (str, int, tuple)) for part in path)
+        for key, path in planner_data.items()
+    )
+    return dict(planner_data) if known else None
+
+
+def _places(entry: Any) -> list[tuple[Any, Any]]:
+    return [(torch.Size(chunk.offsets), chunk.location) for chunk in entry.chunks]
+
+
+def stock_path(path: KeyPath) -> Sequence[str | int]:
+    """Stock paths know mapping keys as text and list indices as numbers."""
+    return tuple(
+        part if isinstance(part, (str, int)) else (part[1] if part[0] == "t" else str(part[1])) for part in path
+    )
+
+
+def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
+    """``.metadata`` as stock readers want it."""
+    index = index.as_stock_knows_it()
+    table, memo = index.table, _Memo()
+    keys = np.array([memo.number(key) for key in table.keys], np.uint32)
+    files = np.array([memo.number(name) for name in index.file_names], np.uint32)
+    is_value = table.columns["dtype"] == NO_TENSOR
+    state: list[bytes] = [b""] * len(table.keys)
+    storage: list[bytes] = []
+    for slots, chunks, boxes in table.by_ndim():
+        counts = np.diff(table.chunk_starts)[slots]
+        offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
+        records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
+        ends = np.cumsum(counts).tolist()
+        for slot, start, end in zip(slots.tolist(), [0, *ends], ends, strict=False):
+            state[slot] = memo.get(table.keys[slot]) + _stored(memo, table, slot, records[start:end].tobytes())
+        where: dict[str, _Fields] = {
+            "relative_path": [files[index.columns["file"][chunks]]],
+            "offset": [index.columns["place"][chunks, 0]],
+            "length": [index.columns["place"][chunks, 1]],
+        }
+        key = np.repeat(keys[slots], counts)
+        info = memo.instance(StorageInfo, **where)
+        for chosen, offset in ((~is_value[slots], {"offset": offsets}), (is_value[slots], {})):
+            record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
+            storage.append(_rows(len(chunks), record)[np.repeat(chosen, counts)].tobytes())
+    paths = {key: stock_path(table.path_of(key)) for key in table.keys}
+    planner_data = index.planner_data[0] if index.planner_data else paths
+    content = memo.instance(
+        Metadata,
+        state_dict_metadata=[b"}(", *state, b"u"],
+        planner_data=[_plain(planner_data)],
+        storage_data=[b"}(", *storage, b"u"],
+        storage_meta=[_plain(storage_meta)],
+        version=[_plain(Metadata({}).version)],
+    )
+    return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
+
+
+def _stored(memo: _Memo, table: Table, slot: int, chunks: bytes) -> bytes:
+    dtype = table.dtype_of(slot)
+    if dtype is None:
+        return memo.any_value
+    size = torch.Size(table.shape_of(slot))
+    properties = memo.get(dtype, lambda: _properties(dtype))
+    listed: _Fields = [b"](", chunks, b"e"]
+    fields = memo.instance(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=listed)
+    return b"".join(cast(list[bytes], fields))
+
+
+FIELDS_OF_ALL_VERSIONS = 5
+"""How many fields of ``TensorProperties`` every version of torch unpickles, which it pickles as a tuple. Torch 2.15 has
+added one, the strides, and so writes what 2.13 cannot open."""
+
+
+def _properties(dtype: torch.dtype) -> bytes:
+    """The pickle of a tensor's properties, the same whichever version of torch is running."""
+    fields: tuple[Any, ...] = TensorProperties(dtype=dtype).__getstate__()  # type: ignore[no-untyped-call]
+    return _plain(TensorProperties) + b")\x81" + _plain(fields[:FIELDS_OF_ALL_VERSIONS]) + b"b"
+
+
+_Fields = list["bytes | Column"]
+"""A piece of a pickle: opcodes; a column of int64 is a number in each record, one of uint32 a reference to the memo."""
+
+
+class _Memo:
+    """What occurs more than once: pickled at the start, put into the memo, and from then on a reference."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self.definitions = bytearray()
+
+    def number(self, value: Hashable, pickled: Callable[[], bytes] | None = None) -> int:
+        if value not in self._numbers:
+            number = self._numbers[value] = len(self._numbers)
+            body = pickled() if pickled else _plain(value)
+            self.definitions += body + b"r" + number.to_bytes(4, "little") + b"0"
+        return self._numbers[value]
+
+    def get(self, value: Hashable, pickled: Callable[[], bytes] | None = None) -> bytes:
+        return b"j" + self.number(value, pickled).to_bytes(4, "little")
+
+    def instance(self, cls: type, **fields: _Fields) -> _Fields:
+        state: _Fields = [b"}("]
+        for name, body in fields.items():
+            state += [self.get(name), *body]
+        return [self.get(cls), b")\x81", *(state if fields else []), *([b"ub"] if fields else [])]
+
+    @functools.cached_property
+    def any_value(self) -> bytes:
+        """What there is to say of each value that is no tensor. An optimizer has a dozen for every parameter."""
+        return b"".join(cast(list[bytes], self.instance(BytesStorageMetadata)))
+
+    def sizes(self, rows: Column) -> _Fields:
+        """A ``torch.Size`` in each record."""
+        return [self.get(torch.Size), b"(", *rows.T, b"t\x85R"]
+
+
+def _rows(count: int, record: _Fields) -> Column:
+    """The record ``count`` times, with the numbers of its columns filled in; a row of bytes each."""
+    pieces = []
+    for piece in record:
+        if isinstance(piece, bytes):
+            pieces.append(_repeated(piece, count))
+        else:
+            small = piece.min(initial=0) >= -(1 << 31) and piece.max(initial=0) < 1 << 31
+            opcode, dtype = (b"J", "<i4") if small else (b"\x8a\x08", "<i8")
+            if piece.dtype == np.uint32:
+                opcode, dtype = b"j", "<u4"
+            numbers = np.ascontiguousarray(piece, dtype).view(np.uint8).reshape(count, -1)
+            pieces += [_repeated(opcode, count), numbers]
+    return np.concatenate(pieces, axis=1)
+
+
+def _repeated(data: bytes, count: int) -> Column:
+    return np.broadcast_to(np.frombuffer(data, np.uint8), (count, len(data)))
+
+
+def _plain(value: Any) -> bytes:
+    """The pickle of a small object without frames and references, to be a piece of another one."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 3)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]

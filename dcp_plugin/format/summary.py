@@ -1,0 +1,130 @@
+"""``dcp_plugin.json``: what a person wants to know about a checkpoint before opening it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
+from dcp_plugin.format.index_file import FORMAT_VERSION
+from dcp_plugin.media.disk.commit import SUMMARY
+from dcp_plugin.media.disk.files import read_regular
+
+_MAX_SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that has what another one leaves out: where it was, also as seen from there, and what it was."""
+
+    path: Path
+    relative: str
+    fingerprint: str
+
+    @classmethod
+    def of_summary(cls, said: dict[str, Any], checkpoint: Path) -> Base:
+        """Raises CheckpointCorrupt if nothing is said, or no base."""
+        if not all(isinstance(said.get(name), str) for name in ("path", "relative", "fingerprint")):
+            raise CheckpointCorrupt(f"{checkpoint / SUMMARY} does not say which base has what is left out")
+        return cls(Path(said["path"]), said["relative"], said["fingerprint"])
+
+    def to_summary(self) -> dict[str, str]:
+        return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of ``dcp_plugin.json``.
+
+    ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` is that in the
+    ``storage_meta`` of ``.metadata``. Checkpoints of earlier versions have neither of the latter two.
+    ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
+    other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
+    ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
+    that were not saved. ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and
+    not written.
+    """
+
+    step: int | None
+    time: float
+    world_size: int
+    tensors: int
+    values: int
+    payload_bytes: int
+    index_sha256: str
+    metadata_sha256: str = ""
+    save_id: str = ""
+    kinds: dict[str, str] = field(default_factory=dict)
+    layouts: list[str] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    reused: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
+    exclude: list[str] = field(default_factory=list)
+    format: str = "dcp_plugin"
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def describe(cls, index_bytes: bytes, metadata_bytes: bytes, directory: Path, **facts: Any) -> Summary:
+        """The summary of a checkpoint that will be published in ``directory``, later than all that are there.
+
+        Later even if the clock was set back, or a neighbour comes from a host whose clock is ahead.
+        """
+        from dcp_plugin import __version__
+
+        versions = {"dcp_plugin": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        newest = max((_time_of(path) for path in directory.glob(f"*/{SUMMARY}")), default=0.0)
+        now = max(time.time(), newest + 0.001)
+        return cls(
+            time=now,
+            index_sha256=fingerprint(index_bytes),
+            metadata_sha256=fingerprint(metadata_bytes),
+            versions=versions,
+            **facts,
+        )
+
+    def encode(self) -> bytes:
+        """Raises SaveFailed if it would be larger than a reader accepts."""
+        data = (json.dumps(asdict(self), indent=2) + "\n").encode()
+        if len(data) > _MAX_SIZE:
+            raise SaveFailed(f"the summary would have {len(data)} bytes: the state has too many modules or layouts")
+        return data
+
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """Raises CheckpointCorrupt if the file is no summary."""
+        try:
+            data = read_regular(path, _MAX_SIZE + 1)
+            said = json.loads(data)
+            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
+            summary = cls(**known)
+            float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
+            bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
+            if not all(isinstance(text, str) for text in (*bound, *summary.kinds.values())):
+                raise ValueError("fingerprints, the save's id and kinds are text")
+            int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
+            if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
+                raise ValueError("exclude is a list of text, base an object")
+            if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
+                raise ValueError("not a summary of dcp_plugin")
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{path} is damaged: {error}") from error
+        return summary
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return Summary.read(path).time
+    except CheckpointCorrupt:
+        return 0.0
+
+
+def fingerprint(index_bytes: bytes) -> str:
+    return hashlib.sha256(index_bytes).hexdigest()

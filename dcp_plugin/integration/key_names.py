@@ -1,0 +1,67 @@
+"""What every framework's door calls things in a checkpoint, so that what went in through one comes out of any other.
+
+``model`` and ``optim``; ``model_0``, ``model_1``, … and ``optim_0``, … when there are several; ``extra.<name>`` for
+everything else: schedulers, loops, samplers, and ``extra.rng.<rank>.streams`` for the random generators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from dcp_plugin.config import PathLike
+from dcp_plugin.format import values
+from dcp_plugin.runs.inspect import inspect
+
+MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """The names of ``count`` objects of one kind: ``model``, or ``model_0``, ``model_1``, …"""
+    return [name] if count == 1 else [f"{name}_{number}" for number in range(count)]
+
+
+def among(name: str, names: Iterable[str]) -> list[str]:
+    """The names of one kind that occur in ``names``, in the order of the objects."""
+    found = [one for one in names if one == name or one.removeprefix(f"{name}_").isdecimal()]
+    return sorted(found, key=lambda one: int(one.removeprefix(name).removeprefix("_") or 0))
+
+
+def keys_by_name(path: PathLike) -> dict[str, list[str]]:
+    """The keys of a checkpoint by name, without the name."""
+    info = inspect(path)
+    keys: dict[str, list[str]] = {}
+    for key in (*(tensor.key for tensor in info.tensors), *info.values):
+        name, _, rest = key.partition(".")
+        keys.setdefault(name, []).append(rest)
+    return keys
+
+
+def plain(value: Any) -> Any:
+    """Settings as the plain values that they stand for, where they cannot be stored as what they are."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        return plain(omegaconf.OmegaConf.to_container(value))
+    settings = isinstance(value, (Enum, timedelta, np.ndarray, Namespace)) or dataclasses.is_dataclass(value)
+    if settings and values.is_storable(value):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Namespace):
+        return plain(vars(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple, set) else value

@@ -1,0 +1,266 @@
+"""One load, step by step: open, match, plan, read, take.
+
+Everything that can be checked is checked before the first byte of a target is overwritten, and what does not fit is
+raised in one error that names all of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+
+from dcp_plugin._torch import sharded_value
+from dcp_plugin.config import CheckpointConfig, PathLike, local_path
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.index import CheckpointIndex, StoredTensor
+from dcp_plugin.loading.matching import Match, Matching, locate
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.loading.suggestions import about_shapes
+from dcp_plugin.planning.broadcast_read import SharedReading
+from dcp_plugin.planning.load import ShardedLoadPlanner, first, some
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.saving.base import about_excluded
+from dcp_plugin.state.adapters import Part, parts_of
+from dcp_plugin.state.key_map import join
+from dcp_plugin.state.module import materialise
+from dcp_plugin.state.module_load import Incompatible
+from dcp_plugin.storage.open import Opened
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a rank is about to load; the same on all ranks, but for the path."""
+
+    path: str
+    fingerprint: str
+    partial: str
+
+
+class Loading:
+    """One load. Its steps are the lines of :meth:`run`."""
+
+    def __init__(
+        self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
+    ) -> None:
+        self._ranks = ranks
+        self._config = config
+        self._partial = partial
+        self._strict = strict
+        self._path = path
+        self._reader = ShardedReader(
+            path,
+            io_threads=config.io_threads,
+            verify=config.verify_on_load,
+            check_files=ranks.rank == 0,
+            base=config.base,
+        )
+        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=config.allow_pickle)
+
+    @property
+    def opened(self) -> Opened:
+        """The checkpoint, with its base if it has one."""
+        return self._reader.opened
+
+    def run(self, state: Mapping[str, Any]) -> LoadReport:
+        parts: list[Part] = []
+        self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
+        match = self._ranks.agree(f"compare {self._path} with the state", lambda: self._fit(parts))
+        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, match))
+        self._read_tensors()
+        self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, match))
+        if self._ranks.rank == 0:
+            for message in match.said:  # last: a warning that is an error stops nobody half-way
+                warnings.warn(message, stacklevel=3)
+        reader, loaded = self._reader, [*self._targets, *match.deferred]
+        return replace(
+            match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
+        )
+
+    def foresee(self, state: Mapping[str, Any]) -> PlannedLoad:
+        """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
+        parts: list[Part] = []
+        self._open(state, parts)
+        match = self._match(parts, foreseen=True)
+        self._plan(match)
+        items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
+        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
+
+    def _open(self, state: Mapping[str, Any], parts: list[Part]) -> _Opened:
+        parts.extend(parts_of(state))
+        self._parts = parts
+        if self._partial is not None:
+            self._partial = locate(self._partial, parts)
+        return _Opened(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
+
+    @staticmethod
+    def _all_the_same(opened: list[_Opened]) -> None:
+        first = opened[0]
+        for rank, other in enumerate(opened):
+            if other.fingerprint != first.fingerprint:
+                raise CheckpointMismatch(
+                    f"rank 0 loads {first.path} and rank {rank} {other.path}, which is another checkpoint. Decide "
+                    f"on rank 0 what to load, and broadcast it."
+                )
+            if other.partial != first.partial:
+                raise CheckpointMismatch(
+                    f"rank 0 loads {first.partial[:500]} of {first.path}, and rank {rank} {other.partial[:500]}. Give "
+                    f"all ranks the same."
+                )
+
+    def _fit(self, parts: list[Part]) -> Match:
+        """Match and plan; raise everything that does not fit, in one error."""
+        waiting: list[str] = []
+        for part in parts:
+            if part.kind == "module" and part.module is not None:
+                waiting += [join(part.name, key) for key in materialise(part.module)]
+        match = self._match(parts)
+        undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
+        left = [key for key in waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
+        if left:
+            match.said.append(
+                f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
+                "in memory by chance. Initialise them now."
+            )
+        self._items = self._plan(match)
+        if match.problems:
+            raise CheckpointMismatch(misfit(self._path, match.problems))
+        self._reader.check_files(self._items, [match.stored[key] for key in match.deferred])
+        return match
+
+    def _match(self, parts: list[Part], foreseen: bool = False) -> Match:
+        index, kinds = self._reader.index, self._reader.kinds
+        match = Matching(self._path, index, kinds, self._partial, self._strict, foreseen).run(parts)
+        if match.problems:
+            match.problems.extend(about_excluded(self._reader.summary, match.report.missing))
+        return match
+
+    def _plan(self, match: Match) -> LoadPlan:
+        """The reads. What the planner finds is added to the problems, in front."""
+        self._targets: dict[str, Any] = dict(match.targets)
+        self._planner.use_index(self._targets, self._reader.index, match.stored)
+        try:
+            return self._planner.create_local_plan()
+        except CheckpointMismatch:
+            match.problems[:0] = [*first(self._planner.misfits), *self._about_shapes(match)]
+            return LoadPlan([])
+
+    def _about_shapes(self, match: Match) -> list[str]:
+        """A line where parts of modules have another shape, and nothing else is wrong."""
+        index = self._reader.index
+        there = {key: index.table.shape_of(index.slots[match.stored[key]]) for key in match.targets}
+        other = [key for key, one in match.targets.items() if one is not None and one.shape != there[key]]
+        if match.problems or len(other) != len(self._planner.misfits) or 2 * len(other) > len(match.targets):
+            return []
+        modules = {
+            part.name: [one.name for one in self._parts if one.kind == "optimizer" and one.module is part.module]
+            for part in self._parts
+            if part.kind == "module"
+        }
+        line = about_shapes(other, modules, index, bool(match.report.cast))
+        return [line] if line else []
+
+    def _read_values(self, parts: list[Part], match: Match) -> None:
+        """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
+        self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
+        if self._planner.plain:
+            match.said.append(
+                f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
+                f"Import the modules of the classes before the load."
+            )
+        for part in parts:
+            targets = match.wanted[part.name].targets
+            keys = [key for key, target in targets.items() if target is None]
+            if targets:
+                part.check({key: self._targets[join(part.name, key)] for key in keys})
+
+    def _only(self, kind: LoadItemType) -> LoadPlan:
+        return replace(self._items, items=[item for item in self._items.items if item.type == kind])
+
+    def _read_tensors(self) -> None:
+        """Into the targets. What others read for this rank is passed on when all have read, and nobody has failed."""
+        plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
+        shared = SharedReading(self._ranks, self._planner, policy)
+        plan = shared.meet(f"share the reading of {self._path}", plan)
+        self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())
+        shared.pass_on(f"pass on what was read of {self._path}")
+
+    def _take(self, parts: list[Part], match: Match) -> None:
+        problems: list[str] = []
+        for part in parts:
+            targets = match.wanted[part.name].targets
+            if targets or match.wanted[part.name].empty:
+                filled = {
+                    key: self._targets[join(part.name, key)] if target is None else target
+                    for key, target in targets.items()
+                }
+                strict = self._strict and self._partial is None
+                found = part.take(filled, partial(self._read_deferred, part, match), strict)
+                if found is not None:
+                    problems += self._judge(part, match, found)
+        if problems:
+            raise CheckpointMismatch(misfit(self._path, problems))
+
+    def _read_deferred(self, part: Part, match: Match, tensors: dict[str, Any]) -> None:
+        """Read tensors that have just got their memory, on this rank alone."""
+        planner = ShardedLoadPlanner(strict=False)
+        targets: dict[str, Any] = {join(part.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
+        planner.use_index(targets, self._reader.index, match.stored)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def _judge(self, part: Part, match: Match, found: Incompatible) -> list[str]:
+        """What is wrong after a module's own load hooks. Keys that were not to be loaded may be missing."""
+        left_out = set(match.report.left_out)
+        missing = [key for key in (join(part.name, one) for one in found.missing) if key not in left_out]
+        unexpected = [join(part.name, key) for key in found.unexpected]
+        match.report.missing.extend(missing)
+        match.report.unexpected.extend(unexpected)
+        problems = list(found.errors)
+        asked = self._partial or PartialLoad()
+        for keys, policy, what in ((missing, asked.missing, "missing"), (unexpected, asked.unexpected, "unexpected")):
+            line = f"{some(keys)}: {what} after the load hooks of {part.name!r}"
+            if keys and policy == "error" and self._strict:
+                problems.append(line)
+            elif keys and policy == "warn":
+                match.said.append(f"{self._path}: {line}.")
+        return problems
+
+
+def plan_load(
+    state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+) -> PlannedLoad:
+    """What :func:`dcp_plugin.load` would take and what would not fit, without loading. Modules may be on the meta
+    device.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.
+    """
+    return Loading(Ranks(), CheckpointConfig(), local_path(path), partial, strict).foresee(state)
+
+
+def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
+    stored, target = match.stored[key], match.targets.get(key) or match.deferred.get(key)
+    entry = index[stored]
+    wanted = str((target and target.dtype) or "").removeprefix("torch.")
+    if isinstance(entry, StoredTensor):
+        dtype = str(entry.dtype).removeprefix("torch.")
+        return PlannedItem(key, stored, entry.shape, dtype, wanted, prod(entry.shape) * entry.dtype.itemsize)
+    return PlannedItem(key, stored, None, "", wanted, entry.location.length)
+
+
+def misfit(path: Path, problems: list[str]) -> str:
+    """The one error for all that does not fit; empty if all does."""
+    if not problems:
+        return ""
+    if len(problems) == 1:
+        return f"{path} does not fit the state: {problems[0]}{'' if problems[0].endswith('?') else '.'}"
+    return f"{path} does not fit the state:\n  " + "\n  ".join(problems)

@@ -1,0 +1,384 @@
+"""Which target takes which stored key, and everything that does not fit; decided before a byte is overwritten.
+
+A load carries this out, ``dcp-plugin load-plan`` prints it. What does not fit is collected, not raised one by one:
+whoever has to put it right wants to read all of it at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.index import CheckpointIndex, Entry
+from dcp_plugin.loading.partial import PartialLoad, Policy
+from dcp_plugin.loading.suggestions import (
+    Fit,
+    about_front,
+    about_globs,
+    about_missing,
+    about_optimizer,
+    about_prefix,
+    about_unexpected,
+    about_unwrapped,
+    about_wrapper,
+    fitting_renames,
+    taken_by,
+)
+from dcp_plugin.planning.load import first, some
+from dcp_plugin.planning.rank_local import without_rank
+from dcp_plugin.state.adapters import Part, Wanted
+from dcp_plugin.state.key_map import Prefix, Rename, Renaming, Source, find_prefix, join
+from dcp_plugin.state.module_load import Deferred
+from dcp_plugin.state.names import CleanNames, unwrapped
+from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue
+
+
+class _Place(Protocol):
+    """Where a part is in the checkpoint."""
+
+    @property
+    def name(self) -> str: ...
+    def stored(self, key: str) -> str: ...
+    def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]: ...
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a load will do. Keys of targets are full ones."""
+
+    wanted: dict[str, Wanted]
+    """What each part takes, by its name, with only the selected targets."""
+    targets: dict[str, ShardedValue | None]
+    """Tensors to fill, None for other values."""
+    deferred: dict[str, Deferred]
+    """Tensors that are read when their submodule is loaded."""
+    stored: dict[str, str]
+    """The key in the checkpoint of each target."""
+    report: LoadReport
+    """What will be missing, left out and so on; nothing is loaded yet."""
+    problems: list[str] = field(default_factory=list)
+    """Why the load cannot be; empty if it can."""
+    said: list[str] = field(default_factory=list)
+    """What to warn of."""
+
+
+def locate(partial: PartialLoad, parts: list[Part]) -> PartialLoad:
+    """The partial load with its sub-module found, if it is about one. No communication.
+
+    Raises:
+        TypeError: It is none; settings that come from a file are not what annotations say.
+        CheckpointMismatch: The sub-module is in no module of the state.
+    """
+    if not isinstance(partial, PartialLoad):
+        raise TypeError(f"partial is a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
+    if partial.of is None:
+        return partial
+    modules = [part for part in parts if part.kind == "module" and part.module is not None]
+    for candidate in unwrapped(partial.of.module):
+        for part in modules:
+            assert part.module is not None
+            for name, child in part.module.named_modules(remove_duplicate=False):
+                if child is candidate:
+                    inner = CleanNames(part.module)(name)
+                    return partial.located(f"{part.name}.{inner}." if inner else f"{part.name}.")
+    kind = type(unwrapped(partial.of.module)[-1]).__name__
+    there = [
+        f"{part.name!r}, a {type(unwrapped(part.module)[-1]).__name__}{_inside(part.module)}"
+        for part in modules
+        if part.module
+    ]
+    raise CheckpointMismatch(
+        f"PartialLoad.submodule: this {kind} is in no module of the state, which has "
+        f"{'; '.join(there) or 'no module at all'}. Give the very object that is a part of the model (a copy, or a "
+        f"model that was built again, is another one)."
+    )
+
+
+def _inside(module: nn.Module) -> str:
+    clean = CleanNames(module)
+    names = dict.fromkeys(clean(name) for name, _ in module.named_modules())
+    children = [name for name in names if name and "." not in name]
+    return f" with {some(children)}" if children else ""
+
+
+class Matching:
+    """Compares the parts of a state with a checkpoint.
+
+    Args:
+        path: The checkpoint, for messages.
+        kinds: Names in the checkpoint -> ``"module"`` or ``"optimizer"``.
+        partial: None for a load of everything, which converts dtypes.
+        strict: Whether missing and unexpected keys are errors where nothing else is said.
+        foreseen: Nothing will be read, so targets on the meta device need no memory.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        index: CheckpointIndex,
+        kinds: Mapping[str, str],
+        partial: PartialLoad | None,
+        strict: bool,
+        foreseen: bool = False,
+    ) -> None:
+        self._foreseen = foreseen
+        self._path = path
+        self._index = index
+        self._kinds = kinds
+        self._given = partial
+        self._partial = partial or PartialLoad()
+        self._rename = Rename.of(self._partial.rename)
+        self._renaming = Renaming(self._rename, [name for name, kind in kinds.items() if kind == "module"])
+        self._strict = strict
+        self._keys: list[str] = []
+        self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
+        self._names_here: list[str] = []
+        self._lone: list[Part] = []  # objects of which nothing is there
+        self._absent: list[str] = []  # a line for each of those of which nothing is there
+        self._missing: dict[str, str] = {}
+        self._unexpected: list[str] = []
+        self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
+        self._match = Match({}, {}, {}, {}, LoadReport(path))
+
+    def run(self, parts: list[Part]) -> Match:
+        """Collective if a module contains FSDP1."""
+        prefixes: dict[nn.Module | None, Prefix] = {}
+        self._names_here = [part.name for part in parts]
+        for part, name in self._names(parts):
+            place, want = self._want(part, name, prefixes)
+            self._select(part, place, want)
+        self._judge_patterns()
+        self._judge_dtypes()
+        self._judge_keys()
+        return self._match
+
+    def _names(self, parts: list[Part]) -> Iterable[tuple[Part, str]]:
+        """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
+        names = {part.name for part in parts}
+        for part in parts:
+            name = part.name
+            if part.kind in ("module", "optimizer") and name not in self._kinds and not self._renaming.is_about(part):
+                alike = [other for other, kind in self._kinds.items() if kind == part.kind and other not in names]
+                if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
+                    name = alike[0]
+                    self._say(f"{self._path} has no {part.name!r}; its only {part.kind}, {name!r}, is loaded.")
+                elif part.kind == "optimizer":
+                    self._optimizers[name] = alike
+            yield part, name
+
+    def _want(self, part: Part, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
+        renamed = self._renaming.place(part, name)
+        if renamed is not None:
+            want = self._ask(part, renamed)
+            if want.targets and renamed.unnamed_groups:
+                self._say(
+                    f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
+                    f"{part.name!r} keeps its own hyper-parameters."
+                )
+            return renamed, want
+        source = Source(name, part.kind, prefixes.get(part.module, Prefix()))
+        want = self._ask(part, source)
+        if want.alien:
+            prefix = find_prefix(want.alien, source.entries(self._index)[0])
+            if prefix is not None:
+                here, there = f"{part.name}.{prefix.dropped}", f"{name}.{prefix.added}"
+                self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+                prefixes[part.module] = prefix
+                source = replace(source, prefix=prefix)
+                want = part.want(*source.entries(self._index))
+        return source, want
+
+    def _ask(self, part: Part, place: _Place) -> Wanted:
+        """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want.
+        A module does not, and its optimizer needs to know where it is."""
+        entries, paths = place.entries(self._index)
+        if self._given is not None and part.kind != "module":
+            stored = (without_rank(key) for key in entries)
+            keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in part.names())))
+            if not any(self._selected(part, key) for key in keys):
+                self._keys += [join(part.name, key) for key in keys]
+                self._match.report.left_out.extend(join(part.name, key) for key in entries)
+                return Wanted()
+        return part.want(entries, paths)
+
+    def _select(self, part: Part, place: _Place, want: Wanted) -> None:
+        """Keep what is selected, and note what is missing and unexpected of it."""
+        report, match = self._match.report, self._match
+        self._keys += [
+            join(part.name, key) for key in (*want.targets, *want.missing, *want.undecided, *want.lost, *want.needless)
+        ]
+        chosen = {}
+        for key, target in want.targets.items():
+            full = join(part.name, key)
+            if self._selected(part, key):
+                if key in want.refused:
+                    match.problems.append(f"{full} is {want.refused[key]}")
+                    continue
+                if isinstance(target, Deferred):
+                    match.deferred[full] = target
+                else:
+                    try:
+                        match.targets[full] = self._described(target) if is_tensor(target) else None
+                    except CheckpointMismatch as error:
+                        match.problems.append(f"{full} is {error}")
+                        continue
+                chosen[key] = target
+                match.stored[full] = place.stored(want.stored_as.get(key, key))
+                if full != match.stored[full] and key not in want.stored_as:
+                    report.renamed[full] = match.stored[full]
+            else:
+                report.left_out.append(full)
+        missing_keys = (*want.missing, *want.undecided)
+        report.left_out.extend(join(part.name, key) for key in missing_keys if not self._selected(part, key))
+        lost = [join(part.name, key) for key in want.lost if self._selected(part, key)]
+        report.missing.extend(lost)
+        if lost:
+            self._absent.append(
+                f"{some(lost, 3)}: each rank had its own, for its part of the parameter, and none had the part that "
+                f"this rank has. It cannot be cut anew: load it on the layout it was saved on, or leave it out"
+            )
+        if part.kind == "stateful" and "" in want.missing:
+            self._lone.append(part)
+        want.targets = chosen
+        match.wanted[part.name] = want
+        missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
+        nobodys = (place.stored(key) for key in want.unexpected if self._selected(part, key))
+        unexpected = list(dict.fromkeys(nobodys))  # several of our names may lead to one
+        report.missing.extend(missing)
+        report.unexpected.extend(unexpected)
+        if not want.tolerated:
+            if missing and part.name in self._optimizers and not self._index.under(f"{part.name}."):
+                self._absent.append(self._about_optimizer(part.name))
+            else:
+                self._missing.update(missing)
+            self._unexpected.extend(unexpected)
+            return
+        policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
+        if policies - {"", "ignore"}:
+            differ = some([*missing, *unexpected])
+            self._say(f"{self._path} and {part.name!r} differ in {differ}: {want.tolerated}.")
+
+    def _described(self, target: Any) -> ShardedValue:
+        if not self._foreseen or not getattr(target, "is_meta", False):
+            return sharded_value(target)
+        shape = tuple(target.shape)
+        return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
+
+    def _selected(self, part: Part, key: str) -> bool:
+        return self._partial.selects(join(part.name, key))
+
+    def _judge_patterns(self) -> None:
+        """Patterns that match nothing, and prefixes that the checkpoint does not have."""
+        if self._given is None:
+            return
+        problems = self._match.problems
+        problems += about_globs(self._partial.idle(self._keys), self._keys, self._index)
+        problems += [
+            f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, self._keys)}"
+            for here in self._rename.idle(self._keys)
+        ]
+        for here, there in self._rename.prefixes:
+            lost = [key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(there)]
+            if lost and there and not self._index.under(there):
+                free = self._free()
+                renames = self._fits(lost, free)
+                self._found |= taken_by(renames, lost)
+                problems.append(about_prefix(here, there, renames, free, self._of_submodule))
+                for key in lost:
+                    del self._missing[key]
+
+    def _judge_dtypes(self) -> None:
+        """Which values are converted, or would have to be."""
+        differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
+        wanted = {key: target.dtype for key, target in self._match.targets.items() if target is not None}
+        wanted |= {key: one.dtype for key, one in self._match.deferred.items() if one.dtype is not None}
+        for key, here in wanted.items():
+            dtype = self._index.table.dtype_of(self._index.slots[self._match.stored[key]])
+            if dtype is not None and dtype != here:
+                if torch.can_cast(dtype, here):  # if not, the planner says so
+                    differ[here, dtype].append(key)
+                self._match.report.cast.append(key)
+        if self._given is None or self._given.cast:
+            return
+        for (here, there), keys in differ.items():
+            self._match.problems.append(
+                f"{some(keys, 3)} {'is' if len(keys) == 1 else 'are'} {here} here and {there} in the checkpoint: "
+                f"cast=True converts"
+            )
+
+    def _judge_keys(self) -> None:
+        """Missing and unexpected keys, as the policies say."""
+        before = len(self._match.problems)
+        lines = self._about_wrapper()
+        if lines:
+            self._missing.clear()
+        else:
+            lines = list(self._absent)
+        free = self._free() if self._missing else []
+        renames = self._fits(self._missing, free)
+        if self._missing:
+            lines += about_missing(self._missing, renames, self._index, self._of_submodule)
+        if lines:
+            self._apply(self._partial.missing, lines, "they keep their values")
+        found = self._found | taken_by(renames, self._missing)
+        unexpected = [key for key in self._unexpected if key not in found]
+        if unexpected:
+            self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
+        if len(self._match.problems) > before:
+            policies = 'missing="ignore" and unexpected="ignore" load what fits'
+            if self._given is None:
+                policies = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
+            self._match.problems.append(policies)
+        elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
+            advice = some(lines, 3, "; ")
+            self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
+
+    def _about_optimizer(self, name: str) -> str:
+        return about_optimizer(name, self._optimizers[name], self._index, self._names_here)
+
+    def _about_wrapper(self) -> list[str]:
+        """A line where everything is in the checkpoint, with one name more or less."""
+        names = self._names_here
+        if self._partial.rename or self._match.stored or not names:
+            return []
+        if any(name in self._index or self._index.under(f"{name}.") for name in names):
+            return []
+        if len(self._lone) == len(names) == 1:
+            line = about_unwrapped(names[0], self._lone[0].names(), self._index)
+        else:
+            line = about_wrapper(names, self._index)
+        return [line] if line else []
+
+    def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:
+        if policy == "warn":
+            self._say(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
+        elif policy == "error" and self._strict:
+            self._match.problems.extend(first(lines))
+
+    @property
+    def _of_submodule(self) -> bool:
+        return self._partial.of is not None
+
+    def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
+        """Renames that would help. A sub-module has one prefix, and only its source can be changed."""
+        fits = fitting_renames(keys, free)
+        if not self._of_submodule:
+            return fits
+        (prefix,) = self._partial.rename
+        return [fit.below(prefix) for fit in fits if prefix.startswith(fit.here)]
+
+    def _free(self) -> list[str]:
+        """Keys of the checkpoint that no target takes."""
+        taken = set(self._match.stored.values())
+        return [key for key in self._index if key not in taken]
+
+    def _say(self, message: str) -> None:
+        self._match.said.append(message)

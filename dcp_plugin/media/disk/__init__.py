@@ -1,0 +1,1 @@
+"""Checkpoints on a file system that all ranks share."""

@@ -1,0 +1,155 @@
+"""A new data file, written front to back in large aligned blocks, past the page cache where that works.
+
+``O_DIRECT`` spares a copy, the CPU time of the page cache, and evicting what the training keeps in it. Some file
+systems refuse it when it is switched on, others at the first write; so it is tried, and the file is written through
+the page cache instead where it fails. Nothing is known from the name of a file system.
+
+The size is known beforehand, so the space is reserved at once: a full disk is found before anything is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.media.disk import files
+
+BUFFER = 2 << 20
+ALIGNMENT = 4096
+"""Of memory, file offset and length; no device in use wants more."""
+IN_PLACE = 1 << 20
+"""From this size on, what is aligned already is written from where it is, without passing through the buffer."""
+_LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
+
+
+class BlockFile:
+    """A file under construction.
+
+    Args:
+        size: Its final size.
+        direct: Whether to use ``O_DIRECT``. ``"auto"``: if the file is not small and the file system takes it.
+        wrote: Called with every number of bytes that went to the file system.
+
+    Raises:
+        SaveFailed: From any method, with ``direct=True``: the file system refuses it.
+    """
+
+    def __init__(
+        self, path: Path, size: int, direct: bool | Literal["auto"], wrote: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self._path, self._wrote, self._forced = path, wrote, direct is True
+        # Page-aligned, and shared memory: a fork while the device reads from it would move private pages elsewhere.
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER))
+        self._filled = 0
+        self._position = 0
+        self.direct = False
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            files.preallocate(self._fd, size)
+            if direct is True or (direct == "auto" and size >= BUFFER):
+                self._try_direct()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> BlockFile:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            os.close(self._fd)
+
+    def tell(self) -> int:
+        return self._position + self._filled
+
+    def takes_in_place(self, address: int) -> bool:
+        """Whether bytes at this address, if appended now, are written without being copied."""
+        return self.direct and address % ALIGNMENT == 0 and self.tell() % ALIGNMENT == 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append; ``data`` may change afterwards."""
+        if len(data) >= _LARGE and not self.direct:
+            self._flush(self._filled)
+            self._write_all(memoryview(data))
+            return
+        if len(data) >= IN_PLACE and self.takes_in_place(np.frombuffer(data, np.uint8).ctypes.data):
+            self._flush(self._filled)
+            aligned = len(data) - len(data) % ALIGNMENT
+            self._write_all(memoryview(data)[:aligned])
+            data = memoryview(data)[aligned:]
+        while len(data) > BUFFER - self._filled:
+            room = BUFFER - self._filled
+            self._take(memoryview(data)[:room])
+            self._flush(BUFFER)
+            data = memoryview(data)[room:]
+        self._take(data)
+
+    def _take(self, data: bytes | bytearray | memoryview) -> None:
+        start, self._filled = self._filled, self._filled + len(data)
+        if len(data) < _LARGE:
+            self._buffer[start : self._filled] = data
+        else:
+            np.frombuffer(self._buffer, np.uint8)[start : self._filled] = np.frombuffer(data, np.uint8)
+
+    def _flush(self, count: int) -> None:
+        """Write the first ``count`` bytes of the buffer; the rest moves to its front."""
+        if count:
+            self._write_all(self._buffer[:count])
+            self._buffer[: self._filled - count] = self._buffer[count : self._filled]
+            self._filled -= count
+
+    def _write_all(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                count = os.pwrite(self._fd, data, self._position)
+            except OSError as error:
+                if not self.direct or error.errno not in _REFUSED:
+                    raise
+                self._refused(error)
+                self._switch(False)
+                continue
+            self._position += count
+            data = data[count:]
+            self._wrote(count)
+
+    def _finish(self) -> None:
+        """Write what is left and make the file durable. A length that is not aligned goes through the page cache."""
+        if self.direct:
+            self._flush(self._filled - self._filled % ALIGNMENT)
+            self._switch(False)
+        self._flush(self._filled)
+        os.fsync(self._fd)
+
+    def _try_direct(self) -> None:
+        try:
+            self._switch(True)
+        except OSError as error:
+            self._refused(error)
+
+    def _switch(self, direct: bool) -> None:
+        import fcntl  # not on every platform; a save without it has ended before
+
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        self.direct = direct
+
+    def _refused(self, error: OSError) -> None:
+        """Raise what is no refusal of ``O_DIRECT``, and the refusal where the user insists on it."""
+        if error.errno not in _REFUSED:
+            raise error
+        if self._forced:
+            raise SaveFailed(
+                f"cannot write {self._path} with direct_io=True: its file system refuses O_DIRECT ({error.strerror}). "
+                f"direct_io='auto' writes through the page cache there."
+            ) from error

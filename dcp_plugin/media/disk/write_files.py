@@ -1,0 +1,225 @@
+"""Writes the items of one rank into its data files: one thread per file, each from front to back.
+
+The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor
+memory to the file piece by piece, checksummed while it is in the processor's cache. A large one begins at a page of
+the file: if its memory does, too, as in the copy of an asynchronous save, the device reads it from there.
+
+Items that are expected not to change are hashed, too, and lie in files of their own, so that the next checkpoint can
+link these. They are cut in the order of the items: what starts to change together, a layer, say, lies together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from isal.isal_zlib import crc32
+
+from dcp_plugin import events
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
+from dcp_plugin.format.index import Location
+from dcp_plugin.format.torch_zip import frame, padded
+from dcp_plugin.media.disk.direct_io import ALIGNMENT, IN_PLACE, BlockFile
+from dcp_plugin.media.disk.hard_links import free_name
+from dcp_plugin.media.disk.host_memory import PIECE, Rings, finish_device_work
+from dcp_plugin.tensors import WholeItem
+
+Data = torch.Tensor | WholeItem | bytes
+_WORTH_A_FILE = 1 << 20
+_WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
+_STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced
+_MOST_STABLE_FILES = 32
+_IN_PLACE_PIECE = 8 << 20  # as a system call for each is all that is done with it
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where and how this rank writes."""
+
+    directory: Path
+    rank: int
+    token: str
+    """Part of the names of files that may be linked later, see :func:`~dcp_plugin.media.disk.hard_links.free_name`."""
+    io_threads: int
+    direct_io: bool | Literal["auto"]
+    checksum: bool
+
+
+def write(
+    items: Sequence[Data], to: Files, checkpoint: Path, stable: Collection[int] = (), taken: Collection[str] = ()
+) -> list[Location]:
+    """Write and sync the items; where each of them is.
+
+    Args:
+        checkpoint: The name for progress events.
+        stable: The positions of those to be hashed and kept apart.
+        taken: Names of files that are there already.
+
+    Raises:
+        OSError, SaveFailed: The files could not be written.
+    """
+    finish_device_work(data for data in items if isinstance(data, torch.Tensor))
+    lengths = [_item_length(data) for data in items]
+    buckets = _files_of(lengths, frozenset(stable), to.io_threads)
+    names: list[str] = []
+    for _ in buckets:
+        names.append(free_name(to.rank, {*taken, *names}, to.token))
+    layouts = [_layout([items[slot] for slot in bucket], [lengths[slot] for slot in bucket]) for bucket in buckets]
+    meter = _Meter(checkpoint, sum(size for _, size in layouts))
+    locations: dict[int, Location] = {}
+
+    def write_one(name: str, bucket: list[int], layout: _Layout) -> None:
+        hashed = bucket[0] in stable
+        written = _write_file(to, name, [items[slot] for slot in bucket], layout, meter, hashed)
+        locations.update(zip(bucket, written, strict=True))
+
+    if len(buckets) == 1:
+        write_one(names[0], buckets[0], layouts[0])
+    elif buckets:
+        with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
+            list(pool.map(write_one, names, buckets, layouts))
+    return [locations[slot] for slot in range(len(items))]
+
+
+def _item_length(data: Data) -> int:
+    if isinstance(data, WholeItem):
+        return data.length
+    return len(data) if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape)).length
+
+
+def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
+    """Which items go to which file: the stable ones and the others apart, the largest files first."""
+    files = []
+    for slots, share in (
+        ([slot for slot in range(len(lengths)) if slot not in stable], _buckets),
+        (sorted(stable), _runs),
+    ):
+        files += [[slots[at] for at in bucket] for bucket in share([lengths[slot] for slot in slots], threads)]
+    if stable:  # more files than threads
+        files.sort(key=lambda bucket: sum(lengths[slot] for slot in bucket), reverse=True)
+    return files
+
+
+def _runs(lengths: list[int], threads: int) -> list[list[int]]:
+    """Items in their order, cut into files of about the same size."""
+    total = sum(lengths)
+    if total < _WORTH_A_FILE or not lengths:
+        return [list(range(len(lengths)))] if lengths else []
+    count = min(max(threads, total // _STABLE_FILE), _MOST_STABLE_FILES)
+    files: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for slot, length in enumerate(lengths):
+        files[min(count - 1, (before + length // 2) * count // total)].append(slot)
+        before += length
+    return [file for file in files if file]
+
+
+def _buckets(lengths: list[int], count: int) -> list[list[int]]:
+    """Items spread over files by size; in each file they keep their order, so that neighbours are read together."""
+    total = sum(lengths)
+    if count == 1 or total < _WORTH_A_FILE or total < _WORTH_A_THREAD * len(lengths):
+        return [list(range(len(lengths)))] if lengths else []
+    buckets: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for slot in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        lightest = loads.index(min(loads))
+        buckets[lightest].append(slot)
+        loads[lightest] += lengths[slot]
+    return [sorted(bucket) for bucket in buckets if bucket]
+
+
+_Layout = tuple[list[int], int]
+"""Where each item of a file begins, and the size of the file."""
+
+
+def _layout(items: list[Data], lengths: list[int]) -> _Layout:
+    starts, end = [], 0
+    for data, length in zip(items, lengths, strict=True):
+        if isinstance(data, torch.Tensor) and data.nbytes >= IN_PLACE:
+            end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % ALIGNMENT
+        starts.append(end)
+        end += padded(length)
+    return starts, end
+
+
+def _write_file(
+    to: Files, name: str, items: list[Data], layout: _Layout, meter: _Meter, hashed: bool
+) -> list[Location]:
+    starts, size = layout
+    rings = Rings()
+    locations = []
+    with BlockFile(to.directory / name, size, to.direct_io, meter.add) as file:
+        for data, start in zip(items, starts, strict=True):
+            file.write(bytes(start - file.tell()))
+            if hashed and isinstance(data, torch.Tensor):
+                running = RunningHash()
+                location = _write_item(file, name, data, to.checksum, rings, running.update)
+                locations.append(replace(location, hash=running.digest()))
+            else:
+                locations.append(_write_item(file, name, data, to.checksum, rings))
+        file.write(bytes(size - file.tell()))
+    return locations
+
+
+def _write_item(
+    file: BlockFile,
+    name: str,
+    data: Data,
+    checksum: bool,
+    rings: Rings,
+    also: Callable[[memoryview], object] | None = None,
+) -> Location:
+    """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
+    offset = file.tell()
+    whole = isinstance(data, WholeItem)
+    if isinstance(data, WholeItem):
+        length = data.length
+        data = data.encode()
+        if len(data) != length:
+            raise SaveFailed(
+                "a tensor that torch.save writes has changed while it was saved; do not change it meanwhile"
+            )
+    if isinstance(data, bytes):
+        head, head_crc, length = b"", 0, len(data)
+        pieces = iter([memoryview(data)])
+    else:
+        around = frame(data.dtype, tuple(data.shape))
+        head, head_crc, length = around.head, around.head_crc, around.payload_length
+        file.write(head)
+        pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
+    running = RunningCrc(block_size(length))
+    for piece in pieces:
+        if checksum:
+            running.add(piece)
+        if also is not None:
+            also(piece)
+        file.write(piece)
+    checksums = np.array(running.ends, np.uint32) if checksum else None
+    if isinstance(data, bytes):  # what is stored whole has its payloads somewhere inside
+        return Location(name, offset, length, None if whole else 0, length, 0, checksums)
+    tail = around.tail(running.crc)
+    file.write(tail)
+    frame_crc = crc32(tail, head_crc) if checksum else 0
+    return Location(name, offset, around.length, len(head), length, frame_crc, checksums)
+
+
+class _Meter:
+    """Counts what all threads of one save have written, and tells the world."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path, self._total = path, total
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._written += count
+            event = events.BytesWritten(self._path, self._written, self._total)
+        events.emit(event)

@@ -1,0 +1,191 @@
+"""Who reads what several ranks want: each byte is read once, and passed on over the process group.
+
+Replicas (DDP, HSDP) want the same parts of the same stored chunks, in the same order. Ranks compare digests of what
+they want, in two classes, because under HSDP the shards are wanted by the ranks of one column of the mesh and
+replicated tensors by all. Those whose digests agree divide the list among them by a rule that each applies alone.
+
+First all ranks read their parts into their own tensors, and agree that nobody failed; only then do they pass them on,
+so no rank ever waits for bytes that another one could not read. They are passed on in windows of a bounded size: each
+rank sends what it has read to all others of its group, which loads all of them evenly.
+
+It does not pay on one machine, where the second reader finds the bytes in the page cache: with ``"auto"``, only what
+is wanted on at least :data:`MIN_HOSTS` hosts is shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import add
+from typing import Literal
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.load_balance import Part
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.tensors import is_stored_whole
+
+MIN_HOSTS = 8
+"""Hosts that have to want the same bytes before ``"auto"`` shares the reading."""
+
+_WINDOW = 32 << 20
+"""Bytes that are passed on at a time, and that a rank needs memory for."""
+
+_MAX_READ = 8 << 20
+"""Reads are divided into parts of this many bytes, so that few large tensors are shared out evenly too."""
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class _Wants:
+    """What a rank tells the others: its host, and a digest of each class of its reads."""
+
+    host: str
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A read, the tensor that it fills, and the rank that reads it for all of its group."""
+
+    item: ReadItem
+    target: torch.Tensor
+    reader: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.target.element_size()
+
+
+class SharedReading:
+    """What one rank reads itself, and what it gets from others.
+
+    Args:
+        ranks: All ranks of the load.
+        planner: Resolves them to targets.
+        policy: ``True``: share whatever two ranks want.
+    """
+
+    def __init__(self, ranks: Ranks, planner: ShardedLoadPlanner, policy: bool | Literal["auto"]) -> None:
+        self._ranks = ranks
+        self._planner = planner
+        self._min_hosts = {True: 1, False: ranks.size + 1, "auto": MIN_HOSTS}[policy]
+        self._shared: list[tuple[list[int], list[_Read]]] = []
+
+    def meet(self, step: str, plan: LoadPlan) -> LoadPlan:
+        """Find out who wants the same; what is left for this rank to read. Collective."""
+        if self._ranks.size <= max(1, self._min_hosts - 1):
+            return plan
+        classes: list[list[_Read]] = [[], []]
+        mine: list[ReadItem] = []
+
+        def wants() -> _Wants:
+            for item in plan.items:
+                target = self._planner.resolve_tensor(item)
+                if is_stored_whole(target):
+                    mine.append(item)
+                else:
+                    classes[self._planner.fills_whole_tensor(item)].append(_Read(item, target.detach()))
+            return _Wants(socket.gethostname(), tuple(map(_digest, classes)))
+
+        for reads, groups in zip(classes, self._ranks.combine(step, wants, self._groups), strict=True):
+            group = next((group for group in groups if self._ranks.rank in group), None)
+            if group is not None:
+                reads = _shared_out(reads, group)
+                self._shared.append((group, reads))
+            mine += [read.item for read in reads if group is None or read.reader == self._ranks.rank]
+        return replace(plan, items=mine)
+
+    def pass_on(self, step: str) -> None:
+        """Exchange what all have read. Collective; nobody may have failed to read."""
+        for group, reads in self._shared:
+            for window in _windows(reads):
+                self._pass_window(step, window, group)
+
+    def _pass_window(self, step: str, window: list[_Read], group: list[int]) -> None:
+        sizes: dict[int, int] = defaultdict(int)
+        places = []
+        for read in window:
+            places.append(sizes[read.reader])
+            sizes[read.reader] += -(-read.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffers = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+        packed = [
+            (read, buffers[read.reader][at : at + read.nbytes].view(read.target.dtype).view(read.target.shape))
+            for read, at in zip(window, places, strict=True)
+        ]
+        for read, memory in packed:
+            if read.reader == self._ranks.rank:
+                memory.copy_(read.target)
+        self._ranks.exchange(step, buffers, group)
+        for read, memory in packed:
+            if read.reader != self._ranks.rank:
+                read.target.copy_(memory)
+
+    def _groups(self, wants: list[_Wants]) -> list[list[list[int]]]:
+        """For each class, the sets of ranks that share."""
+        classes = []
+        for digests in zip(*(rank.digests for rank in wants), strict=True):
+            groups: dict[bytes, list[int]] = defaultdict(list)
+            for rank, digest in enumerate(digests):
+                groups[digest].append(rank)
+            hosts = {digest: {wants[rank].host for rank in group} for digest, group in groups.items()}
+            enough = (digest for digest in groups if digest and len(hosts[digest]) >= self._min_hosts)
+            classes.append([groups[digest] for digest in enough if len(groups[digest]) > 1])
+        return classes
+
+
+def _digest(reads: list[_Read]) -> bytes:
+    """Equal for ranks that want the same bytes, in the same dtypes; empty for nothing."""
+    if not reads:
+        return b""
+    digest = hashlib.blake2b(digest_size=16)
+    for read in reads:
+        item = read.item
+        where = (item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths)
+        digest.update(repr((*where, read.target.dtype)).encode())
+    return digest.digest()
+
+
+def _shared_out(reads: list[_Read], group: list[int]) -> list[_Read]:
+    """The reads in parts, each with the rank that has least to read so far."""
+    loads = dict.fromkeys(group, 0)
+    shared = []
+    for part in itertools.chain.from_iterable(map(_divided, reads)):
+        reader = min(loads, key=loads.__getitem__)
+        loads[reader] += part.nbytes
+        shared.append(replace(part, reader=reader))
+    return shared
+
+
+def _divided(read: _Read) -> Iterator[_Read]:
+    item = read.item
+    whole = Part((0,) * len(item.lengths), tuple(item.lengths), read.target.element_size())
+    for part in whole.at_most(_MAX_READ):
+        box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+        piece = replace(
+            item,
+            dest_offsets=torch.Size(map(add, item.dest_offsets, part.offsets)),
+            storage_offsets=torch.Size(map(add, item.storage_offsets, part.offsets)),
+            lengths=torch.Size(part.sizes),
+        )
+        yield _Read(piece, read.target[box])
+
+
+def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
+    window: list[_Read] = []
+    size = 0
+    for read in reads:
+        if window and size + read.nbytes > _WINDOW:
+            yield window
+            window, size = [], 0
+        window.append(read)
+        size += read.nbytes
+    if window:
+        yield window

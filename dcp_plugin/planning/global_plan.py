@@ -1,0 +1,284 @@
+"""The global plan: from what all ranks hold, which boxes the checkpoint has and which rank writes each.
+
+One row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank, so that the ranks
+that hold the same box are neighbours; everything that follows looks along that order. The cost is that of the sort.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.columns import NO_TENSOR, Column, Table, flat_start, partitioned, ragged, ranges
+from dcp_plugin.format.torch_zip import MAX_PAYLOAD
+from dcp_plugin.planning.load_balance import Held, Parts, partition
+from dcp_plugin.planning.local_inventory import Description, Holding, descriptions_of
+from dcp_plugin.types import KeyPath
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes, in this order: which chunks of its holding, and the boxes of those it writes in part."""
+
+    chunk: Column
+    part: Column
+    """Positions in ``chunk``."""
+    offsets: Column
+    sizes: Column
+
+    def encode(self) -> bytes:
+        steps = np.diff(self.chunk.astype(np.int32), prepend=np.int32(0)).tobytes()  # mostly ones
+        return zlib.compress(pickle.dumps((steps, self.part, self.offsets, self.sizes)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Share:
+        steps, part, offsets, sizes = pickle.loads(zlib.decompress(data))
+        return cls(np.cumsum(np.frombuffer(steps, np.int32)), part, offsets, sizes)
+
+    def boxes(self, holding: Holding) -> tuple[Column, Column]:
+        """Offsets and sizes of everything this rank writes."""
+        offsets, sizes = holding.offsets[self.chunk], holding.description.sizes[self.chunk]
+        width = offsets.shape[1]
+        offsets[self.part], sizes[self.part] = self.offsets[:, :width], self.sizes[:, :width]
+        return offsets, sizes
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The table of the checkpoint, and for each of its chunks who writes it: which rank, from which of its chunks."""
+
+    table: Table
+    rank: Column
+    chunk: Column
+    whole: Column
+    offsets: Column
+    sizes: Column
+
+    @property
+    def order(self) -> Column:
+        """The numbers of the table's chunks in the order of ranks and of their shares."""
+        return np.lexsort((self.chunk, self.rank))
+
+    def shares(self, world_size: int) -> list[Share]:
+        order = self.order
+        shares = []
+        for mine in np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size))):
+            part = np.flatnonzero(~self.whole[mine])
+            shares.append(Share(self.chunk[mine], part, self.offsets[mine[part]], self.sizes[mine[part]]))
+        return shares
+
+
+def assign(holdings: Sequence[Holding]) -> Assignment:
+    """Distribute what all ranks hold so that each box is written once.
+
+    Raises:
+        CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
+    """
+    keys = _Keys(holdings)
+    everything = _Rows.of(holdings, keys)
+    everything.check(keys)
+    rows = everything.only_writers()
+    ties = _common_ties(everything, rows)
+    held = rows.held(keys)
+    parts = _partition_without(held, np.isin(rows.key[held.first], list(ties)), len(holdings))
+    parts = _with_ties(parts, rows, ties)
+    row = held.first[parts.box] + parts.holder
+    offsets = rows.offsets[row] + parts.offsets
+    whole = (parts.sizes == rows.sizes[row]).all(axis=1)
+    table = keys.table(rows.key[row], offsets, parts.sizes)
+    return Assignment(table, rows.rank[row], rows.chunk[row], whole, offsets, parts.sizes)
+
+
+class _Keys:
+    """All keys, in the order in which the first rank that has them lists them, and what all ranks say of them."""
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self.ranks = descriptions_of(holdings)
+        self._described = [holdings[ranks[0]].description for ranks in self.ranks.values()]
+        self.numbers: dict[str, int] = {}
+        self._dtypes: dict[object, int] = {}
+        self._paths: dict[str, KeyPath] = {}
+        self.width = max(one.shape.shape[1] for one in self._described)
+        self.number_in = [self._add(one) for one in self._described]
+        count = len(self.numbers)
+        self.dtype, self.ndim = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+        self.shape = np.ones((count, self.width), np.int64)
+        stored_whole = np.zeros(count, bool)
+        told = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
+        for one, numbers in told:
+            stored_whole[numbers[one.stored_whole]] = True
+            self._take(one, numbers, np.ones(len(numbers), bool))
+        for one, numbers in told:  # those that have a part of it know better
+            self._take(one, numbers, _has_chunks(one))
+        for one, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
+            self._check(one, numbers, ranks[0])
+        sizes = np.zeros(NO_TENSOR + 1, np.int64)
+        sizes[: len(self._dtypes)] = [dtype.itemsize for dtype in self._dtypes]  # type: ignore[attr-defined]
+        self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # what has no bytes is not cut
+
+    def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
+        """Believe what a description says of some of its keys."""
+        numbers = numbers[chosen]
+        self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(described)[chosen], described.ndim[chosen]
+        self.shape[numbers] = _widened(described.shape, self.width, 1)[chosen]
+
+    def _add(self, described: Description) -> Column:
+        for dtype in described.dtypes:
+            self._dtypes.setdefault(dtype, len(self._dtypes))
+        self._paths = {**described.paths, **self._paths}
+        return np.array([self.numbers.setdefault(key, len(self.numbers)) for key in described.keys], np.int64)
+
+    def _dtypes_of(self, described: Description) -> Column:
+        renumbered = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
+        renumbered[: len(described.dtypes)] = [self._dtypes[dtype] for dtype in described.dtypes]
+        return renumbered[described.dtype]
+
+    def _check(self, described: Description, numbers: Column, rank: int) -> None:
+        differs = (self.dtype[numbers] != self._dtypes_of(described)) | (self.ndim[numbers] != described.ndim)
+        differs |= (self.shape[numbers] != _widened(described.shape, self.width, 1)).any(axis=1)
+        differs &= _has_chunks(described)
+        if differs.any():
+            at = int(np.argmax(differs))
+            key, number = described.keys[at], int(numbers[at])
+            if NO_TENSOR in (self.dtype[number], described.dtype[at]):
+                raise CheckpointMismatch(f"{key} is a tensor on some ranks and another value on others")
+            mine = tuple(described.shape[at, : described.ndim[at]].tolist())
+            raise CheckpointMismatch(
+                f"rank {rank} holds {key} as {mine} {described.dtypes[described.dtype[at]]}, another rank as "
+                f"{self.shape_of(number)} {list(self._dtypes)[self.dtype[number]]}"
+            )
+
+    def shape_of(self, number: int) -> tuple[int, ...]:
+        return tuple(self.shape[number, : self.ndim[number]].tolist())
+
+    def table(self, key: Column, offsets: Column, sizes: Column) -> Table:
+        """The table with these boxes, which are in the order of keys."""
+        columns = {
+            "dtype": self.dtype,
+            "ndim": self.ndim,
+            "shape": ragged([self.shape], self.ndim),
+            "chunk_ends": np.cumsum(np.bincount(key, minlength=len(self.numbers))),
+            "box": ragged([offsets, sizes], self.ndim[key]),
+        }
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
+        return Table(list(self.numbers), dtypes, self._paths, columns)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A row per chunk and rank, sorted; ``new`` marks the first of those that are the same box."""
+
+    key: Column
+    rank: Column
+    chunk: Column
+    offsets: Column
+    sizes: Column
+    any_rank: Column
+    tie: Column
+    new: Column
+
+    @classmethod
+    def of(cls, holdings: Sequence[Holding], keys: _Keys) -> _Rows:
+        columns: list[list[Column]] = []
+        for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
+            one = holdings[ranks[0]].description
+            tie = np.append(numbers, -1)[one.tie]
+            described = (numbers[one.key], np.arange(len(one.key)), one.any_rank[one.key], tie[one.key])
+            offsets = np.concatenate([_widened(holdings[rank].offsets, keys.width, 0) for rank in ranks])
+            sizes = np.tile(_widened(one.sizes, keys.width, 1), (len(ranks), 1))
+            repeated = [np.tile(column, len(ranks)) for column in described]
+            columns.append([np.repeat(ranks, len(one.key)), offsets, sizes, *repeated])
+        rank, offsets, sizes, key, chunk, any_rank, tie = map(np.concatenate, zip(*columns, strict=True))
+        start = flat_start(offsets, keys.shape[key])
+        order = np.lexsort((rank, start, key))
+        new = (np.diff(key[order], prepend=-1) != 0) | (np.diff(start[order], prepend=-1) != 0)
+        return cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0)).take(order, new)
+
+    def take(self, rows: Column, new: Column) -> _Rows:
+        """These rows, with other marks."""
+        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "new"}
+        return _Rows(**columns, new=new)
+
+    def check(self, keys: _Keys) -> None:
+        """Every tensor is there as a whole, and no part of it twice in different boxes."""
+        count = len(keys.numbers)
+        first = np.flatnonzero(self.new)
+        volumes = np.zeros(count, np.int64)
+        np.add.at(volumes, self.key[first], self.sizes[first].prod(axis=1))
+        same = (self.sizes == self.sizes[first][np.cumsum(self.new) - 1]).all(axis=1)
+        wrong = np.bincount(self.key[~same], minlength=count) > 0
+        wrong |= volumes != keys.shape.prod(axis=1)
+        wrong |= ~partitioned(self.offsets[first], self.sizes[first], keys.shape, self.key[first], count)
+        wrong &= keys.dtype != NO_TENSOR
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            held, whole = volumes[at] * keys.itemsize[at], keys.shape[at].prod() * keys.itemsize[at]
+            raise CheckpointMismatch(
+                f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {whole}: a part "
+                f"is missing, or parts overlap. Is every rank of the mesh saving?"
+            )
+
+    def only_writers(self) -> _Rows:
+        """Without the rows of ranks that may not write what an earlier rank has too."""
+        kept = self.new | self.any_rank
+        return self.take(kept, self.new[kept])
+
+    def held(self, keys: _Keys) -> Held:
+        first = np.flatnonzero(self.new)
+        count = np.diff(first, append=len(self.new))
+        return Held(self.sizes[first], keys.itemsize[self.key[first]], first, count, self.rank)
+
+
+def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
+    """Keys that are the same memory as another one on every rank that has a part of either, and that other one."""
+    counts = np.stack([np.bincount(some.key) for some in (rows, writers)])
+    tied = np.flatnonzero(rows.tie >= 0)
+    ties: dict[int, int] = {}
+    for key in np.unique(rows.key[tied]).tolist():
+        firsts = rows.tie[slice(*np.searchsorted(rows.key, (key, key + 1)))]
+        if (firsts == firsts[0]).all() and (counts[:, key] == counts[:, firsts[0]]).all():
+            ties[key] = int(firsts[0])
+    return ties
+
+
+def _partition_without(held: Held, skipped: Column, world_size: int) -> Parts:
+    """The partition of all boxes but some."""
+    kept = np.flatnonzero(~skipped)
+    count = held.count[kept]
+    ranks = held.ranks[ranges(held.first[kept], count)]
+    fewer = Held(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
+    parts = partition(fewer, world_size, MAX_PAYLOAD)
+    return Parts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
+
+
+def _with_ties(parts: Parts, rows: _Rows, ties: dict[int, int]) -> Parts:
+    """A tied key is cut like the other one and written by the same ranks, so that the writer sees both, writes one."""
+    if not ties:
+        return parts
+    key_of_box = rows.key[rows.new]
+    copies = [parts]
+    for key, first in ties.items():
+        begin, end = np.searchsorted(key_of_box[parts.box], (first, first + 1))
+        shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
+        box = parts.box[begin:end] + shift
+        copies.append(Parts(box, parts.holder[begin:end], parts.offsets[begin:end], parts.sizes[begin:end]))
+    box, holder, offsets, sizes = (
+        np.concatenate([getattr(copy, name) for copy in copies]) for name in ("box", "holder", "offsets", "sizes")
+    )
+    order = np.argsort(box, kind="stable")
+    return Parts(box[order], holder[order], offsets[order], sizes[order])
+
+
+def _has_chunks(described: Description) -> Column:
+    """Of which keys a rank has a part. A LocalShardsWrapper without shards does not even know its shape and dtype."""
+    return np.bincount(described.key, minlength=len(described.keys)) > 0
+
+
+def _widened(rows: Column, width: int, fill: int) -> Column:
+    """With more columns, of one value."""
+    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)

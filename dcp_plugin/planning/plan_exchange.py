@@ -1,0 +1,161 @@
+"""How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
+
+1. Each rank sends digests: of the plan it remembers, of the description of what it holds, and of all it holds; and of
+   what should be the same on all ranks (:mod:`~dcp_plugin.planning.rank_local`). If that is not, they compare it key by
+   key, and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that follows
+   now, that is all.
+2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
+   back what it has to write.
+
+A digest covers everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties. It
+does not cover the bytes of values, whose lengths may change from save to save.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_plugin.planning.global_plan import Assignment, Share, assign
+from dcp_plugin.planning.local_inventory import Description, Holding
+from dcp_plugin.planning.rank_local import RankLocal
+from dcp_plugin.planning.save import items_of
+from dcp_plugin.ranks import Ranks
+
+T = TypeVar("T")
+_DIGEST = 16
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a rank sends first."""
+
+    plan: bytes
+    description: bytes
+    holding: bytes
+    doubtful: bytes
+    """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
+
+    def encode(self) -> bytes:
+        return self.plan + self.description + self.holding + self.doubtful
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Claim:
+        return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan as one rank knows it; the whole of it on rank 0 alone."""
+
+    digest: bytes
+    holding: Holding
+    share: Share
+    assignment: Assignment | None
+
+    @functools.cached_property
+    def items(self) -> list[WriteItem]:
+        """What this rank writes, for DCP's interfaces."""
+        return items_of(self.share, self.holding)
+
+
+@dataclass(frozen=True)
+class _Reply(Generic[T]):
+    """What rank 0 answers: the plan all remember, or who shall describe what it holds."""
+
+    digest: bytes
+    describers: list[int] | None
+    differ: bool
+    prepared: T
+
+
+class Exchange:
+    """Plans the saves of a group of ranks, and remembers the last plan."""
+
+    def __init__(self) -> None:
+        self._last: Planned | None = None
+        self.repeated = False
+        """Whether the last call found the plan remembered."""
+
+    def plan(
+        self,
+        step: str,
+        ranks: Ranks,
+        hold: Callable[[], Holding],
+        prepare: Callable[[], T],
+        local: RankLocal | None = None,
+    ) -> tuple[Planned, T]:
+        """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective.
+
+        Args:
+            local: Knows, when ``hold`` has returned, what should be the same on all ranks. If it is not, ``hold`` and
+                ``prepare`` are called once more.
+        """
+        mine: list[Holding] = []
+
+        def claim() -> bytes:
+            mine[:] = [hold()]
+            last = self._last.digest if self._last else bytes(_DIGEST)
+            doubtful = local.digest(ranks.rank) if local else b""
+            return _Claim(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
+
+        def answer(claims: list[bytes]) -> _Reply[T]:
+            decoded = list(map(_Claim.decode, claims))
+            differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
+            return _Reply(*self._answer(decoded), differ, prepare())
+
+        reply = ranks.combine(step, claim, answer)
+        if reply.differ and local is not None and local.compare(step, ranks):
+            reply = ranks.combine(step, claim, answer)
+        describers = reply.describers
+        self.repeated = describers is None
+        if describers is not None:
+            whole: list[Assignment] = []
+
+            def tell() -> tuple[bytes, bytes]:
+                return (_pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
+
+            def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
+                whole.append(assign(_unpack(told, self._described_by)))
+                return [share.encode() for share in whole[0].shares(ranks.size)]
+
+            share = Share.decode(ranks.scatter(step, tell, deal))
+            self._last = Planned(reply.digest, mine[0], share, whole[0] if whole else None)
+        assert self._last is not None
+        return self._last, reply.prepared
+
+    def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
+        """The digest of the plan that follows, and who shall describe; nobody if all remember that plan."""
+        digest = hashlib.blake2b(b"".join(claim.holding for claim in claims), digest_size=_DIGEST).digest()
+        if self._last is not None and all(claim.plan == digest for claim in claims):
+            return digest, None
+        first: dict[bytes, int] = {}
+        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
+        return digest, list(first.values())
+
+
+def _pack(description: Description) -> bytes:
+    return zlib.compress(pickle.dumps(description), 1)
+
+
+def _unpack(told: list[tuple[bytes, bytes]], described_by: list[int]) -> list[Holding]:
+    descriptions: dict[int, Description] = {
+        rank: pickle.loads(zlib.decompress(told[rank][0])) for rank in dict.fromkeys(described_by)
+    }
+    return [Holding.unpack(descriptions[rank], offsets) for rank, (_, offsets) in zip(described_by, told, strict=True)]
+
+
+def in_table_order(assignment: Assignment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """For each chunk of the table, the position of its result among the results of all ranks, end to end."""
+    order = assignment.order
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    return position

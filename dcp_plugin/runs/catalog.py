@@ -1,0 +1,301 @@
+"""A checkpoint's life after it was written: find the newest, resume from it, keep the last few, remove one.
+
+How it becomes real, and how a crash is recovered from, is told in :mod:`dcp_plugin.media.disk.commit`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dcp_plugin.config import PathLike, local_path
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
+from dcp_plugin.format.summary import Base, Summary
+from dcp_plugin.media.disk import commit
+from dcp_plugin.planning.load import some
+from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.types import CheckpointState
+
+logger = logging.getLogger("dcp_plugin")
+
+_OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
+_DEPTH = 6
+"""How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
+
+
+def latest(root: PathLike) -> Path | None:
+    """The newest checkpoint at or below ``root`` that a training can go on from; None if there is none.
+
+    Never a torn one. A committed one whose files have been cut or lost since, by a copy that was interrupted for one,
+    is passed over with a warning in the log.
+
+    What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this package counts, under
+    any name, if it has the state of a training; weights alone do not. If nothing is left but what cannot be resumed
+    from, a ``UserWarning`` names it.
+    """
+    found = _newest(root)
+    found.warn(root)
+    return found.path
+
+
+def reason_to_pass_over(path: PathLike) -> str:
+    """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
+    try:
+        ShardedReader(path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def list_checkpoints(root: PathLike) -> list[CheckpointState]:
+    """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
+
+    Links are not followed. What a crash left in flight is listed as not committed.
+    """
+    return sorted(_scan(local_path(root), _DEPTH), key=lambda state: (state.time, state.step or -1))
+
+
+def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
+    """What to resume from.
+
+    Args:
+        resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
+            ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
+        root: Where the run's checkpoints are, see :func:`latest`.
+
+    Raises:
+        CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
+        CheckpointIncomplete: The path is a torn checkpoint.
+        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
+            damage: a run that never completed one starts anew.
+    """
+    return resolve(resume, root)
+
+
+def resolve(
+    resume: str | PathLike, root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None
+) -> Path | None:
+    """:func:`resolve_resume` for a door.
+
+    Args:
+        tools: Whose checkpoints the door resumes from, besides our own.
+        init_from: What another tool saved there is what the run was warm-started from, and no checkpoint of its own.
+    """
+    if resume == "never":
+        return None
+    if resume in ("auto", "must"):
+        found = _newest(root, tools, init_from)
+        if found.path is None and resume == "must":
+            reasons = f" Passed over: {found.said()}." if found.said() else ""
+            raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
+        if found.path is None and any(map(_was_published, found.passed_over)):
+            raise CheckpointCorrupt(
+                f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start without "
+                "them, say resume=never."
+            )
+        found.warn(root)
+        return found.path
+    path = commit.locate(local_path(resume))
+    reason = commit.uncommitted_reason(path) if path.is_dir() else ""
+    if reason:
+        raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
+    if not path.exists():
+        raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
+    return path
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
+
+    Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete.
+    """
+    times: dict[Path, float] = {}
+    for path in newest.parent.iterdir():
+        if path != newest and path.is_dir() and not path.is_symlink():
+            with suppress(CheckpointCorrupt, OSError):
+                if not commit.uncommitted_reason(path) and (summary := read_summary(path)) is not None:
+                    times[path] = summary.time
+    for path in sorted(times, key=times.__getitem__, reverse=True)[keep - 1 :]:
+        remove(path)
+
+
+def remove(path: PathLike) -> None:
+    """Delete a checkpoint, so that at no moment something half-deleted can be taken for one.
+
+    One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
+    """
+    path = local_path(path)
+    if completed_by(path) is not None:
+        _say_kept(path)
+    else:
+        commit.remove(path)
+
+
+@functools.cache  # once: ``keep_last`` comes by after every save
+def _say_kept(base: Path) -> None:
+    logger.warning("%s is not deleted: it has the frozen parameters that checkpoints beside it leave out", base)
+
+
+def completed_by(base: Path) -> Path | None:
+    """A checkpoint in the same directory that cannot be loaded without this one. A link to one is not the one."""
+    if base.is_symlink() or not (base / commit.METADATA).exists():
+        return None
+    own = ""
+    with suppress(CheckpointCorrupt):
+        summary = read_summary(base)
+        own = summary.index_sha256 if summary else ""
+    for file in base.parent.glob(f"*/{commit.SUMMARY}"):
+        with suppress(CheckpointCorrupt, ValueError):
+            checkpoint, said = file.parent, Summary.read(file).base
+            needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
+            if needed and not _is_replaced(checkpoint):
+                return checkpoint
+    return None
+
+
+def _is_replaced(checkpoint: Path) -> bool:
+    """Whether stock has saved over a checkpoint of ours. One that is damaged may be repaired, and needs its base."""
+    try:
+        return read_summary(checkpoint) is None
+    except CheckpointCorrupt:
+        return False
+
+
+def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool:
+    """Whether a load of the checkpoint would find its base at this path."""
+    places = map(os.path.realpath, (said.path, checkpoint / said.relative))
+    return os.path.realpath(path) in places and fingerprint in ("", said.fingerprint)
+
+
+@dataclass
+class _Found:
+    """The newest checkpoint that can be resumed from, and what is newer and cannot."""
+
+    path: Path | None = None
+    passed_over: list[CheckpointState] = field(default_factory=list)
+    of_others: list[Saved] = field(default_factory=list)
+    """What other tools have saved."""
+
+    def said(self) -> str:
+        ours = [f"{state.path} ({state.reason})" for state in self.passed_over]
+        return some([*ours, *(f"{one.path} ({one.reason})" for one in self.of_others)], separator="; ")
+
+    def warn(self, root: PathLike) -> None:
+        """Name what other tools have saved, where a training starts anew beside it."""
+        if self.path is None and self.of_others:
+            warnings.warn(
+                f"nothing below {root} can be resumed from, so the training starts anew beside what is there: "
+                f"{self.said()}. To start with the weights of one, name it as init_from.",
+                stacklevel=4,
+            )
+
+
+def _newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> _Found:
+    found, of_others = _Found(), list[Saved]()
+    states = list(_scan(local_path(root), _DEPTH, of_others))
+    if init_from is not None:
+        source = local_path(init_from)
+        of_others = [one for one in of_others if source not in (one.path, *one.path.parents)]
+    everything: list[CheckpointState | Saved] = [*states, *in_order(of_others)]
+    for one in sorted(everything, key=_age, reverse=True):
+        if isinstance(one, Saved):
+            saved = one.examined()
+            if saved is not None and not saved.reason and saved.tool not in tools:
+                saved = replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
+            if saved is not None and not saved.reason:
+                found.path = saved.path
+                break
+            if saved is not None:
+                found.of_others.append(saved)
+            continue
+        reason = one.reason or reason_to_pass_over(one.path)
+        if not reason:
+            found.path = one.path
+            break
+        if one.committed:
+            logger.warning("passing over %s: %s", one.path, reason)
+        found.passed_over.append(replace(one, reason=reason))
+    if found.path is not None:
+        for torn in (one for one in found.of_others if not one.export):
+            logger.warning("passing over %s: %s", torn.path, torn.reason)
+    return found
+
+
+def _age(one: CheckpointState | Saved) -> tuple[float, int]:
+    return (one.time, -1) if isinstance(one, Saved) else (one.time, one.step or -1)
+
+
+def _was_published(state: CheckpointState) -> bool:
+    """Whether this was a checkpoint once, and not only a save that was interrupted."""
+    return state.committed or (state.path.suffix != ".saving" and (state.path / commit.SUMMARY).exists())
+
+
+def link(path: PathLike, target: PathLike) -> None:
+    """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
+    commit.link(local_path(path), local_path(target))
+
+
+def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> Iterator[CheckpointState]:
+    """
+    Args:
+        of_others: Gets what other tools have saved for a resume. What is inside of that is no checkpoint of its own.
+    """
+    state = _state_of(directory)
+    if state is not None:
+        yield state
+        return
+    try:
+        with os.scandir(directory) as entries:
+            children = sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return
+    if of_others is not None:
+        saved = saved_as_folder(directory, (entry.name for entry in children))
+        of_others += [] if saved is None else [saved]
+        if saved is not None and not saved.export:
+            return
+        of_others += saved_as_files(children)
+    for entry in children:
+        child = directory / entry.name
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        if child.name == commit.WORKSPACE:
+            yield from _in_flight(child)
+        elif depth > 0:
+            yield from _scan(child, depth - 1, of_others)
+
+
+def _state_of(path: Path) -> CheckpointState | None:
+    """The state of one directory; None if it has nothing to do with checkpoints."""
+    try:
+        if not commit.looks_like_checkpoint(path):
+            return None
+        reason = commit.uncommitted_reason(path)
+        written = path.stat().st_mtime
+        step = None
+        if not reason and (summary := read_summary(path)) is not None:
+            written, step = summary.time, summary.step
+    except CheckpointCorrupt as error:
+        return CheckpointState(path, False, str(error), None, written)
+    except OSError:  # deleted while we looked
+        return None
+    return CheckpointState(path, not reason, reason, step, written)
+
+
+def _in_flight(workspace: Path) -> Iterator[CheckpointState]:
+    for path in sorted(workspace.iterdir()):
+        with suppress(OSError):
+            if path.suffix == ".saving":
+                target = commit.target_of(path.with_suffix(".json")) or "?"
+                reason = f"a save of {target} that is in flight or was interrupted"
+                yield CheckpointState(path, False, reason, None, path.stat().st_mtime)
+            elif path.suffix == ".aside" and (state := _state_of(path)) is not None:
+                yield state

@@ -1,0 +1,142 @@
+"""SIGTERM with a grace period, as SLURM and Kubernetes send it: finish the saves in flight, then do as before.
+
+Only for those who ask (``finish_on_sigterm=True``). Whatever handler was there is called afterwards; where there was
+none, the process ends by the signal, as it would have done. Children that inherit the handler (the workers of a
+DataLoader, which are ended with SIGTERM) have no saves of their own to wait for.
+
+The handler interrupts the main thread anywhere: in the middle of ``save``, or while it holds a lock that the save needs
+(that of a log, of a progress bar). So it does not wait there. A thread waits and then gives the signal again, and the
+training goes on until then. A second signal meanwhile changes nothing: torchrun and SLURM both send one.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from contextlib import suppress
+from enum import Enum, auto
+from types import FrameType
+from typing import Any
+
+from dcp_plugin.saving.queue import Background, SaveHandle
+
+
+class _Stage(Enum):
+    """How far a SIGTERM has come."""
+
+    NONE = auto()
+    FINISHING = auto()
+    FINISHED = auto()
+
+
+_watched: list[tuple[weakref.ref[Background], float]] = []
+_previous: Any = None
+_stage = _Stage.NONE
+
+
+def watch(background: Background, limit: float) -> None:
+    """Finish its saves before SIGTERM takes effect, for ``limit`` seconds at most, until :func:`forget`.
+
+    Does nothing a second time.
+    """
+    global _previous, _stage
+    if any(one() is background for one, _ in _watched):
+        return
+    ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
+    if not ours and threading.current_thread() is not threading.main_thread():
+        warnings.warn("finish_on_sigterm has no effect: signals are handled in the main thread alone", stacklevel=3)
+        return
+    _watched.append((weakref.ref(background), limit))
+    if not ours:
+        _previous, _stage = signal.signal(signal.SIGTERM, _finish_then_chain), _Stage.NONE
+
+
+def forget(background: Background) -> None:
+    """The last one to be forgotten gives SIGTERM back, unless somebody has put a handler before ours."""
+    if all(one() is not background for one, _ in _watched):
+        return
+    _watched[:] = [(one, limit) for one, limit in _watched if one() not in (background, None)]
+    ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
+    if ours and not _watched and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _previous or signal.SIG_DFL)
+
+
+def _finish_then_chain(number: int, frame: FrameType | None) -> None:
+    global _stage
+    if _stage is _Stage.FINISHING:
+        return
+    ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
+    in_flight, limit = _in_flight()
+    if _stage is _Stage.NONE and in_flight:
+        _stage = _Stage.FINISHING
+        if ours and _start(in_flight, limit):
+            return
+        try:  # whoever has put a handler before ours may end the process as soon as we return
+            _finish(in_flight, limit)
+        finally:
+            _stage = _Stage.NONE
+    _stage = _Stage.NONE
+    if callable(_previous):
+        _previous(number, frame)
+    elif ours and _previous != signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _in_flight() -> tuple[list[SaveHandle], float]:
+    saves: list[SaveHandle] = []
+    limit = 0.0
+    for one, seconds in tuple(_watched):
+        background = one()
+        if background is not None and background.in_flight:
+            saves += background.in_flight
+            limit = max(limit, seconds)
+    return saves, limit
+
+
+def _start(saves: list[SaveHandle], limit: float) -> bool:
+    """Without ``threading``, whose locks the main thread may hold."""
+
+    def finish_and_give_again() -> None:
+        global _stage
+        _finish(saves, limit)
+        _stage = _Stage.FINISHED
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    main = _thread.get_ident()  # of this one: handlers run there
+    try:
+        _thread.start_new_thread(finish_and_give_again, ())
+    except RuntimeError:  # there are too many, or the interpreter is about to end
+        return False
+    return True
+
+
+def _finish(saves: list[SaveHandle], limit: float) -> None:
+    """Look, and do not wait for it: what was interrupted may hold the lock of a handle's event."""
+    began = time.monotonic()
+    _say(f"finishing the save of {', '.join(str(save.path) for save in saves)} first, for at most {limit:g} s")
+    while not all(save.done() for save in saves) and time.monotonic() - began < limit:
+        time.sleep(0.02)
+    for save in saves:
+        how = f"was NOT saved: {save.exception()}" if save.exception() else "is saved"
+        _say(f"{save.path} {how if save.done() else f'is not saved yet after {limit:g} s, and is given up'}")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # who reads it may be gone: torchrun, srun
+        os.write(2, f"SIGTERM: {line}\n".encode())
+
+
+def _forget_all() -> None:
+    """In a process that was forked; the handler stays, for saves of its own."""
+    global _stage
+    _watched.clear()
+    _stage = _Stage.NONE
+
+
+os.register_at_fork(after_in_child=_forget_all)
