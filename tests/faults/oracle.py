@@ -1,0 +1,97 @@
+"""What has to hold after a fault, whatever it was.
+
+- A checkpoint that was reported is there and loads, byte for byte, or a newer one under its name.
+- What an error says is true: after ``SaveFailed`` the path is as it was, after ``DurabilityUnknown`` the new one is there.
+- ``latest`` gives the newest of what is there. What is listed as committed loads.
+- The next save that succeeds leaves nothing but checkpoints behind, and files of the user's where they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import dcp_plugin as dcp
+from tests.faults.scenes import NEW, Scene, number_in, resume, save
+from tests.faults.victims import Outcome
+
+NEXT = 10
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is found below a directory, before and after one more save."""
+
+    numbers: dict[str, int]
+    """Committed checkpoints, by name."""
+    latest: tuple[str, int] | None
+    links: dict[str, int]
+    others: dict[str, str]
+    """The user's files after one more save."""
+    debris: list[str]
+    """What is there after one more save besides checkpoints, links and the user's files."""
+    lost: list[str]
+    """What is not there any more after one more save."""
+
+
+def find(root: Path, scene: Scene) -> Facts:
+    """Look, in a process without faults."""
+    numbers = _numbers(root)
+    newest = resume(root)
+    latest = newest and (_name(root, newest[0]), newest[1])
+    links = {name: number_in(root / name) for name in scene.links}
+    following = (root / scene.target).with_name(f"step-{NEXT}")
+    save(following, NEXT)
+    then = _numbers(root)
+    others = {name: _text(root / scene.target / name) for name in scene.others}
+    assert then.pop(_name(root, following)) == NEXT
+    inside = [*then, _name(root, following), *scene.links]
+    debris = [
+        name
+        for name in (_name(root, path) for path in sorted(root.rglob("*")))
+        if not any(name == one or name.startswith(f"{one}/") or one.startswith(f"{name}/") for one in inside)
+    ]
+    return Facts(numbers, latest, links, others, debris, sorted(set(numbers) - set(then)))
+
+
+def _numbers(root: Path) -> dict[str, int]:
+    return {_name(root, state.path): number_in(state.path) for state in dcp.list_checkpoints(root) if state.committed}
+
+
+def _name(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else "(gone)"
+
+
+def problems(scene: Scene, outcome: Outcome, facts: Facts) -> list[str]:
+    """Everything that should not be so."""
+    said = type(outcome.error).__name__ if outcome.error else "killed" if outcome.exit_code else "success"
+    found: list[str] = []
+    if outcome.error is not None and not isinstance(outcome.error, dcp.CheckpointError):
+        found.append(f"{said} is no error of ours: {outcome.error}")
+    for name in {*scene.before, *scene.after, *facts.numbers}:
+        old, new, there = scene.before.get(name), scene.after.get(name), facts.numbers.get(name)
+        allowed = {old, new}
+        if name == scene.target and said != "killed" and not (scene.after.get(name) is None):
+            allowed = {old} if said == "SaveFailed" else {new}
+        if there not in allowed:
+            found.append(f"after {said}, {name} is {there}, not one of {allowed}")
+    newest = max(facts.numbers.values(), default=None)
+    if newest is not None and (facts.latest is None or facts.latest[1] != newest):
+        found.append(f"latest is {facts.latest}, of {facts.numbers}")
+    if newest is None and facts.latest is not None:
+        found.append(f"latest is {facts.latest}, but nothing is listed")
+    for name, number in facts.links.items():
+        if number not in (scene.before.get(scene.links_before[name]), NEW):
+            found.append(f"{name} leads to {number}")
+    for name, text in facts.others.items():
+        if text != f"the user's {name}":
+            found.append(f"{name} of the user's is {text!r}")
+    if facts.debris:
+        found.append(f"left behind after the next save: {facts.debris}")
+    if facts.lost:
+        found.append(f"gone with the next save: {facts.lost}")
+    return found

@@ -1,0 +1,61 @@
+"""One scene under one kind of fault, at every call, or at every so many."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.oracle import find, problems
+from tests.faults.scenes import NEW, SCENES, prepare
+from tests.faults.victims import Fault, Victims
+
+
+@dataclass(frozen=True)
+class Found:
+    """What went wrong, and how to see it again."""
+
+    scene: str
+    fault: Fault
+    number: int
+    said: str
+    problems: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.scene}, {self.fault.action} {self.fault.calls} at call {self.number} ({self.said}): " + "; ".join(
+            self.problems
+        )
+
+
+def sweep(
+    victims: Victims, scene_name: str, fault: Fault, always: Sequence[Fault] = (), every: int = 1, start: int = 1
+) -> Iterator[Found | None]:
+    """Inject the fault at each call of the scene in turn; what was wrong, or None, for each.
+
+    Args:
+        always: Faults of the file system itself, which are there at every call.
+        every: Take every so many calls only, from ``start`` on.
+    """
+    scene = SCENES[scene_name]
+    with tempfile.TemporaryDirectory(prefix="dcp-faults-") as made:
+        template = Path(made) / "template"
+        template.mkdir()
+        assert victims.run(prepare, scene, template, below=template).error is None
+        number, total = start, None
+        while total is None or number <= total:
+            root = Path(made) / "run"
+            shutil.copytree(template, root, symlinks=True)
+            counting = [Fault("count", calls=fault.calls, containing=fault.containing)]
+            if total is None:
+                outcome = victims.run(scene.act, root / scene.target, NEW, below=root, faults=[*counting, *always])
+                total = outcome.calls
+            else:
+                faults = [*counting, fault.nth(number), *always]
+                outcome = victims.run(scene.act, root / scene.target, NEW, below=root, faults=faults)
+                number += every
+            seen = victims.run(find, root, scene, below=root, faults=always)
+            found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+            yield Found(scene_name, fault, number - every, repr(outcome.error)[:200], found) if found else None
+            shutil.rmtree(root)
