@@ -3,7 +3,7 @@
 A real DCP ``StorageWriter``: ``torch.distributed.checkpoint.save(sd, storage_writer=ShardedWriter(path))`` uses it
 with any planner, and gets the same checkpoint, committed by the same rule, as :func:`dcp_plugin.save`.
 
-The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.media.disk.write_files` writes it. Two items
+The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.storage.write_items` writes it. Two items
 on one rank that are the same memory or the same bytes (tied weights, equal values) are written once.
 """
 
@@ -47,8 +47,9 @@ from dcp_plugin.format.metadata import planner_paths, storage_info
 from dcp_plugin.format.stock_views import Aliases, Views, with_aliases, write_views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
-from dcp_plugin.media.disk import commit, files, write_files
+from dcp_plugin.media.disk import commit, files
 from dcp_plugin.media.disk.hard_links import LinkableFile
+from dcp_plugin.storage import write_items
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
@@ -213,8 +214,8 @@ class ShardedWriter(StorageWriter):
         found = self._reuse.examine(candidates, directory, rank, token, threads) if self._reuse else NOTHING
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        to = write_files.Files(directory, rank, token, threads, self._direct_io, self._checksum)
-        written = write_files.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
+        to = write_items.Files(directory, rank, token, threads, self._direct_io, self._checksum)
+        written = write_items.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if self._reuse:
             self._remember(self._reuse, candidates, {slot: locations[slot] for slot in found.stable}, directory)
@@ -349,7 +350,7 @@ def wait_until_visible(directory: Path, path: Path) -> None:
         time.sleep(0.1)
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> write_files.Data:
+def _resolve(planner: SavePlanner, item: WriteItem) -> write_items.Data:
     """What to write; other planners than ours hand over whatever the state has."""
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:

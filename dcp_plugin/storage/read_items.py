@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.checksums import RunningCrc, block_size
 from dcp_plugin.format.index import Location
-from dcp_plugin.media.disk.host_memory import BLOCK, Rings, memory_view
+from dcp_plugin.host_memory import BLOCK, Rings, memory_view
 from dcp_plugin.storage.fetch import Fetch
 
 _GAP = 8 << 10  # bytes that are cheaper to read than to skip by another system call

@@ -26,9 +26,9 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
 from dcp_plugin.format.index import Location
 from dcp_plugin.format.torch_zip import frame, padded
+from dcp_plugin.host_memory import PIECE, Rings, finish_device_work
 from dcp_plugin.media.disk.direct_io import ALIGNMENT, IN_PLACE, BlockFile
 from dcp_plugin.media.disk.hard_links import free_name
-from dcp_plugin.media.disk.host_memory import PIECE, Rings, finish_device_work
 from dcp_plugin.tensors import WholeItem
 
 Data = torch.Tensor | WholeItem | bytes
