@@ -105,7 +105,7 @@ def _lightning(path: Path, time: int = 1) -> Path:
 
 def _folder(path: Path, *files: str, time: int = 1) -> Path:
     path.mkdir(parents=True)
-    for name in files:
+    for name in posix:
         if name.endswith(".safetensors"):
             save_file(WEIGHTS, path / name)
         elif name.endswith((".json", ".pkl")):
@@ -364,11 +364,11 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
 
 
 def _link_and_die(root: Path) -> None:
-    from dcp_plugin.media.disk import files
+    from dcp_plugin.media.disk import posix
 
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    files.exchange = die  # type: ignore[assignment]
+    posix.exchange = die  # type: ignore[assignment]
     os.replace = die  # type: ignore[assignment]
     catalog.link(root / "last", root / "2")

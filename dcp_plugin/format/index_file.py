@@ -45,7 +45,7 @@ from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format import values
 from dcp_plugin.format.checksums import LARGEST_BLOCK, block_counts
 from dcp_plugin.format.columns import NO_TENSOR, Column, Table, dtype_named, partitioned
-from dcp_plugin.media.disk.files import read_regular
+from dcp_plugin.media.disk.posix import read_regular
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2

@@ -33,7 +33,7 @@ from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChun
 from dcp_plugin.format.metadata import FIELDS_OF_ALL_VERSIONS, planner_paths
 from dcp_plugin.format.torch_zip import Frame, frame_if_possible
 from dcp_plugin.media.disk.commit import METADATA
-from dcp_plugin.media.disk.files import read_regular
+from dcp_plugin.media.disk.posix import read_regular
 from dcp_plugin.types import KeyPath
 
 _DCP = "torch.distributed.checkpoint"

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.media.disk import commit
+from dcp_plugin.media.disk import posix
 from dcp_plugin.types import KeyPath
 
 Aliases = Mapping[str, tuple[str, KeyPath]]
@@ -41,8 +42,8 @@ def write_views(directory: Path, views: Views, index: CheckpointIndex, storage_m
     """Write the views of a checkpoint, and sync them."""
     for folder, names in views.items():
         (directory / folder).mkdir()
-        files.write_durably(directory / folder / commit.METADATA, encode(_view(index, names), storage_meta))
-        files.sync_directory(directory / folder)
+        posix.write_durably(directory / folder / commit.METADATA, encode(_view(index, names), storage_meta))
+        posix.sync_directory(directory / folder)
 
 
 def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:

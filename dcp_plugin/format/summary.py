@@ -15,7 +15,7 @@ import torch
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
 from dcp_plugin.format.index_file import FORMAT_VERSION
 from dcp_plugin.media.disk.commit import SUMMARY
-from dcp_plugin.media.disk.files import read_regular
+from dcp_plugin.media.disk.posix import read_regular
 
 _MAX_SIZE = 1 << 20
 

@@ -27,7 +27,8 @@ from dcp_plugin.format.foreign.contents import fingerprint_of
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.index_file import check_files
 from dcp_plugin.format.summary import Base, Summary, fingerprint
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.media.disk import commit
+from dcp_plugin.media.disk import posix
 
 _END = 1 << 10
 """More bytes than come after the save's id in our ``.metadata``."""
@@ -160,7 +161,7 @@ def read_summary(path: Path) -> Summary | None:
         return None
     summary = Summary.read(path / commit.SUMMARY)
     try:  # an empty id, of an earlier version, is in any file
-        ours = summary.save_id.encode() in files.read_end(path / commit.METADATA, _END)
+        ours = summary.save_id.encode() in posix.read_end(path / commit.METADATA, _END)
     except OSError as error:
         raise _unreadable(path, error) from error
     if not ours:
@@ -174,7 +175,7 @@ def _check_views(path: Path, summary: Summary) -> None:
     """Check that the views are of this save. Accelerate without this package saves over them, and over nothing else."""
     for name in summary.attached if summary.save_id else ():
         file = path / name / commit.METADATA
-        if file.is_file() and summary.save_id.encode() not in files.read_end(file, _END):
+        if file.is_file() and summary.save_id.encode() not in posix.read_end(file, _END):
             raise CheckpointCorrupt(
                 f"{path}: another tool has saved over {name}, and over nothing else. Load another checkpoint. What the "
                 f"other tool saved is a checkpoint without {commit.METADATA}, {commit.INDEX} and {commit.SUMMARY}."
@@ -204,7 +205,7 @@ def _check_metadata(path: Path, summary: Summary) -> None:
     if not summary.metadata_sha256:  # of an earlier version
         return
     try:
-        found = files.sha256_of(path / commit.METADATA)
+        found = posix.sha256_of(path / commit.METADATA)
     except OSError as error:
         raise _unreadable(path, error) from error
     if found != summary.metadata_sha256:

@@ -47,7 +47,8 @@ from dcp_plugin.format.metadata import planner_paths, storage_info
 from dcp_plugin.format.stock_views import Aliases, Views, with_aliases, write_views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.media.disk import commit
+from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.hard_links import LinkableFile
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
@@ -187,7 +188,7 @@ class ShardedWriter(StorageWriter):
         unique, same_as = _without_duplicates(resolved)
         try:
             locations = self._write(unique, assignment)
-            files.sync_directory(assignment.directory)
+            posix.sync_directory(assignment.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
         places = {item.index: location for (item, _), location in zip(unique, locations, strict=True)}
@@ -319,10 +320,10 @@ class ShardedWriter(StorageWriter):
         )
         described = summary.encode()
         try:
-            files.write_durably(directory / commit.INDEX, encoded)
-            files.write_durably(directory / commit.SUMMARY, described)
-            files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
-            files.write_durably(directory / commit.METADATA, for_stock)
+            posix.write_durably(directory / commit.INDEX, encoded)
+            posix.write_durably(directory / commit.SUMMARY, described)
+            posix.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
+            posix.write_durably(directory / commit.METADATA, for_stock)
             write_views(directory, self._views, index, self.storage_meta())
             commit.publish(self._reservation)
         except OSError as error:

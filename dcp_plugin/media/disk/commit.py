@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.media.disk import files
+from dcp_plugin.media.disk import posix
 
 WORKSPACE = ".dcp_plugin"
 METADATA = ".metadata"
@@ -95,7 +95,7 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
     _refuse_to_replace_other_things(final, among_other_files)
     _refuse_below_a_file(final)
     try:
-        files.make_directories(final.parent)
+        posix.make_directories(final.parent)
         sweep(workspace_of(final))
         reservation = _open_record(final)
         reservation.directory.mkdir()
@@ -107,22 +107,22 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
 def publish(reservation: Reservation) -> None:
     """Give the finished directory its final name. All its files are synced already."""
     final, directory = reservation.final, reservation.directory
-    files.sync_directory(directory)
+    posix.sync_directory(directory)
     if not os.path.lexists(final):
         os.rename(directory, final)
-        files.sync_directory(final.parent)
+        posix.sync_directory(final.parent)
         discard(reservation)
         return
     _note_in_record(reservation, {"publishing": _identity(directory)})
-    if files.exchange(directory, final):
+    if posix.exchange(directory, final):
         _keep_other_files(directory, final)
-        files.sync_directory(directory.parent)
+        posix.sync_directory(directory.parent)
     else:
         aside = reservation._beside("aside")
         os.rename(final, aside)
         os.rename(directory, final)
         _keep_other_files(aside, final)
-    files.sync_directory(final.parent)
+    posix.sync_directory(final.parent)
     discard(reservation)
 
 
@@ -130,7 +130,7 @@ def discard(reservation: Reservation) -> None:
     """Delete what is left of a save, whether it was published or not. What it was to replace stays, if it was not."""
     _restore(reservation)
     for suffix in ("saving", "aside", "deleted"):
-        files.delete(reservation._beside(suffix))
+        posix.delete(reservation._beside(suffix))
     _close_record(reservation)
 
 
@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
         return
     reservation = _open_record(path)
     os.rename(path, reservation._beside("deleted"))
-    files.sync_directory(path.parent)
+    posix.sync_directory(path.parent)
     discard(reservation)
 
 
@@ -159,10 +159,10 @@ def link(path: Path, target: Path) -> None:
         os.symlink(os.path.relpath(target, path.parent), fresh)
         if path.is_symlink() or not path.is_dir():
             os.replace(fresh, path)
-        elif not files.exchange(fresh, path):
+        elif not posix.exchange(fresh, path):
             os.rename(path, reservation._beside("aside"))
             os.rename(fresh, path)
-        files.sync_directory(path.parent)
+        posix.sync_directory(path.parent)
     finally:
         discard(reservation)
 
@@ -174,7 +174,7 @@ def sweep(workspace: Path) -> None:
         if token in _mine:
             continue
         try:
-            descriptor = files.lock(record)
+            descriptor = posix.lock(record)
         except OSError:  # no locks on this file system: nobody can tell whether that process lives
             continue
         if descriptor is None:  # it lives
@@ -185,7 +185,7 @@ def sweep(workspace: Path) -> None:
             if (target := _checked_target(noted)) is not None:
                 _recover(Reservation(workspace.parent / target, token), noted)
             for leftover in workspace.glob(f"{token}.*"):
-                files.delete(leftover)
+                posix.delete(leftover)
         finally:
             os.close(descriptor)
 
@@ -270,7 +270,7 @@ def _keep_other_files(old: Path, new: Path) -> None:
 def _attached(checkpoint: Path) -> list[str]:
     """What the summary lists besides the checkpoint's own files."""
     try:
-        return [str(name) for name in json.loads(files.read_regular(checkpoint / SUMMARY))["attached"]]
+        return [str(name) for name in json.loads(posix.read_regular(checkpoint / SUMMARY))["attached"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
@@ -278,7 +278,7 @@ def _attached(checkpoint: Path) -> list[str]:
 def _identity(checkpoint: Path) -> str:
     """Tells one save from any other; empty if this is no checkpoint of ours."""
     try:
-        return hashlib.sha256(files.read_regular(checkpoint / SUMMARY)).hexdigest()
+        return hashlib.sha256(posix.read_regular(checkpoint / SUMMARY)).hexdigest()
     except OSError:
         return ""
 
@@ -287,7 +287,7 @@ def _open_record(final: Path) -> Reservation:
     """A new token, with its locked record in the workspace."""
     for attempt in range(_ATTEMPTS):
         reservation = Reservation(final, uuid.uuid4().hex[:16])
-        files.make_directories(reservation.record.parent)
+        posix.make_directories(reservation.record.parent)
         try:
             _lock_record(reservation)
         except FileNotFoundError:
@@ -300,7 +300,7 @@ def _open_record(final: Path) -> Reservation:
 
 def _lock_record(reservation: Reservation) -> None:
     try:
-        descriptor = files.lock(reservation.record)
+        descriptor = posix.lock(reservation.record)
     except FileNotFoundError:
         raise
     except OSError:  # a file system without locks: then nobody sweeps
@@ -364,7 +364,7 @@ def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
     if not _restore(reservation) and _identity(final) and _identity(final) == noted.get("publishing"):
         for old in (reservation.directory, aside):
             _keep_other_files(old, final)
-        files.sync_directory(final)
+        posix.sync_directory(final)
 
 
 def _restore(reservation: Reservation) -> bool:
@@ -383,7 +383,7 @@ def _put_back(aside: Path, final: Path) -> None:
     """Give the old checkpoint its name again. A script may have made the directory anew, and put files there."""
     if final.is_dir():
         for name in os.listdir(final):
-            files.delete(aside / name)
+            posix.delete(aside / name)
             os.rename(final / name, aside / name)
     os.rename(aside, final)  # replaces an empty directory
-    files.sync_directory(final.parent)
+    posix.sync_directory(final.parent)

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.media.disk import files
+from dcp_plugin.media.disk import posix
 
 BUFFER = 2 << 20
 ALIGNMENT = 4096
@@ -53,7 +53,7 @@ class BlockFile:
         self.direct = False
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            files.preallocate(self._fd, size)
+            posix.preallocate(self._fd, size)
             if direct is True or (direct == "auto" and size >= BUFFER):
                 self._try_direct()
         except BaseException:
