@@ -13,8 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.media.disk import commit
-from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk import commit, posix
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.layouts import build, train

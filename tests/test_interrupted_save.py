@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media.disk import commit
-from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk import commit, posix
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state

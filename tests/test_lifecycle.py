@@ -105,7 +105,7 @@ def _lightning(path: Path, time: int = 1) -> Path:
 
 def _folder(path: Path, *files: str, time: int = 1) -> Path:
     path.mkdir(parents=True)
-    for name in posix:
+    for name in files:
         if name.endswith(".safetensors"):
             save_file(WEIGHTS, path / name)
         elif name.endswith((".json", ".pkl")):

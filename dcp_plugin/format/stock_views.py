@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
-from dcp_plugin.media.disk import commit
-from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.types import KeyPath
 
 Aliases = Mapping[str, tuple[str, KeyPath]]

@@ -27,8 +27,7 @@ from dcp_plugin.format.foreign.contents import fingerprint_of
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.index_file import check_files
 from dcp_plugin.format.summary import Base, Summary, fingerprint
-from dcp_plugin.media.disk import commit
-from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk import commit, posix
 
 _END = 1 << 10
 """More bytes than come after the save's id in our ``.metadata``."""

@@ -47,8 +47,7 @@ from dcp_plugin.format.metadata import planner_paths, storage_info
 from dcp_plugin.format.stock_views import Aliases, Views, with_aliases, write_views
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
-from dcp_plugin.media.disk import commit
-from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.hard_links import LinkableFile
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse

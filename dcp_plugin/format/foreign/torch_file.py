@@ -2,7 +2,8 @@
 
 ``torch.load(map_location="meta", weights_only=True)`` gives the structure; it reads the pickle only, and executes
 nothing. Torch notes in each storage where its record begins; that has to be a stored record of the zip's directory,
-and the tensor has to lie inside of it. Objects that torch refuses are left out (:mod:`dcp_plugin.format.pickle_stubs`), as long as there is
+and the tensor has to lie inside of it. Objects that torch refuses are left out
+(:mod:`dcp_plugin.format.pickle_stubs`), as long as there is
 no doubt which tensors are the model.
 """
 
