@@ -41,7 +41,7 @@ from dcp_plugin.state.adapters import gather_state, parts_of
 from dcp_plugin.state.names import walked_once
 from dcp_plugin.state.step_stable import live_objects
 from dcp_plugin.storage.open import Opened
-from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
+from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
@@ -357,7 +357,7 @@ class Checkpointer:
         path = writer.path
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: writer.reserve(among_other_files=True))
-            ranks.agree(f"add files to {path}", lambda: _add(directory, path, files))
+            ranks.agree(f"add files to {path}", lambda: _add(writer, directory, files))
         except Exception:
             writer.discard()
             raise
@@ -403,8 +403,8 @@ def _all_the_same(said: list[dict[str, Any]]) -> None:
             raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")
 
 
-def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:
-    wait_until_visible(directory, path)
+def _add(writer: ShardedWriter, directory: Path, files: Callable[[Path], None]) -> None:
+    writer.medium.join(directory, writer.path)
     files(directory)
 
 

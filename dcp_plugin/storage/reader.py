@@ -29,7 +29,6 @@ from torch.futures import Future
 from dcp_plugin._torch import undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format import stock_metadata
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
 from dcp_plugin.format.pickle_stubs import RefusedValue
@@ -218,7 +217,7 @@ class ShardedReader(StorageReader):
     def check(self, key: str, location: Location) -> str:
         """Read one item completely. An empty string, or what is wrong with it."""
         try:
-            read_items.check_item(self.opened.directory, key, location, self.index.smallest_block)
+            read_items.check_item(self.opened.files, key, location, self.index.smallest_block)
         except Exception as error:
             return str(error)
         return ""
@@ -237,7 +236,7 @@ class ShardedReader(StorageReader):
         return target
 
     def _read(self, fetches: list[Fetch]) -> None:
-        count = read_items.read(self.opened.directory, fetches, self._io_threads)
+        count = read_items.read(self.opened.files, fetches, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
 
@@ -262,7 +261,7 @@ class ShardedReader(StorageReader):
             and read.item.storage_index.fqn not in self.index.strides
             and (read.location.file, read.location.offset) not in self.index.transforms
         ]
-        self.bytes_read += stock_metadata.recognise(self.opened.directory, unknown, self._layouts)
+        self.bytes_read += read_items.recognise(self.opened.files, unknown, self._layouts)
 
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
         key = read.item.storage_index.fqn
