@@ -23,8 +23,8 @@ from accelerate import Accelerator
 from dcp_plugin.accelerate import _accelerate, schedules
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
-from dcp_plugin.state import rng
 
 
 def gather(
@@ -45,7 +45,7 @@ def gather(
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler.state_dict()
     if with_rng:
-        extra[f"{RNG}.{rank}"] = {"streams": rng.capture(accelerator.device)}
+        extra[f"{RNG}.{rank}"] = {"streams": random_streams.capture(accelerator.device)}
     return {f"{EXTRA}.{name}": value for name, value in extra.items()}
 
 
@@ -98,7 +98,7 @@ class Restoring:
         self._restore_rng()
         known = sum(name.startswith(f"{RNG}.") and name.count(".") == 1 for name in self._stored)
         if 0 < known < accelerator.num_processes:
-            said.append(f"it has {rng.about_new_ranks(known, accelerator.num_processes)}")
+            said.append(f"it has {random_streams.about_new_ranks(known, accelerator.num_processes)}")
         return [message for message in said if message]
 
     def _check_registered(self, registered: list[Any]) -> None:
@@ -141,5 +141,5 @@ class Restoring:
         streams = self._read[f"{RNG}.{self._rng_rank}"]["streams"]
         rank, device = self._accelerator.process_index, self._accelerator.device
         if self._rng_rank == rank:
-            return lambda: rng.restore(streams, device)
-        return lambda: rng.derive(streams, rank)
+            return lambda: random_streams.restore(streams, device)
+        return lambda: random_streams.derive(streams, rank)

@@ -28,10 +28,10 @@ from transformers.training_args import TrainingArguments
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
+from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.saving.queue import SaveHandle
-from dcp_plugin.state import rng
 from dcp_plugin.transformers import checkpoint_dirs, state_mapping
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
@@ -355,7 +355,7 @@ class DCPTrainerMixin(Trainer):
             )
         known = sum(name.startswith(f"{EXTRA}.{RNG}.") for name in found.names)
         if found.has_trainer_state and 0 < known < world_size:
-            said.append(f"it has {rng.about_new_ranks(known, world_size)}")
+            said.append(f"it has {random_streams.about_new_ranks(known, world_size)}")
         elif found.has_trainer_state and not known and self.checkpoint_config.rng:
             said.append("it has no random states")
         elif found.world_size not in (None, world_size):

@@ -23,8 +23,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from dcp_plugin._torch import DTensor, is_tensor
+from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
-from dcp_plugin.state import gather_module, rng
+from dcp_plugin.state import gather_module
 from dcp_plugin.state.fsdp1 import contains_fsdp1
 from dcp_plugin.state.names import parameters_by_name
 from dcp_plugin.transformers._transformers import is_adapted, unwrapped
@@ -68,7 +69,7 @@ def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
     if (scaler := scaler_of(trainer)) is not None:
         extra[SCALER] = scaler.state_dict()
     if with_rng:
-        extra[RNG] = {str(trainer.args.process_index): {"streams": rng.capture(trainer.args.device)}}
+        extra[RNG] = {str(trainer.args.process_index): {"streams": random_streams.capture(trainer.args.device)}}
     return state
 
 
@@ -107,9 +108,9 @@ class ToLoad:
         if not saved:
             return
         if self._new_rank:
-            rng.derive(saved["streams"], self._trainer.args.process_index)
+            random_streams.derive(saved["streams"], self._trainer.args.process_index)
         else:
-            rng.restore(saved["streams"], self._trainer.args.device)
+            random_streams.restore(saved["streams"], self._trainer.args.device)
 
 
 def random_position() -> tuple[Any, ...]:
