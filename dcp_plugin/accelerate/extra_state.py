@@ -15,7 +15,7 @@ A checkpoint from another door has other extras; what is not there keeps its val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,8 +23,8 @@ from accelerate import Accelerator
 from dcp_plugin.accelerate import _accelerate, schedules
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
+from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 
 
 def gather(
@@ -45,7 +45,7 @@ def gather(
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler.state_dict()
     if with_rng:
-        extra[f"{RNG}.{rank}"] = {"streams": random_streams.capture(accelerator.device)}
+        extra[RNG] = of_rank(rank, accelerator.device)
     return {f"{EXTRA}.{name}": value for name, value in extra.items()}
 
 
@@ -69,7 +69,9 @@ class Restoring:
             schedules.Restoring(scheduler, schedules.stride(scheduler, accelerator.num_processes))
             for scheduler in _accelerate.schedulers(accelerator)
         ]
-        self._rng_rank = next((r for r in (accelerator.process_index, 0) if f"{RNG}.{r}" in self._stored), None)
+        self._streams = SavedStreams.among(
+            self._stored, accelerator.process_index, accelerator.num_processes, accelerator.device
+        )
         self._read: dict[str, Any] = {}
         self._absent: list[str] = []
         self._check_registered(registered)
@@ -96,9 +98,8 @@ class Restoring:
                 own = self._read.get(f"datasets.{number}.{accelerator.process_index}")
                 said.append(tracker.resume(position, own, self._restore_rng))
         self._restore_rng()
-        known = sum(name.startswith(f"{RNG}.") and name.count(".") == 1 for name in self._stored)
-        if 0 < known < accelerator.num_processes:
-            said.append(f"it has {random_streams.about_new_ranks(known, accelerator.num_processes)}")
+        if self._streams.about_new_ranks:
+            said.append(f"it has {self._streams.about_new_ranks}")
         return [message for message in said if message]
 
     def _check_registered(self, registered: list[Any]) -> None:
@@ -125,8 +126,8 @@ class Restoring:
             self._ask(f"registered.{number}", f"state of the registered {type(one).__name__}", one)
         if accelerator.scaler is not None:
             self._ask("scaler", "gradient scaler")
-        if self._rng_rank is not None:
-            self._ask(f"{RNG}.{self._rng_rank}", "")
+        if self._streams.name is not None:
+            self._ask(self._streams.name, "")
 
     def _ask(self, name: str, said: str, target: Any = None) -> None:
         if name in self._stored:
@@ -134,12 +135,6 @@ class Restoring:
         else:
             self._absent.append(said)
 
-    @property
-    def _restore_rng(self) -> Callable[[], None]:
-        if self._rng_rank is None:
-            return lambda: None
-        streams = self._read[f"{RNG}.{self._rng_rank}"]["streams"]
-        rank, device = self._accelerator.process_index, self._accelerator.device
-        if self._rng_rank == rank:
-            return lambda: random_streams.restore(streams, device)
-        return lambda: random_streams.derive(streams, rank)
+    def _restore_rng(self) -> None:
+        if self._streams.name is not None:
+            self._streams.restore(self._read[self._streams.name])

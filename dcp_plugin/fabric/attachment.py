@@ -17,7 +17,7 @@ from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.training import OTHERS
-from dcp_plugin.integration.attachment import Attached
+from dcp_plugin.integration import Attached
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.catalog import resolve
 from dcp_plugin.runs.resume import Restart, decide, load_from, modules_of, refuse_partial_of_nothing

@@ -28,8 +28,8 @@ from transformers.training_args import TrainingArguments
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
-from dcp_plugin.integration import random_streams
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
+from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoint_dirs, state_mapping
@@ -268,7 +268,7 @@ class DCPTrainerMixin(Trainer):
             self._dcp_checkpointer.load(self._dcp_loaded.state, self._dcp_resume.path)
             self._dcp_loaded.finish()
             if self.is_world_process_zero():
-                self._dcp_say_what_differs(self._dcp_resume)
+                self._dcp_say_what_differs(self._dcp_resume, self._dcp_loaded.streams)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -339,7 +339,7 @@ class DCPTrainerMixin(Trainer):
         finally:
             ranks.close()
 
-    def _dcp_say_what_differs(self, found: Found) -> None:
+    def _dcp_say_what_differs(self, found: Found, streams: SavedStreams) -> None:
         said = []
         if not found.has_trainer_state:
             said.append(f"it has no {TRAINER_STATE_NAME}, so the training starts with step 0 and a new schedule")
@@ -353,10 +353,9 @@ class DCPTrainerMixin(Trainer):
                 f"it was made with {found.samples_per_step} samples per step and this run has {samples}: the position "
                 "in the data is that of as many steps, so samples of this epoch are repeated or missed"
             )
-        known = sum(name.startswith(f"{EXTRA}.{RNG}.") for name in found.names)
-        if found.has_trainer_state and 0 < known < world_size:
-            said.append(f"it has {random_streams.about_new_ranks(known, world_size)}")
-        elif found.has_trainer_state and not known and self.checkpoint_config.rng:
+        if found.has_trainer_state and streams.about_new_ranks:
+            said.append(f"it has {streams.about_new_ranks}")
+        elif found.has_trainer_state and not streams.saved_on and self.checkpoint_config.rng:
             said.append("it has no random states")
         elif found.world_size not in (None, world_size):
             said.append(

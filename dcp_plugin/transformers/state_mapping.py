@@ -23,8 +23,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from dcp_plugin._torch import DTensor, is_tensor
-from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
+from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.state import gather_module
 from dcp_plugin.state.fsdp1 import contains_fsdp1
 from dcp_plugin.state.names import parameters_by_name
@@ -69,7 +69,7 @@ def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
     if (scaler := scaler_of(trainer)) is not None:
         extra[SCALER] = scaler.state_dict()
     if with_rng:
-        extra[RNG] = {str(trainer.args.process_index): {"streams": random_streams.capture(trainer.args.device)}}
+        extra[RNG] = of_rank(trainer.args.process_index, trainer.args.device)
     return state
 
 
@@ -82,15 +82,14 @@ class ToLoad:
 
     def __init__(self, trainer: Trainer, names: frozenset[str]) -> None:
         self._trainer = trainer
-        self._rng = f"{EXTRA}.{RNG}.{trainer.args.process_index}"
-        self._new_rank = self._rng not in names
+        extra = (name.removeprefix(f"{EXTRA}.") for name in names)
+        args = trainer.args
+        self.streams = SavedStreams.among(extra, args.process_index, args.world_size, args.device)
         self.streams_continue = False
-        if self._new_rank:
-            self._rng = f"{EXTRA}.{RNG}.0"
         self.state: dict[str, Any] = {MODEL: model_of(trainer)}
         if OPTIM in names:
             self.state[OPTIM] = optimizer_of(trainer)
-        wanted = [self._rng, f"{EXTRA}.{SCHEDULER}", f"{EXTRA}.{SCALER}"]
+        wanted = [f"{EXTRA}.{name}" for name in (self.streams.name, SCHEDULER, SCALER)]
         self.state.update({name: {} for name in wanted if name in names})
 
     def finish(self) -> None:
@@ -104,13 +103,8 @@ class ToLoad:
     def continue_streams(self) -> None:
         """Set this rank's random generators, at the moment in the loop at which the checkpoint was made."""
         self.streams_continue = True
-        saved: Mapping[str, Any] = self.state.get(self._rng, {})
-        if not saved:
-            return
-        if self._new_rank:
-            random_streams.derive(saved["streams"], self._trainer.args.process_index)
-        else:
-            random_streams.restore(saved["streams"], self._trainer.args.device)
+        if self.streams.name is not None:
+            self.streams.restore(self.state[f"{EXTRA}.{self.streams.name}"])
 
 
 def random_position() -> tuple[Any, ...]:
