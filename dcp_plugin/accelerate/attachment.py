@@ -32,8 +32,7 @@ from dcp_plugin.format.foreign.training import ACCELERATE
 from dcp_plugin.integration import Attached
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.runs.catalog import resolve
-from dcp_plugin.runs.resume import Restart, decide, load_from, refuse_partial_of_nothing
+from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
 
@@ -180,20 +179,18 @@ class Attachment(Attached):
 
         Args:
             root: Where this run's checkpoints are; if omitted, those of the project with automatic naming.
-            resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint.
-            init_from: A checkpoint to take the models' weights from if there is none of this run.
-            partial: Which of the models' keys ``init_from`` fills, and from where; all if omitted.
-            strict: Whether keys that do not fit are errors.
+            resume, init_from, partial, strict: As for :func:`dcp_plugin.resume_or_init`; the weights are the models'.
+
+        Returns:
+            How the run starts, see there.
 
         Raises:
-            ValueError: ``partial`` without ``init_from``.
-            CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
-                there.
-            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried. Or no
-                model is prepared.
+            CheckpointError: No model is prepared; or as :func:`dcp_plugin.resume_or_init`.
+            ValueError: As there.
         """
-        refuse_partial_of_nothing(partial, init_from)
-        if not Training.of(self._accelerator).models:
+        options = StartOptions(resume, init_from, partial, strict)
+        models = Training.of(self._accelerator).models
+        if not models:
             raise CheckpointError(
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
             )
@@ -201,18 +198,16 @@ class Attachment(Attached):
         by_number = root is None and checkpoint_dirs.is_automatic(self._accelerator)
         folder = Path() if by_number else _given(root)
 
-        def own() -> Path | None:
+        def find() -> Path | None:
             if by_number and resume in ("auto", "must"):
                 return checkpoint_dirs.resume_from(self._accelerator, must=resume == "must")
-            return resolve(resume, folder, (ACCELERATE,), init_from)
+            return options.find(folder, (ACCELERATE,))
 
-        start = decide(self._checkpointer.ranks, own, init_from)
-        if start.how == "resumed":
-            self.load_state(start.path, strict=strict)
-            return replace(start, report=self.last_load)
-        if start.how == "warm-started":
-            return load_from(start, self._checkpointer, Training.of(self._accelerator).models, partial, strict)
-        return start
+        def load(path: Path) -> LoadReport | None:
+            self.load_state(path, strict=strict)
+            return self.last_load
+
+        return options.start(self._checkpointer, models, find, load)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         tracked = self._tracked()
