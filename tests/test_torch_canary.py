@@ -23,7 +23,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_plugin import _torch
-from dcp_plugin.state import fsdp1
+from dcp_plugin.state.fsdp1 import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from tests import launch
 from tests.compare import full, same_bytes
 
@@ -95,7 +95,7 @@ class _Tied(torch.nn.Module):
 
 def _tied_flat_parameter() -> dict[str, str]:
     model = FullyShardedDataParallel(_Tied(), device_id=torch.device("cpu"), use_orig_params=False)
-    return fsdp1.same_flat_parameter(model)
+    return same_flat_parameter(model)
 
 
 def test_a_flat_parameter_knows_its_tied_weights() -> None:
@@ -116,9 +116,9 @@ def test_dtensor_tells_where_its_shard_is() -> None:
 def _fsdp1_internals() -> None:
     model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=torch.device("cpu"), use_orig_params=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = fsdp1.flat_parameter_names(model)
+    names = flat_parameter_names(model)
     assert [names[id(p)] for p in optimizer.param_groups[0]["params"]] == [["weight", "bias"]]
-    value = fsdp1.gather_module(model)["weight"]
+    value = gather_fsdp1_module(model)["weight"]
     local = [shard.tensor * 2 for shard in value.local_shards()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -22,13 +22,13 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.loading.suggestions import about_shapes
+from dcp_plugin.loading.suggestions import about_excluded, about_shapes
+from dcp_plugin.messages import first, some
 from dcp_plugin.planning.broadcast_read import SharedReading
-from dcp_plugin.planning.load import ShardedLoadPlanner, first, some
+from dcp_plugin.planning.flatten import join
+from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.saving.base import about_excluded
 from dcp_plugin.state.adapters import Part, parts_of
-from dcp_plugin.state.key_map import join
 from dcp_plugin.state.module import materialise
 from dcp_plugin.state.module_load import Incompatible
 from dcp_plugin.storage.open import Opened

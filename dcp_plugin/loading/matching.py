@@ -32,10 +32,11 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
-from dcp_plugin.planning.load import first, some
+from dcp_plugin.messages import first, some
+from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.rank_local import without_rank
 from dcp_plugin.state.adapters import Part, Wanted
-from dcp_plugin.state.key_map import Prefix, Rename, Renaming, Source, find_prefix, join
+from dcp_plugin.state.key_map import Prefix, Rename, Renaming, Source, find_prefix
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue

@@ -19,7 +19,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointInco
 from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base, Summary
 from dcp_plugin.media.disk import commit
-from dcp_plugin.planning.load import some
+from dcp_plugin.messages import some
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointState

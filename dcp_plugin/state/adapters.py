@@ -23,6 +23,7 @@ from dcp_plugin.planning.flatten import (
     Walks,
     flatten,
     is_empty_mapping,
+    join,
     unflatten,
     walked_as_stored,
     walked_by_us,
@@ -31,7 +32,6 @@ from dcp_plugin.planning.flatten import (
 )
 from dcp_plugin.planning.rank_local import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
-from dcp_plugin.state.key_map import join
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
 from dcp_plugin.state.names import named_modules

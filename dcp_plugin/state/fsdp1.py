@@ -33,21 +33,17 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.names import CleanNames, named_modules
+from dcp_plugin.state.names import CleanNames
 
 
-def contains_fsdp1(module: nn.Module) -> bool:
-    return any(isinstance(child, FullyShardedDataParallel) for _, child in named_modules(module))
-
-
-def gather_module(module: nn.Module) -> dict[str, Any]:
+def gather_fsdp1_module(module: nn.Module) -> dict[str, Any]:
     """The sharded state dict. Collective: FSDP1 gathers each flat parameter to cut it into shards."""
     clean = CleanNames(module)
     with _quiet():
         return {clean(name): value for name, value in get_model_state_dict(module).items()}
 
 
-def apply_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
+def apply_fsdp1_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Load a sharded state dict; the keys that were missing and unexpected. Collective."""
     with _quiet():
         found = set_model_state_dict(module, state, options=StateDictOptions(strict=False))
@@ -55,7 +51,7 @@ def apply_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[str], l
     return [clean(key) for key in found.missing_keys], [clean(key) for key in found.unexpected_keys]
 
 
-def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def gather_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective.
 
     Raises:
@@ -80,8 +76,11 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {"state": state, "param_groups": groups}
 
 
-def apply_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what :func:`gather_optimizer` returned, or the same for another layout, into any optimizer. Collective."""
+def apply_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what :func:`gather_fsdp1_optimizer` returned, or the same for another layout, into any optimizer.
+
+    Collective.
+    """
     with _quiet():  # not strict: a parameter that never got a gradient has no state, then and now
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
     names = flat_parameter_names(module)

@@ -24,6 +24,7 @@ from torch import nn
 from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.loading.partial import PATTERN
+from dcp_plugin.planning.flatten import join
 from dcp_plugin.types import KeyPath
 
 if TYPE_CHECKING:
@@ -111,10 +112,6 @@ def _prefixes(part: dict[str, None], whole: dict[str, None]) -> list[str]:
     first = next(iter(part))
     candidates = [name.removesuffix(first) for name in whole if name.endswith(f".{first}")]
     return [prefix for prefix in candidates if all(prefix + name in whole for name in part)]
-
-
-def join(name: str, key: str) -> str:
-    return f"{name}.{key}" if key else name
 
 
 @dataclass(frozen=True)

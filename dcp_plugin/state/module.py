@@ -22,8 +22,8 @@ from dcp_plugin._torch import (
     overrides_load_state_dict,
     sharded_value,
 )
-from dcp_plugin.state import fsdp1
-from dcp_plugin.state.names import CleanNames, named_modules
+from dcp_plugin.state.fsdp1 import apply_fsdp1_module, gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
 from dcp_plugin.types import memory_of
 
 
@@ -62,8 +62,8 @@ class ModuleState:
     def of(cls, module: nn.Module) -> ModuleState:
         """Collective if the module contains FSDP1."""
         clean = CleanNames(module)
-        if fsdp1.contains_fsdp1(module):
-            values = fsdp1.gather_module(module)
+        if contains_fsdp1(module):
+            values = gather_fsdp1_module(module)
             return cls(values, {key: key for key in values}, {}, clean)
         state = module.state_dict()
         for name, own in checkpointable_parameters(named_modules(module)):
@@ -89,8 +89,8 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     Raises:
         RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
     """
-    if fsdp1.contains_fsdp1(module):
-        return fsdp1.apply_module(module, state)
+    if contains_fsdp1(module):
+        return apply_fsdp1_module(module, state)
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in module.state_dict()}
     given = {wrapped.get(name, name): value for name, value in state.items()}
@@ -150,7 +150,7 @@ def same_parameter(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own_tensors(module).items()]
     same = {name: other for name, other in named if other != name}
-    same.update(fsdp1.same_flat_parameter(module))
+    same.update(same_flat_parameter(module))
     return same | {name: name for name in same.values()}
 
 

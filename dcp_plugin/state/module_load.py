@@ -36,8 +36,8 @@ from dcp_plugin._torch import (
 )
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import ModuleState, apply_module, own_tensors, same_memory, same_parameter
+from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath
 
@@ -97,7 +97,7 @@ class ModuleLoad:
         self._module = module
         self._apply = apply
         self.state = ModuleState.of(module)
-        self._fsdp1 = fsdp1.contains_fsdp1(module)
+        self._fsdp1 = contains_fsdp1(module)
         self._overridden = not self._fsdp1 and overrides_load_state_dict(module)
         self._hooked: set[str] = set()
         if not apply or self._overridden:

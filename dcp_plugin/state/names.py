@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dcp_plugin._torch import own_parameters
@@ -47,6 +48,10 @@ class CleanNames:
 def is_ddp(module: nn.Module) -> bool:
     """``isinstance``, which takes five times as long with an abstract base class."""
     return DistributedDataParallel in type(module).__mro__
+
+
+def contains_fsdp1(module: nn.Module) -> bool:
+    return any(isinstance(child, FullyShardedDataParallel) for _, child in named_modules(module))
 
 
 def without_wrappers(name: str) -> str:

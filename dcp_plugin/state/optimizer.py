@@ -31,9 +31,14 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.planning.rank_local import Box, LocalSlot
-from dcp_plugin.state import fsdp1
+from dcp_plugin.state.fsdp1 import (
+    apply_fsdp1_optimizer,
+    flat_parameter_names,
+    gather_fsdp1_module,
+    gather_fsdp1_optimizer,
+)
 from dcp_plugin.state.module import reshard
-from dcp_plugin.state.names import parameter_names, parameters_by_name
+from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.state.own_state_dict import OwnStateDict
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath
@@ -52,8 +57,8 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
     Raises:
         CheckpointMismatch: The optimizer has a parameter that the module has not.
     """
-    if fsdp1.contains_fsdp1(module):
-        return fsdp1.gather_optimizer(module, optimizer)
+    if contains_fsdp1(module):
+        return gather_fsdp1_optimizer(module, optimizer)
     reshard(module)
     names = _names_of(module, optimizer)
     own = OwnStateDict.of(optimizer, names)
@@ -128,8 +133,8 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The clean FQNs of the parameters of each group."""
-    if fsdp1.contains_fsdp1(module):
-        names = fsdp1.flat_parameter_names(module)
+    if contains_fsdp1(module):
+        names = flat_parameter_names(module)
         return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
     single = _names_of(module, optimizer)
     return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -143,7 +148,7 @@ def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
     """The parts that this rank has of the sharded parameters of an optimizer, by clean FQN. None under FSDP1, whose
     state dicts have no state of a rank's own."""
-    if fsdp1.contains_fsdp1(module):
+    if contains_fsdp1(module):
         return {}
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {fqn: shard_of(parameter) for fqn, parameter in parameters_by_name(module).items() if id(parameter) in mine}
@@ -169,13 +174,13 @@ class OptimizerLoad:
     ) -> None:
         self._module = module
         self._optimizer = optimizer
-        self._fsdp1 = fsdp1.contains_fsdp1(module)
+        self._fsdp1 = contains_fsdp1(module)
         reshard(module)
         self._own = None if self._fsdp1 else OwnStateDict.of(optimizer, _names_of(module, optimizer))
         self._global: dict[str, Entry] = {}
         self._paths = dict(paths or {})
         # What has the shape of a parameter is sharded like it.
-        self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
+        self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
@@ -274,9 +279,9 @@ class OptimizerLoad:
                 for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
             ]
             if touched != self._here:
-                now = fsdp1.gather_optimizer(self._module, self._optimizer)["state"]
+                now = gather_fsdp1_optimizer(self._module, self._optimizer)["state"]
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
-            fsdp1.apply_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
+            apply_fsdp1_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
             return
         others = self._global_of(filled)
         if self._own is not None:

@@ -21,8 +21,7 @@ from torch import nn
 
 from dcp_plugin._torch import own_parameters, union_of
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.fsdp1 import contains_fsdp1
-from dcp_plugin.state.names import named_modules
+from dcp_plugin.state.names import contains_fsdp1, named_modules
 
 LOOSE = "loose"
 

@@ -25,8 +25,7 @@ from torch import nn
 from dcp_plugin._torch import DTensor, is_tensor
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.state import gather_module, rng
-from dcp_plugin.state.fsdp1 import contains_fsdp1
-from dcp_plugin.state.names import parameters_by_name
+from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.transformers._transformers import is_adapted, unwrapped
 
 if TYPE_CHECKING:
