@@ -36,10 +36,10 @@ from dcp_plugin.saving.gather import Gathered
 from dcp_plugin.saving.job import Saving
 from dcp_plugin.saving.queue import Background, SaveHandle, raise_first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
-from dcp_plugin.staging.pool import HostPool
+from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.adapters import gather_state, parts_of
+from dcp_plugin.state.annotations import live_objects
 from dcp_plugin.state.names import walked_once
-from dcp_plugin.state.step_stable import live_objects
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
 from dcp_plugin.types import LoadReport, ShardedValue

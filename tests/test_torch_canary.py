@@ -23,7 +23,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_plugin import _torch
-from dcp_plugin.state.fsdp1 import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from tests import launch
 from tests.compare import full, same_bytes
 

@@ -14,8 +14,7 @@ from dcp_plugin._torch import DTensor
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.integration.key_names import MODEL, OPTIM, numbered
 from dcp_plugin.state.adapters import NamesOnly
-from dcp_plugin.state.names import contains_fsdp1
-from dcp_plugin.state.union import loose_module
+from dcp_plugin.state.names import contains_fsdp1, loose_module
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
 from dcp_plugin.messages import some
 from dcp_plugin.state import flatten_optimizer, gather_module
-from dcp_plugin.state.fsdp1 import flat_parameter_names
+from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.state.optimizer import Nested, OptimizerLoad, group_names
 

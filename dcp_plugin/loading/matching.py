@@ -18,6 +18,7 @@ from torch import nn
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import CheckpointIndex, Entry
+from dcp_plugin.loading.key_map import Prefix, Rename, Renaming, Source, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
 from dcp_plugin.loading.suggestions import (
     Fit,
@@ -34,9 +35,8 @@ from dcp_plugin.loading.suggestions import (
 )
 from dcp_plugin.messages import first, some
 from dcp_plugin.planning.flatten import join
-from dcp_plugin.planning.rank_local import without_rank
+from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.state.adapters import Part, Wanted
-from dcp_plugin.state.key_map import Prefix, Rename, Renaming, Source, find_prefix
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue

@@ -1,9 +1,9 @@
 """How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
 
-1. Each rank sends digests: of the plan it remembers, of the description of what it holds, and of all it holds; and of
-   what should be the same on all ranks (:mod:`~dcp_plugin.planning.rank_local`). If that is not, they compare it key by
-   key, and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that follows
-   now, that is all.
+1. Each rank sends digests: of the plan it remembers, of the description of what it holds, of all it holds, and of what
+   should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If that differs, they compare
+   it key by key and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that
+   follows now, that is all.
 2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
    back what it has to write.
 
@@ -25,8 +25,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.planning.global_plan import Assignment, Share, assign
-from dcp_plugin.planning.local_inventory import Description, Holding
-from dcp_plugin.planning.rank_local import RankLocal
+from dcp_plugin.planning.local_inventory import Description, Holding, RankLocal
 from dcp_plugin.planning.save import items_of
 from dcp_plugin.ranks import Ranks
 

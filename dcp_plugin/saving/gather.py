@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.planning.rank_local import Shards
+from dcp_plugin.planning.local_inventory import Shards
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.saving.base import Omission
 from dcp_plugin.staging.guard import Guard
-from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.staging.snapshot import Snapshot
+from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import gather_state, layouts_of, parts_of, shards_in
-from dcp_plugin.state.step_stable import StillMemory
+from dcp_plugin.state.annotations import StillMemory
 from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import Flat, KeyPath, ShardedValue
 

@@ -19,9 +19,8 @@ from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Location, Places
-from dcp_plugin.planning.local_inventory import Holding
+from dcp_plugin.planning.local_inventory import Holding, RankLocal
 from dcp_plugin.planning.plan_exchange import Exchange, in_table_order
-from dcp_plugin.planning.rank_local import RankLocal
 from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog

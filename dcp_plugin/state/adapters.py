@@ -30,11 +30,11 @@ from dcp_plugin.planning.flatten import (
     with_keys_of,
     with_types_of,
 )
-from dcp_plugin.planning.rank_local import Box
+from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
-from dcp_plugin.state.names import named_modules
+from dcp_plugin.state.names import joint_module, named_modules
 from dcp_plugin.state.optimizer import (
     OptimizerLoad,
     flatten_global_state,
@@ -44,7 +44,6 @@ from dcp_plugin.state.optimizer import (
     shards_of,
     trained_names,
 )
-from dcp_plugin.state.union import joint_module
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,10 +24,8 @@ from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.loading.partial import PATTERN
 from dcp_plugin.planning.flatten import join
+from dcp_plugin.state.adapters import Part
 from dcp_plugin.types import KeyPath
-
-if TYPE_CHECKING:
-    from dcp_plugin.state.adapters import Part
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ def _without_name(key: str, names: Iterable[str]) -> str:
 
 
 class RenamedSource:
-    """A part whose keys have other names in the checkpoint; used like :class:`~dcp_plugin.state.key_map.Source`.
+    """A part whose keys have other names in the checkpoint; used like :class:`~dcp_plugin.loading.key_map.Source`.
 
     Args:
         names: What the part calls its keys, see :meth:`Part.names <dcp_plugin.state.adapters.Part.names>`.
