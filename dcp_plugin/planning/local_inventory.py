@@ -42,7 +42,7 @@ from dcp_plugin.format.index_file import path_to_json
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
 
-Entry = tuple[str, "torch.dtype | None", Shape, bool, bool, list[tuple[Shape, Shape]]]
+_Item = tuple[str, "torch.dtype | None", Shape, bool, bool, list[tuple[Shape, Shape]]]
 """Key, dtype (None: no tensor), shape, whether any holder may write it, whether its chunks must not be cut, and offsets
 and sizes of each chunk."""
 
@@ -76,7 +76,7 @@ class Description:
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class LocalInventory:
     """What one rank holds."""
 
     description: Description
@@ -91,14 +91,14 @@ class Holding:
         return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
 
     @classmethod
-    def unpack(cls, description: Description, packed: bytes) -> Holding:
+    def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
         sizes = description.sizes
         times, rest = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
         return cls(description, times * np.maximum(sizes, 1) + rest)
 
     @classmethod
-    def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> Holding:
-        entries: list[Entry] = []
+    def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
+        entries: list[_Item] = []
         for key, value in state.items():
             if isinstance(value, ShardedValue):
                 boxes = [(chunk.offsets, chunk.sizes) for chunk in value.chunks]
@@ -110,9 +110,9 @@ class Holding:
     @classmethod
     def of_plan(
         cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
-    ) -> Holding:
+    ) -> LocalInventory:
         """What a plan of DCP's own write items says."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, _Item] = {}
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if data is None:
@@ -125,7 +125,7 @@ class Holding:
         return cls._of(list(entries.values()), paths, ties)
 
     @classmethod
-    def _of(cls, entries: list[Entry], paths: dict[str, KeyPath], ties: dict[str, str]) -> Holding:
+    def _of(cls, entries: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
         numbers = {entry[0]: number for number, entry in enumerate(entries)}
         dtypes = list(dict.fromkeys(dtype for _, dtype, _, _, _, _ in entries if dtype is not None))
         number_of: dict[torch.dtype | None, int] = {dtype: number for number, dtype in enumerate(dtypes)}
@@ -166,11 +166,11 @@ def ties_of(state: Flat) -> dict[str, str]:
     return ties
 
 
-def descriptions_of(holdings: Iterable[Holding]) -> dict[bytes, list[int]]:
+def descriptions_of(inventories: Iterable[LocalInventory]) -> dict[bytes, list[int]]:
     """The ranks of each description, in the order of the first of them."""
     ranks: dict[bytes, list[int]] = {}
-    for rank, holding in enumerate(holdings):
-        ranks.setdefault(holding.description.digest, []).append(rank)
+    for rank, inventory in enumerate(inventories):
+        ranks.setdefault(inventory.description.digest, []).append(rank)
     return ranks
 
 
@@ -221,7 +221,7 @@ class RankLocal:
         self._apart: frozenset[str] = frozenset()
         self._doubtful: dict[str, tuple[str, bytes]] = {}
 
-    def sorted_out(self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int) -> Flat:
+    def with_rank_keys(self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int) -> Flat:
         """The state with what is known to be this rank's alone under keys of its own; ``paths`` follow."""
         found = _slots_of_sharded(state, shards)
         mine = {key: one for key, one in found.items() if key in self._apart}

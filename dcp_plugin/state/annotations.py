@@ -117,7 +117,7 @@ def _marked(value: Any) -> Any:
         return value
 
 
-class StillMemory:
+class StepStableMemory:
     """Knows the memory of trained parameters and optimizer state.
 
     Args:

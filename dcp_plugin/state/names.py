@@ -122,7 +122,7 @@ def named_modules(module: nn.Module) -> Named:
 
 
 @contextmanager
-def walked_once() -> Iterator[None]:
+def module_cache() -> Iterator[None]:
     """Within, modules are taken to stay where they are: each tree is walked at most once."""
     before = _walks.set({})
     try:
