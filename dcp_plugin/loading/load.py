@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from dcp_plugin._torch import sharded_value
+from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
@@ -30,7 +31,6 @@ from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
-from dcp_plugin.state.module_load import Incompatible
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_tensor, own_parameters, shape_of, with_memory
+from dcp_plugin._torch import is_tensor, shape_of, with_memory
+from dcp_plugin._torch_modules import Incompatible, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.index import Entry, StoredTensor
@@ -33,7 +34,7 @@ from dcp_plugin.planning.flatten import (
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
-from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
+from dcp_plugin.state.module_load import ModuleLoad, Read
 from dcp_plugin.state.names import joint_module, named_modules
 from dcp_plugin.state.optimizer import (
     OptimizerLoad,

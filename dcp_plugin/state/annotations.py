@@ -25,7 +25,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, own_buffers, own_parameters, sharded_value
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin._torch_modules import own_buffers, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, is_ddp, named_modules, parameters_by_name

@@ -39,14 +39,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from dcp_plugin import _torch
-from dcp_plugin._torch import (
-    DTensor,
-    checkpointable_parameters,
-    laid_out_like,
-    overrides_load_state_dict,
-    sharded_value,
-)
+from dcp_plugin import _torch_modules
+from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
+from dcp_plugin._torch_modules import checkpointable_parameters, overrides_load_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
 from dcp_plugin.types import memory_of
@@ -59,7 +54,7 @@ def reshard(module: nn.Module) -> None:
     """
     for _, child in named_modules(module):
         if child._state_dict_pre_hooks:
-            _torch.reshard(child)
+            _torch_modules.reshard(child)
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:

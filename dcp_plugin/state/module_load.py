@@ -13,25 +13,23 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin._torch import (
-    DTensor,
-    ShardedTensor,
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_like
+from dcp_plugin._torch_modules import (
+    Incompatible,
     call_post_load_hooks,
     has_extra_state,
     has_post_load_hooks,
-    is_tensor,
     load_from_state_dict,
     overrides_load_state_dict,
     own_modules,
     own_state,
-    sharded_like,
     takes_state_dict,
 )
 from dcp_plugin.format.index import Entry, StoredTensor
@@ -73,15 +71,6 @@ class Deferred:
             return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
         on_device = is_tensor(like) and not like.is_meta
         return torch.empty(shape, dtype=dtype, device=like.device if on_device else None)
-
-
-@dataclass
-class Incompatible:
-    """What a load has noted: keys that were missing and unexpected, and errors in words."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
 
 
 class ModuleLoad:
@@ -263,12 +252,12 @@ class _Taking:
             found.missing += [f"{prefix}{name}" for name in absent]
             self.missing_in_place.update(f"{clean}{name}" for name in absent)
         if handed is not None:
-            load_from_state_dict(module, handed, prefix, metadata, found.missing, found.unexpected, found.errors)
+            load_from_state_dict(module, handed, prefix, metadata, found)
         for name, child in own_modules(module):
             below = f"{prefix}{name}."
             part = None if state is None else {key: value for key, value in state.items() if key.startswith(below)}
             self.walk(child, below, part, found)
-        call_post_load_hooks(module, found.missing, found.unexpected, of_torch_too=state is not None)
+        call_post_load_hooks(module, found, of_torch_too=state is not None)
 
     def whole(self) -> OrderedDict[str, Any]:
         """The state dict of the whole module, for a ``load_state_dict`` of its own."""

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin._torch import own_parameters, union_of
+from dcp_plugin._torch_modules import own_parameters, union_of
 from dcp_plugin.errors import CheckpointMismatch
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}

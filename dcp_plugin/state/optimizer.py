@@ -34,15 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin._torch import (
-    ShardedTensor,
-    has_own_state_dict,
-    laid_out_like,
-    shape_of,
-    shard_of,
-    sharded_like,
-    sharded_value,
-)
+from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
+from dcp_plugin._torch_modules import has_own_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten

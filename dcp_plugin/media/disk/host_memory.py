@@ -69,7 +69,7 @@ class Ring:
     def pieces(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The bytes of a tensor, row by row. A piece is valid until the next one is asked for."""
         on_their_way: deque[tuple[Block, int]] = deque()
-        for part in adapters_of(tensor, BLOCK):
+        for part in parts_of(tensor, BLOCK):
             block = self.next()
             block.copy(block.take(part.nbytes).view(part.dtype).view(part.shape), part)
             on_their_way.append((block, part.nbytes))
@@ -132,7 +132,7 @@ def address_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def adapters_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """Views that make up the tensor in row-major order, each of at most ``limit`` bytes."""
     if tensor.nbytes <= limit:
         if tensor.numel():
@@ -144,7 +144,7 @@ def adapters_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
             yield tensor[at : at + rows]
     else:
         for row in tensor:
-            yield from adapters_of(row, limit)
+            yield from parts_of(row, limit)
 
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
