@@ -20,7 +20,7 @@ from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved
 from dcp_plugin.format.names import METADATA, SUMMARY
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
-from dcp_plugin.planning.load import some
+from dcp_plugin.messages import some
 from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointState
