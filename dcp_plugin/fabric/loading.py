@@ -21,8 +21,18 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
-from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
-from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
+from dcp_plugin.fabric.state_mapping import (
+    NAMES,
+    STARTS_AGAIN,
+    Say,
+    Through,
+    continue_at,
+    has_position,
+    names_for,
+    of_kind,
+    restore_rng,
+    trained_modules,
+)
 from dcp_plugin.format.foreign.dcp_folder import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.runs.inspect import inspect

@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning import _lightning, layout, loading, preflight, resume, stock_format
+from dcp_plugin.integration.lightning_packages import has_base, home_of, package_of
+from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning._lightning import begins_stage, inside_distributed_sampler, unwrapped
-from dcp_plugin.lightning._packages import has_base, home_of, package_of
-from dcp_plugin.lightning.aliases import add_for_stock
-from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks, require_local_dirpaths
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
+from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
+from dcp_plugin.lightning.model_checkpoint import promote_callbacks, require_local_dirpaths
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.lightning.stock_format import Checkpoint
+from dcp_plugin.lightning.stock_format import add_for_stock
 from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
 from dcp_plugin.state.sampler import make_resumable
@@ -107,8 +107,8 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
             super().setup(trainer)
             self._dcp_set_up = True
             self._dcp_groups_made = [len(optimizer.param_groups) for optimizer in self.optimizers]
-            if preflight.is_due(trainer):
-                rehearse = functools.partial(preflight.rehearse, trainer, io.config.allow_pickle)
+            if resume.is_due(trainer):
+                rehearse = functools.partial(resume.rehearse, trainer, io.config.allow_pickle)
                 ranks.agree("see whether checkpoints could be saved", rehearse)
 
         def all_ranks_come_to_save(self) -> bool:

@@ -20,8 +20,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
-from dcp_plugin.lightning._packages import has_base, home_of
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.runs import catalog
 
@@ -106,7 +106,7 @@ def _promoted(base: type[Any]) -> type[Any]:
 
 
 def _saving_in(trainer: Any, hook: str) -> AbstractContextManager[None]:
-    """With lazy staging it matters who saves: see :mod:`dcp_plugin.lightning.hooks`."""
+    """With lazy staging it matters who saves: see :mod:`dcp_plugin.lightning.callback`."""
     others = trainer.strategy.dcp_checkpoint_io.others if _is_promoted(trainer.strategy) else None
     return nullcontext() if others is None else others.of_model_checkpoint(hook)
 
