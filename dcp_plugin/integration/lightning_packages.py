@@ -1,17 +1,29 @@
-"""Lightning's two packages of equal content and different classes: ``lightning.pytorch`` and ``pytorch_lightning``.
+"""Lightning's two packages of equal content and different classes, and subclasses of the strategies of either.
 
-Which one is meant is read from the object at hand, the class of a trainer or a strategy. So this door works with the
-one that is installed, and imports neither by itself: ``import dcp_plugin.lightning`` costs nothing until a Trainer
-is there. Only names that users ask for before there is an object (``DCPCallback``) go by what has been imported.
+``lightning`` has ``lightning.pytorch`` and ``lightning.fabric``; the other one is ``pytorch_lightning`` with
+``lightning_fabric``. Which package is meant is read from the class of the object at hand, so that neither has to be
+installed and nothing is imported before a Trainer or a Fabric exists. Only names that users ask for before there is an
+object (``DCPCallback``) go by what the program has imported.
+
+A promoted strategy is a subclass of the user's own strategy class, with one base: Python changes the class of an
+instance only to one of the same memory layout. Its methods forward to a :class:`StrategyAdapter`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
 @dataclass(frozen=True)
@@ -32,10 +44,6 @@ class Package:
         return self.module("strategies")
 
     @property
-    def imported(self) -> bool:
-        return self.name in sys.modules
-
-    @property
     def fabric_imported(self) -> bool:
         return self.fabric_name in sys.modules
 
@@ -51,16 +59,15 @@ PYTORCH_LIGHTNING = Package("pytorch_lightning", "lightning_fabric", "dcp_plugin
 PACKAGES = (LIGHTNING, PYTORCH_LIGHTNING)
 
 
-def package_of(cls: type) -> Package | None:
-    """The package that a class, or the first of its bases that does, comes from."""
-    return next((package for base in cls.__mro__ if (package := home_of(base)) is not None), None)
-
-
 def home_of(cls: type) -> Package | None:
     """The package that a class itself is defined in."""
     module = f"{cls.__module__}."
-    homes = [package for package in PACKAGES if module.startswith((f"{package.name}.", f"{package.fabric_name}."))]
-    return homes[0] if homes else None
+    return next((one for one in PACKAGES if module.startswith((f"{one.name}.", f"{one.fabric_name}."))), None)
+
+
+def package_of(cls: type) -> Package | None:
+    """The package that a class, or the first of its bases that does, comes from."""
+    return next((package for base in cls.__mro__ if (package := home_of(base)) is not None), None)
 
 
 def package_behind(value: object) -> Package:
@@ -70,16 +77,22 @@ def package_behind(value: object) -> Package:
     return package
 
 
-def has_base(cls: type, name: str) -> bool:
-    """Whether a class is Lightning's class of this name, of either package, or derives from it."""
-    return any(base.__name__ == name and home_of(base) is not None for base in cls.__mro__)
+def has_base(cls: type, *names: str) -> bool:
+    """Whether a class is, or derives from, Lightning's class of one of these names, of either package."""
+    return any(base.__name__ in names and home_of(base) is not None for base in cls.__mro__)
+
+
+def has_fabric_base(cls: type, *names: str) -> bool:
+    """The same for classes of Fabric. Those of ``lightning.pytorch`` may have the same name."""
+    fabrics = tuple(f"{package.fabric_name}." for package in PACKAGES)
+    return any(base.__name__ in names and f"{base.__module__}.".startswith(fabrics) for base in cls.__mro__)
 
 
 def installed() -> list[Package]:
     """The packages that could be imported.
 
     Raises:
-        ImportError: None.
+        ImportError: None is installed.
     """
     found = [package for package in PACKAGES if importlib.util.find_spec(package.name.partition(".")[0]) is not None]
     if not found:
@@ -92,4 +105,61 @@ def installed() -> list[Package]:
 
 def in_use() -> Package:
     """The package that the program has imported; ``lightning`` if it is both, the one that is installed if neither."""
-    return next((package for package in PACKAGES if package.imported), installed()[0])
+    return next((package for package in PACKAGES if package.name in sys.modules), installed()[0])
+
+
+class StrategyAdapter:
+    """What one promoted strategy does differently: its methods with :func:`override` replace the strategy's.
+
+    Args:
+        strategy: The promoted strategy. It has its adapter as ``dcp_adapter``.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    @property
+    def stock(self) -> Any:
+        """The strategy's own methods, as ``super()`` gives them in a subclass."""
+        return super(self.strategy.promoted_class, self.strategy)
+
+
+def override(method: Method) -> Method:
+    """Mark a method of an adapter: the promoted strategy's method of the same name forwards to it."""
+    method.overrides_strategy = True  # type: ignore[attr-defined]
+    return method
+
+
+def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any) -> type:
+    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own.
+
+    Args:
+        base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
+        adapter: Its marked methods become methods of the new class.
+        attributes: More attributes of the new class.
+    """
+    methods = {name: _forwarding(method) for name, method in vars(adapter).items() if _overrides(method)}
+    promoted: Any = type(
+        f"DCP{base.__name__}",
+        (base,),
+        {
+            "promoted_by_dcp_plugin": True,
+            "dcp_adapter": functools.cached_property(adapter),
+            **methods,
+            **attributes,
+        },
+    )
+    promoted.promoted_class = promoted
+    return promoted  # type: ignore[no-any-return]
+
+
+def _overrides(method: Any) -> bool:
+    return getattr(method, "overrides_strategy", False)
+
+
+def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forward(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(strategy.dcp_adapter, *args, **kwargs)
+
+    return forward

@@ -32,7 +32,7 @@ from dcp_plugin.lightning._lightning import (
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.loggers import upload_directories
 from dcp_plugin.lightning.model_checkpoint import promote_callbacks
-from dcp_plugin.lightning.strategy import promote
+from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """A safe moment for what became due since the last one: a save has been published in the background."""
-            strategy: Any = trainer.strategy
             tell(trainer, "on_train_batch_end")
-            strategy.dcp_checkpoint_io.afterwards.settle()
+            io_of(trainer).afterwards.settle()
 
     for name in between_steps(package):
         if name not in vars(DCPCallback):
@@ -96,13 +95,18 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
     return [dcp_callback_class(package)()]
 
 
+def io_of(trainer: Any) -> DCPCheckpointIO:
+    """The plugin of a promoted strategy."""
+    adapter: LightningAdapter = trainer.strategy.dcp_adapter
+    return adapter.io
+
+
 def _has_plugin(trainer: Trainer) -> bool:
     return isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
 
 
 def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
-    strategy: Any = trainer.strategy
-    io: DCPCheckpointIO = strategy.dcp_checkpoint_io
+    io = io_of(trainer)
     if not trainer.is_global_zero:
         return
     io.on_saved = (lambda report: report.log(trainer.loggers, step_of_loggers(trainer))) if log_metrics else None
@@ -112,8 +116,7 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
 
 
 def _watch_hooks(trainer: Trainer, mine: Any) -> None:
-    strategy: Any = trainer.strategy
-    io: DCPCheckpointIO = strategy.dcp_checkpoint_io
+    io = io_of(trainer)
     io.others = None
     if io.config.staging == "lazy":
         put_callback_first(trainer, mine)
@@ -206,7 +209,7 @@ class OthersHooks:
 
 def tell(trainer: Any, name: str) -> None:
     """All hooks of this name are about to be called."""
-    others = trainer.strategy.dcp_checkpoint_io.others
+    others = io_of(trainer).others
     if others is not None:
         others.about_to_be_called(name)
 

@@ -253,13 +253,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def is_due(trainer: Trainer) -> bool:
+def saves_by_itself(trainer: Trainer) -> bool:
     """Whether this is the start of a fit that will save checkpoints by itself."""
     any_trainer = cast(Any, trainer)
     return any_trainer.state.fn == "fit" and bool(any_trainer.checkpoint_callbacks) and not any_trainer.fast_dev_run
 
 
-def rehearse(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
+def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
     """Encode what would be stored besides tensors.
 
     Raises:
