@@ -39,10 +39,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots, rng
+from dcp_plugin.integration.sampler_state import data_rank, made_by
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
 from dcp_plugin.state.adapters import NamesOnly, module_of
-from dcp_plugin.state.sampler import data_rank, made_by
 from dcp_plugin.state.union import joint_module, loose_module
 
 STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
@@ -108,11 +109,11 @@ def restore_rng(strategy: Any, saved_on: int, say: Say, state: Mapping[str, Any]
     """Continue this rank's streams, or start some of its own if the checkpoint, made by fewer ranks, has none."""
     rank = getattr(strategy, "global_rank", 0)
     if rank < saved_on:
-        rng.restore(state["streams"], strategy.root_device)
+        random_streams.restore(state["streams"], strategy.root_device)
     else:
-        rng.derive(state["streams"], rank)
+        random_streams.derive(state["streams"], rank)
     if (ranks := getattr(strategy, "world_size", 1)) > saved_on:
-        say(f"it has {rng.about_new_ranks(saved_on, ranks)}")
+        say(f"it has {random_streams.about_new_ranks(saved_on, ranks)}")
 
 
 def _sampler_with_epoch(loader: Any) -> Any:
@@ -139,9 +140,9 @@ def _number_epochs_from(sampler: Any, epoch: int, finished: bool) -> None:
     sampler.set_epoch = counting_on
 
 
-def random_streams(device: torch.device) -> dict[str, Any]:
+def rank_streams(device: torch.device) -> dict[str, Any]:
     """The random streams of this rank, as every door stores them."""
-    return {"streams": rng.capture(device)}
+    return {"streams": random_streams.capture(device)}
 
 
 NAMES = "fabric_names"
@@ -188,7 +189,7 @@ def named_state(strategy: Any, state: Mapping[str, Any], filters: Mapping[str, F
     extra[NAMES] = dict(zip(ours, users, strict=True))
     if with_rng:  # last: asking a dataloader for its state may draw
         rank = str(getattr(strategy, "global_rank", 0))
-        extra[RNG] = {rank: Through.saves(partial(random_streams, strategy.root_device))}
+        extra[RNG] = {rank: Through.saves(partial(rank_streams, strategy.root_device))}
     return {**named, EXTRA: extra}
 
 

@@ -31,6 +31,7 @@ from dcp_plugin.integration.lightning_packages import (
     package_of,
     promoted_class,
 )
+from dcp_plugin.integration.sampler_state import make_resumable
 from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
@@ -39,7 +40,6 @@ from dcp_plugin.lightning.model_checkpoint import promote_callbacks, require_loc
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
-from dcp_plugin.state.sampler import make_resumable
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
