@@ -361,7 +361,7 @@ def _told_through_the_handle_on_one_rank(root: Path) -> None:
     handle = ours.save({"t": torch.ones(3)}, root / "a")
     if dist.get_rank() == 0:
         _raises(dcp.SaveFailed, handle.wait, "bad disk")
-    handle._done.wait()
+    handle.wait_done()
     unsubscribe()
     _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, root / "b"), "bad disk")
     ours.save({"t": torch.ones(3)}, root / "c")
