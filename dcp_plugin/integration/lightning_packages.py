@@ -88,6 +88,12 @@ def has_fabric_base(cls: type, *names: str) -> bool:
     return any(base.__name__ in names and f"{base.__module__}.".startswith(fabrics) for base in cls.__mro__)
 
 
+def inside_distributed_sampler(sampler: Any) -> Any:
+    """The user's sampler, which Lightning and Fabric wrap on several ranks; None if this is not their wrapper. There is
+    no public way to it."""
+    return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
+
+
 def installed() -> list[Package]:
     """The packages that could be imported.
 

@@ -36,7 +36,7 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
-from dcp_plugin.integration.lightning_packages import package_behind
+from dcp_plugin.integration.lightning_packages import inside_distributed_sampler, package_behind
 from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
@@ -244,7 +244,7 @@ def _keeps_its_own_position(trainer: Trainer) -> bool:
 def _generators(dataloader: Any) -> list[torch.Generator]:
     """The loader's own random generators: what it draws from instead of the global one, and its samplers'."""
     sampler = getattr(dataloader, "sampler", None)
-    inner = _lightning.inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
+    inner = inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
     found = [getattr(owner, "generator", None) for owner in (dataloader, sampler, inner)]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 

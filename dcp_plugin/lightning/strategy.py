@@ -267,7 +267,7 @@ class LightningAdapter(StrategyAdapter):
         """See :mod:`dcp_plugin.lightning.resume` for this moment and the next."""
         dataloader = self.stock.process_dataloader(dataloader)
         if self.trainer.training:
-            make_resumable(dataloader, _lightning.inside_distributed_sampler)
+            make_resumable(dataloader)
             if self._resume is not None:
                 self._resume.prepare(self.trainer, dataloader)
         return dataloader

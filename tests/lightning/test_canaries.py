@@ -206,14 +206,14 @@ def _distributed_sampler(root: Path) -> None:
     """What Lightning puts into a stateful dataloader on several ranks, and that it has no state."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
-    from dcp_plugin.lightning import _lightning
+    from dcp_plugin.integration.lightning_packages import inside_distributed_sampler
     from tests.lightning import training as t
 
     inner = t.stateful_loader("single").sampler
     wrapper = DistributedSamplerWrapper(inner, num_replicas=2, rank=0, shuffle=True)
     assert not hasattr(wrapper, "state_dict")
-    assert _lightning.inside_distributed_sampler(wrapper) is inner
-    assert _lightning.inside_distributed_sampler(inner) is None
+    assert inside_distributed_sampler(wrapper) is inner
+    assert inside_distributed_sampler(inner) is None
 
 
 def _rng_while_saving(root: Path) -> None:
