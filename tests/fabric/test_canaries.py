@@ -18,18 +18,19 @@ def test_fabric_is_as_the_door_expects(tmp_path: Any, case: str) -> None:
 def _names(root: Any) -> None:
     import importlib
 
-    from dcp_plugin.fabric import _fabric
+    from dcp_plugin.integration import lightning_packages
 
-    for package in _fabric.PACKAGES:
-        module = importlib.import_module(package)
-        strategies = importlib.import_module(f"{package}.strategies")
+    for package in lightning_packages.PACKAGES:
+        module = importlib.import_module(package.fabric_name)
+        strategies = package.fabric("strategies")
         assert isinstance(module.Fabric.strategy, property), "attach promotes fabric.strategy"
-        for name in (*_fabric.SUPPORTED, *_fabric.UNSUPPORTED):
+        for name in (*lightning_packages.SUPPORTED, *lightning_packages.UNSUPPORTED):
             strategy = getattr(strategies, name)
-            assert _fabric.package_of(strategy) == package
+            assert lightning_packages.package_of(strategy) is package
+            assert lightning_packages.has_fabric_base(strategy, name)
             for method in ("save_checkpoint", "load_checkpoint", "setup_module", "process_dataloader", "broadcast"):
                 assert callable(getattr(strategy, method)), f"{name}.{method}"
-        for name in _fabric.SHARDED:
+        for name in lightning_packages.SHARDED:
             with pytest.raises(NotImplementedError):  # what plugin_of takes for "has none"
                 getattr(strategies, name).checkpoint_io.fget(object.__new__(getattr(strategies, name)))
         for call, method in (("save", "save_checkpoint"), ("load", "load_checkpoint"), ("load_raw", "load_checkpoint")):
@@ -40,14 +41,14 @@ def _distributed_sampler(root: Any) -> None:
     """What Fabric puts into a stateful dataloader on several ranks, and that it has no state."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
-    from dcp_plugin.fabric import _fabric
+    from dcp_plugin.integration.lightning_packages import inside_distributed_sampler
     from tests.fabric import training as t
 
     inner = t.StatefulDataLoader(t.samples(4), shuffle=True).sampler
     wrapper = DistributedSamplerWrapper(inner, num_replicas=2, rank=0, shuffle=True)
     assert not hasattr(wrapper, "state_dict")
-    assert _fabric.inside_distributed_sampler(wrapper) is inner
-    assert _fabric.inside_distributed_sampler(inner) is None
+    assert inside_distributed_sampler(wrapper) is inner
+    assert inside_distributed_sampler(inner) is None
 
 
 def _epochs(root: Any) -> None:

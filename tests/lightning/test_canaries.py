@@ -57,13 +57,13 @@ def _names(root: Path) -> None:
 def _formats(root: Path) -> None:
     """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
     from dcp_plugin.format.foreign.dcp_folder import META
-    from dcp_plugin.lightning import hyper_parameters, stock_format
-    from dcp_plugin.lightning._packages import PACKAGES
+    from dcp_plugin.integration.lightning_packages import PACKAGES
+    from dcp_plugin.lightning import layout, stock_format
 
     for package in PACKAGES:
         owners = (package.pytorch.LightningModule, package.pytorch.LightningDataModule)
         keys = {owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.CHECKPOINT_HYPER_PARAMS_TYPE for owner in owners}
-        assert keys == hyper_parameters.KEYS
+        assert keys == layout.KEYS
         assert package.fabric("strategies.fsdp")._METADATA_FILENAME == META
         for strategy, name in stock_format.MODEL_NAMES.items():
             source = inspect.getsource(getattr(package.strategies, strategy).save_checkpoint)
@@ -206,14 +206,14 @@ def _distributed_sampler(root: Path) -> None:
     """What Lightning puts into a stateful dataloader on several ranks, and that it has no state."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
-    from dcp_plugin.lightning import _lightning
+    from dcp_plugin.integration.lightning_packages import inside_distributed_sampler
     from tests.lightning import training as t
 
     inner = t.stateful_loader("single").sampler
     wrapper = DistributedSamplerWrapper(inner, num_replicas=2, rank=0, shuffle=True)
     assert not hasattr(wrapper, "state_dict")
-    assert _lightning.inside_distributed_sampler(wrapper) is inner
-    assert _lightning.inside_distributed_sampler(inner) is None
+    assert inside_distributed_sampler(wrapper) is inner
+    assert inside_distributed_sampler(inner) is None
 
 
 def _rng_while_saving(root: Path) -> None:
