@@ -35,7 +35,12 @@ from typing import Any
 import pytest
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcp_plugin.checkpointer"]
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "dcp_plugin.checkpointer",
+]
 
 
 def preload(module: str) -> None:
