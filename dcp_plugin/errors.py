@@ -50,5 +50,13 @@ class SaveFailed(CheckpointError):
     """A save did not become a checkpoint. What was at its path before is untouched."""
 
 
+class DurabilityUnknown(CheckpointError):
+    """The new checkpoint is at its path and can be loaded, but the last sync failed.
+
+    Only a loss of power would tell: then what was at the path before may be back. :class:`SaveFailed` always means that
+    the path is as it was.
+    """
+
+
 class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree on something."""

@@ -99,7 +99,7 @@ class Saving:
             if self._config.keep_last is not None:
                 try:
                     catalog.prune(job.path, self._config.keep_last)
-                except (OSError, SaveFailed) as error:  # the new checkpoint is published; old ones that stay do no harm
+                except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
                     logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
 
         try:

@@ -24,26 +24,43 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
 import time
 import uuid
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.errors import SaveFailed
+from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.format import names
 from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import posix
 
+logger = logging.getLogger("dcp_plugin")
+
 WORKSPACE = ".dcp_plugin"
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
-_mine: dict[str, tuple[int, str]] = {}
-"""The locks that this process holds: descriptor and target, by token. POSIX locks do not exclude their own process,
-and closing any descriptor of a file drops them: the records of these tokens must not be opened again."""
+
+@dataclass
+class _Held:
+    """A record that this process has made, and locked where the file system has locks."""
+
+    descriptor: int
+    target: str
+    naming: bool = False
+    """Whether its save is being given its name, or has been: then what is in its directory may be the old checkpoint,
+    with files of the user's in it."""
+
+
+_held: dict[str, _Held] = {}
+"""By token. POSIX locks do not exclude their own process, and closing any descriptor of a file drops them: the records
+of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
 _ATTEMPTS = 20
@@ -75,59 +92,109 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
         SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or below a file, or cannot be
             written.
     """
-    _refuse_to_replace_other_things(final, among_other_files)
-    _refuse_below_a_file(final)
+    reservation = None
     try:
+        _refuse_to_replace_other_things(final, among_other_files)
+        _refuse_below_a_file(final)
         posix.make_directories(final.parent)
         sweep(workspace_of(final))
         reservation = _open_record(final)
         reservation.directory.mkdir()
     except OSError as error:
+        if reservation is not None:
+            _tidy_up(reservation)
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
     return reservation
 
 
 def publish(reservation: Reservation) -> None:
-    """Give the finished directory its final name. All its files are synced already."""
+    """Give the finished directory its final name. All its files are synced already.
+
+    Raises:
+        OSError: What was at the final name is there still.
+        DurabilityUnknown: The new checkpoint is there; whether it outlives a loss of power is not known.
+    """
     final, directory = reservation.final, reservation.directory
     posix.sync_directory(directory)
-    if not os.path.lexists(final):
-        os.rename(directory, final)
-        posix.sync_directory(final.parent)
-        discard(reservation)
-        return
-    _note_in_record(reservation, {"publishing": _identity(directory)})
-    if posix.exchange(directory, final):
-        _keep_other_files(directory, final)
-        posix.sync_directory(directory.parent)
+    replaces = os.path.lexists(final)
+    if replaces:
+        _note_in_record(reservation, {"publishing": _identity(directory)})
+    held = _held[reservation.token]
+    held.naming = True
+    try:
+        try:
+            _take_name(reservation, replaces)
+        except OSError:
+            held.naming = False  # nothing has its name yet, and what was moved aside can be put back
+            raise
+        try:
+            for parent in (final.parent, directory.parent):
+                posix.sync_directory(parent)
+        except OSError as error:
+            raise DurabilityUnknown(
+                f"{final} is saved, and can be loaded, but its name could not be made durable ({error}): after a loss "
+                f"of power what was there before may be back. Look at the disk, and save again."
+            ) from error
+        if replaces:
+            # Not before the names are durable: else a loss of power could undo the exchange, but not these renames.
+            for old in (directory, directory.with_suffix(".aside")):
+                _keep_other_files(old, final)
+    except OSError as error:
+        if not held.naming:
+            raise
+        _let_go(reservation)
+        logger.warning(
+            "%s is saved, but files of others that were in the checkpoint before could not be moved into it (%s). "
+            "They are in %s, and the next save beside it tries again.",
+            *(final, error, directory.parent),
+        )
+    except BaseException:  # Ctrl-C, or the above: the record says what the next sweep has to do
+        _let_go(reservation)
+        raise
     else:
-        aside = reservation.directory.with_suffix(".aside")
-        os.rename(final, aside)
-        os.rename(directory, final)
-        _keep_other_files(aside, final)
-    posix.sync_directory(final.parent)
-    discard(reservation)
+        _tidy_up(reservation)
+
+
+def _take_name(reservation: Reservation, replaces: bool) -> None:
+    """Rename the directory to its final name. What was there is in its place, or aside, then."""
+    final, directory = reservation.final, reservation.directory
+    if replaces and posix.exchange(directory, final):
+        return
+    if replaces:
+        os.rename(final, directory.with_suffix(".aside"))
+    os.rename(directory, final)
 
 
 def discard(reservation: Reservation) -> None:
-    """Delete what is left of a save, whether it was published or not. What it was to replace stays, if it was not."""
-    _restore(reservation)
-    for suffix in (".saving", ".aside", ".deleted"):
-        posix.delete(reservation.directory.with_suffix(suffix))
-    _close_record(reservation)
+    """Delete what is left of a save that was not published. What it was to replace stays."""
+    held = _held.get(reservation.token)
+    if held is not None and held.naming:
+        _let_go(reservation)
+    elif held is not None:
+        _tidy_up(reservation)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; from the first moment on, nothing half-deleted can be taken for one."""
+    """Delete a checkpoint; from the first moment on, nothing half-deleted can be taken for one.
+
+    Raises:
+        CheckpointError: It is there, as it was.
+    """
     if not os.path.lexists(path):
         return
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
-    reservation = _open_record(path)
-    os.rename(path, reservation.directory.with_suffix(".deleted"))
-    posix.sync_directory(path.parent)
-    discard(reservation)
+    with _as_it_was(f"delete {path}"):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        reservation = _open_record(path)
+        try:
+            os.rename(path, reservation.directory.with_suffix(".deleted"))
+        except OSError:
+            _tidy_up(reservation)
+            raise
+    with suppress(OSError):  # else a loss of power may bring it back, complete
+        posix.sync_directory(path.parent)
+    _tidy_up(reservation)
 
 
 def link(path: Path, target: Path) -> None:
@@ -135,42 +202,64 @@ def link(path: Path, target: Path) -> None:
 
     What was at ``path``, a link or a checkpoint, is there until the link is. Only where the kernel cannot exchange
     names there is a moment with neither, and only if it was a checkpoint.
+
+    Raises:
+        CheckpointError: What was at ``path`` is there still.
     """
-    reservation = _open_record(path)
-    fresh = reservation.directory
-    try:
-        os.symlink(os.path.relpath(target, path.parent), fresh)
-        if path.is_symlink() or not path.is_dir():
-            os.replace(fresh, path)
-        elif not posix.exchange(fresh, path):
-            os.rename(path, reservation.directory.with_suffix(".aside"))
-            os.rename(fresh, path)
+    with _as_it_was(f"link {path} to {target}"):
+        reservation = _open_record(path)
+        fresh = reservation.directory
+        try:
+            os.symlink(os.path.relpath(target, path.parent), fresh)
+            if path.is_symlink() or not path.is_dir():
+                os.replace(fresh, path)
+            else:
+                _take_name(reservation, replaces=True)
+        except BaseException:
+            _tidy_up(reservation)
+            raise
+    with suppress(OSError):  # else a loss of power may bring back what it was
         posix.sync_directory(path.parent)
-    finally:
-        discard(reservation)
+    _tidy_up(reservation)
+
+
+@contextmanager
+def _as_it_was(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {what}: {error}. What was there is there still.") from error
 
 
 def sweep(workspace: Path) -> None:
-    """Tidy up after processes that died: put back what they moved aside, delete what they left."""
-    for record in sorted(workspace.glob("*.json")):
-        token = record.stem
-        if token in _mine:
-            continue
-        try:
-            descriptor = posix.lock(record)
-        except OSError:  # no locks on this file system: nobody can tell whether that process lives
-            continue
-        if descriptor is None:  # it lives
-            continue
-        try:
-            # Through the descriptor: closing another one of the file would drop the lock.
-            noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
-            if (target := _checked_target(noted)) is not None:
-                _recover(_reservation(workspace.parent / target, token), noted)
-            for leftover in workspace.glob(f"{token}.*"):
-                posix.delete(leftover)
-        finally:
-            os.close(descriptor)
+    """Tidy up after processes that died and after what failed: put back what was moved aside, delete what was left.
+
+    What fails again is left for the next time.
+    """
+    try:
+        records = sorted(workspace.glob("*.json"))
+    except OSError:
+        return
+    for record in records:
+        if record.stem not in _held:
+            with suppress(OSError):  # no locks on this file system, so nobody can tell whether that process lives
+                _sweep_one(workspace, record)
+
+
+def _sweep_one(workspace: Path, record: Path) -> None:
+    descriptor = posix.lock(record)
+    if descriptor is None:  # it lives
+        return
+    try:
+        # Through the descriptor: closing another one of the file would drop the lock.
+        noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+        if (target := _checked_target(noted)) is not None:
+            _recover(_reservation(workspace.parent / target, record.stem), noted)
+        left = [path for path in workspace.glob(f"{record.stem}.*") if path != record and not posix.delete(path)]
+        if not left:
+            posix.delete(record)
+    finally:
+        os.close(descriptor)
 
 
 def locate(path: Path) -> Path:
@@ -226,11 +315,14 @@ def _refuse_below_a_file(final: Path) -> None:
 def _keep_other_files(old: Path, new: Path) -> None:
     """Files that somebody put into the old checkpoint directory move to the new one; what its save made does not."""
     if old.is_dir() and not old.is_symlink():
-        attached = _attached(old)
+        attached, moved = _attached(old), False
         for name in os.listdir(old):
             foreign = name not in attached and not names.is_own(name)
             if foreign and not os.path.lexists(new / name):
                 os.rename(old / name, new / name)
+                moved = True
+        if moved:  # before anybody deletes the old directory
+            posix.sync_directory(new)
 
 
 def _attached(checkpoint: Path) -> list[str]:
@@ -260,7 +352,7 @@ def _open_record(final: Path) -> Reservation:
         reservation = _reservation(final, uuid.uuid4().hex[:16])
         posix.make_directories(_record(reservation).parent)
         try:
-            _lock_record(reservation)
+            _make_record(reservation)
         except FileNotFoundError:
             if attempt + 1 == _ATTEMPTS:
                 raise
@@ -269,26 +361,58 @@ def _open_record(final: Path) -> Reservation:
     return reservation
 
 
-def _lock_record(reservation: Reservation) -> None:
+def _make_record(reservation: Reservation) -> None:
+    record = _record(reservation)
     try:
-        descriptor = posix.lock(_record(reservation))
+        descriptor = posix.lock(record)
     except FileNotFoundError:
         raise
     except OSError:  # a file system without locks: then nobody sweeps
-        descriptor = os.open(_record(reservation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if descriptor is None:
         raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
     target = _name_in(workspace_of(reservation.final), reservation.final)
-    _mine[reservation.token] = (descriptor, target)
+    _held[reservation.token] = _Held(descriptor, target)
     host, pid, now = socket.gethostname(), os.getpid(), time.time()
-    _note_in_record(reservation, {"target": target, "host": host, "pid": pid, "time": now})
+    try:
+        _note_in_record(reservation, {"target": target, "host": host, "pid": pid, "time": now})
+        # Before what it is about: after a loss of power nobody would sweep what no record tells of.
+        posix.sync_directory(record.parent)
+    except BaseException:
+        _let_go(reservation, finished=True)
+        raise
 
 
 def _note_in_record(reservation: Reservation, said: dict[str, Any]) -> None:
     """Add a line to the record, durably."""
-    descriptor, _ = _mine[reservation.token]
+    descriptor = _held[reservation.token].descriptor
     os.write(descriptor, json.dumps(said).encode() + b"\n")
     os.fsync(descriptor)
+
+
+def _tidy_up(reservation: Reservation) -> None:
+    """Put back what was moved aside, if its name is free, and delete the rest. What fails is left for the next save."""
+    finished = False
+    with suppress(OSError):
+        _restore(reservation)
+        left = [reservation.directory.with_suffix(suffix) for suffix in (".saving", ".aside", ".deleted")]
+        finished = not [path for path in left if not posix.delete(path)]
+    _let_go(reservation, finished)
+
+
+def _let_go(reservation: Reservation, finished: bool = False) -> None:
+    """Drop the lock; and the record, if it tells of nothing any more. The next save beside it sweeps what it tells of,
+    in this process too."""
+    held = _held.pop(reservation.token, None)
+    if held is None:
+        return
+    with suppress(OSError):
+        if finished:
+            _record(reservation).unlink(missing_ok=True)
+    with suppress(OSError):
+        os.close(held.descriptor)
+    with suppress(OSError):  # not if other saves are using it
+        _record(reservation).parent.rmdir()
 
 
 def _parsed(record: bytes) -> dict[str, Any]:
@@ -304,19 +428,10 @@ def _name_in(workspace: Path, final: Path) -> str:
     return final.relative_to(workspace.parent).as_posix()
 
 
-def _close_record(reservation: Reservation) -> None:
-    _record(reservation).unlink(missing_ok=True)
-    descriptor, _ = _mine.pop(reservation.token, (None, ""))
-    if descriptor is not None:
-        os.close(descriptor)
-    with suppress(OSError):  # other saves are using it
-        _record(reservation).parent.rmdir()
-
-
 def target_of(record: Path) -> str | None:
     """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
-    if record.stem in _mine:
-        return _mine[record.stem][1]
+    if record.stem in _held:
+        return _held[record.stem].target
     try:
         return _checked_target(_parsed(record.read_bytes()))
     except OSError:
@@ -331,11 +446,12 @@ def _checked_target(noted: dict[str, Any]) -> str | None:
 
 def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
     """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
-    final, aside = reservation.final, reservation.directory.with_suffix(".aside")
-    if not _restore(reservation) and _identity(final) and _identity(final) == noted.get("publishing"):
-        for old in (reservation.directory, aside):
+    final, directory = reservation.final, reservation.directory
+    if _restore(reservation) or "publishing" not in noted or not final.is_dir():
+        return
+    for old in (directory, directory.with_suffix(".aside")):
+        if _identity(old) != noted["publishing"]:
             _keep_other_files(old, final)
-        posix.sync_directory(final)
 
 
 def _restore(reservation: Reservation) -> bool:

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from dcp_plugin.errors import SaveFailed
@@ -90,12 +91,14 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
-def delete(path: Path) -> None:
-    """Remove a file, a link or a directory tree; a name that is already gone is fine."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def delete(path: Path) -> bool:
+    """Remove a file, a link or a directory tree; whether it is gone. One that was gone already is fine."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return not os.path.lexists(path)
 
 
 def lock(path: Path) -> int | None:
