@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.layouts import build, train
@@ -122,7 +123,7 @@ def _lose_rank_1_after_publishing(path: Path) -> None:
     dist.all_gather_object(pids, os.getpid())
     publish = commit.publish
 
-    def and_lose_rank_1(reservation: commit.Reservation) -> None:
+    def and_lose_rank_1(reservation: Reservation) -> None:
         publish(reservation)
         os.kill(pids[1], signal.SIGKILL)
         time.sleep(1)
@@ -361,7 +362,7 @@ def _told_through_the_handle_on_one_rank(root: Path) -> None:
     handle = ours.save({"t": torch.ones(3)}, root / "a")
     if dist.get_rank() == 0:
         _raises(dcp.SaveFailed, handle.wait, "bad disk")
-    handle._done.wait()
+    handle.wait_done()
     unsubscribe()
     _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, root / "b"), "bad disk")
     ours.save({"t": torch.ones(3)}, root / "c")

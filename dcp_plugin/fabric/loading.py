@@ -28,7 +28,7 @@ from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, ke
 from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import unflatten_optimizer
-from dcp_plugin.state.union import is_of_no_module
+from dcp_plugin.state.names import is_of_no_module
 
 logger = logging.getLogger("dcp_plugin")
 

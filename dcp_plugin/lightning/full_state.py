@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.planning.load import some
+from dcp_plugin.messages import some
 from dcp_plugin.state import flatten_optimizer, gather_module
-from dcp_plugin.state.fsdp1 import contains_fsdp1, flat_parameter_names
-from dcp_plugin.state.names import parameter_names
+from dcp_plugin.state.module import flat_parameter_names
+from dcp_plugin.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.state.optimizer import Nested, OptimizerLoad, group_names
 
 

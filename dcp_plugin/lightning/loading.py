@@ -30,7 +30,7 @@ from dcp_plugin.lightning.full_state import fill, load_optimizer
 from dcp_plugin.lightning.hyper_parameters import made_again
 from dcp_plugin.lightning.stock_format import Checkpoint
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.planning.load import some
+from dcp_plugin.messages import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
