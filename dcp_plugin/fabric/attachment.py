@@ -16,12 +16,12 @@ from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.training import OTHERS
-from dcp_plugin.integration import Attached
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
 
-class Attachment(Attached):
+class Attachment(BaseAttachment):
     """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
