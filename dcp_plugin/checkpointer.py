@@ -28,6 +28,7 @@ from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.format.stock_views import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
@@ -35,11 +36,11 @@ from dcp_plugin.saving import sigterm
 from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
-from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.state.adapters import gather_state, parts_of
-from dcp_plugin.state.names import walked_once
+from dcp_plugin.staging.snapshot import HostPool
+from dcp_plugin.state.adapters import adapters_of, gather_state
+from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.open import Opened
-from dcp_plugin.storage.writer import Publication, wait_until_visible
+from dcp_plugin.storage.writer import Publication
 from dcp_plugin.types import LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
@@ -128,7 +129,7 @@ class Checkpointer:
                 handle.set_skipped()
                 return handle
             ranks = self._meet_again(self._may_go_on)
-            publication = Publication(handle.path)
+            publication = Publication(handle.path, LocalDisk(self.config.direct_io))
             if files is not None:
                 self._add_files(publication, files)
             request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
@@ -178,7 +179,7 @@ class Checkpointer:
             return report
 
     def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
-        modules = [part for part in parts_of(state) if part.kind == "module"]
+        modules = [part for part in adapters_of(state) if part.kind == "module"]
         leaves, _ = gather_state(modules)
         flat = encode_state(
             {k: leaf for k, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
@@ -278,7 +279,7 @@ class Checkpointer:
         path, ranks = publication.path, self._groups.front()
 
         def add() -> None:
-            wait_until_visible(directory, path)
+            publication.medium.join(directory, path)
             files(directory)
 
         try:
@@ -290,7 +291,7 @@ class Checkpointer:
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
         with _collector_paused(), events.progress_line(handle.path, self._shows_progress(ranks)):
-            with walked_once():
+            with module_cache():
                 staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
             event = self._saving.run(request, staged, ranks)
         handle.set_published(event)
@@ -299,7 +300,7 @@ class Checkpointer:
         copy = HostCopy(self._pools[self._saves % len(self._pools)], self._saving.encode)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
-            with _collector_paused(), walked_once():
+            with _collector_paused(), module_cache():
                 gathered = Attempt.of(lambda: self._saving.gather(live))
                 begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
             if copy.complete:

@@ -5,8 +5,8 @@ stage    takes                           returns
 =======  ==============================  =======================================================
 gather   live objects                    :class:`GatheredState`: this rank's part, in live memory
 stage    :class:`GatheredState`          :class:`StagedState`: memory that nothing changes
-plan     :class:`StagedState`            :class:`RankPlan`: what this rank writes, and where
-write    :class:`RankPlan`               ``WrittenPart``: where each item is
+plan     :class:`StagedState`            :class:`PlannedState`: what this rank writes, and where
+write    :class:`PlannedState`               ``WrittenPart``: where each item is
 publish  ``WrittenPart`` of all ranks    the checkpoint, and its ``SaveFinished``
 =======  ==============================  =======================================================
 
@@ -31,20 +31,18 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, 
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.stock_views import Aliases, Views
-from dcp_plugin.planning.local_inventory import Holding
-from dcp_plugin.planning.plan_exchange import Exchange, Planned, in_table_order
-from dcp_plugin.planning.rank_local import RankLocal, Shards
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
+from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
 from dcp_plugin.planning.save import data_of, encode_state
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.saving.base import KeySelection, LeftOut
 from dcp_plugin.staging.guard import Guard
-from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.staging.snapshot import Snapshot
-from dcp_plugin.state.adapters import gather_state, layouts_of, parts_of, shards_in
-from dcp_plugin.state.step_stable import StillMemory, live_objects
+from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, shards_in
+from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import Destination, Facts, PartWriter, Publication, WrittenPart
+from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, WrittenPart
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
@@ -115,16 +113,16 @@ class StagedState:
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class PlannedState:
     """What one rank writes, and where."""
 
     path: Path
     """The checkpoint, as rank 0 names it."""
-    destination: Destination
+    directory: RankDirectory
     state: Flat
     """Key -> memory or bytes, under the keys that the plan has."""
-    planned: Planned
-    """This rank's items; on rank 0 the plan of all ranks."""
+    plan: RankPlan
+    """This rank's items; on rank 0 the plan of all ranks, too."""
     left_out: LeftOut
     """Keys that are not in the plan, because another checkpoint has them."""
 
@@ -166,7 +164,7 @@ class HostCopy:
             owners: Modules and optimizers whose trained memory changes in steps of optimizers alone.
         """
         began = time.monotonic()
-        stable = StillMemory(owners)
+        stable = StepStableMemory(owners)
         snapshot = Snapshot(gathered.leaves, self._pool, self._encode, stable)
         self._begun = gathered, snapshot
         if not snapshot.complete:
@@ -201,7 +199,7 @@ class SavePipeline:
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        self.exchange = Exchange()
+        self.exchange = PlanExchange()
         self._local = RankLocal()
         self.reuse = Reuse() if config.reuse else None
         if self.reuse is not None and config.base is not None:
@@ -210,12 +208,12 @@ class SavePipeline:
 
     def forget_plan(self) -> None:
         """The group of ranks that remember it together is no more."""
-        self.exchange = Exchange()
+        self.exchange = PlanExchange()
         self._local = RankLocal()
 
     def gather(self, live: LiveState) -> GatheredState:
         """This rank's part of live objects."""
-        parts = parts_of(live.state, stock_aliases=bool(self._config.stock_aliases))
+        parts = adapters_of(live.state, stock_aliases=bool(self._config.stock_aliases))
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = self.selection.without_excluded(leaves)
@@ -240,10 +238,10 @@ class SavePipeline:
         began = time.monotonic()
         try:
             left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
-            plan = self._plan(request, staged, left_out, ranks)
-            part = Attempt.of(lambda: self._write(request, plan))
+            planned = self._plan(request, staged, left_out, ranks)
+            part = Attempt.of(lambda: self._write(request, planned))
             ranks.combine(
-                f"write {request.path}", part.get, lambda parts: self._publish(request, staged.get(), plan, parts)
+                f"write {request.path}", part.get, lambda parts: self._publish(request, staged.get(), planned, parts)
             )
         except Exception as error:
             publication.discard()
@@ -270,41 +268,45 @@ class SavePipeline:
         self._tell(event)
         return event
 
-    def _plan(self, request: SaveRequest, staged: Attempt[StagedState], left_out: LeftOut, ranks: Ranks) -> RankPlan:
+    def _plan(
+        self, request: SaveRequest, staged: Attempt[StagedState], left_out: LeftOut, ranks: Ranks
+    ) -> PlannedState:
         held: list[Flat] = []
 
-        def hold() -> Holding:
+        def hold() -> LocalInventory:
             mine = staged.get()
             paths = dict(mine.paths)
             state = mine.state
             if left_out.keys:
                 state = {key: value for key, value in state.items() if key not in left_out.keys}
-            held[:] = [self._local.sorted_out(state, paths, mine.shards, ranks.rank)]
-            return Holding.of_state(held[0], paths)
+            held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank)]
+            return LocalInventory.of_state(held[0], paths)
 
         step = f"plan the save of {request.path}"
-        planned, (path, directory) = self.exchange.plan(
+        plan, (path, directory) = self.exchange.plan(
             step, ranks, hold, lambda: _reserve(request.publication), self._local
         )
-        return RankPlan(path, Destination(ranks.rank, directory), held[0], planned, left_out)
+        return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
-    def _write(self, request: SaveRequest, plan: RankPlan) -> WrittenPart:
-        _refuse_another_path(request.path, plan)
+    def _write(self, request: SaveRequest, planned: PlannedState) -> WrittenPart:
+        _refuse_another_path(request.path, planned)
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
-        writer = PartWriter(request.path, config.io_threads, config.direct_io, config.checksum, self.reuse)
-        items = [(item, data_of(item, plan.state)) for item in plan.planned.items]
-        frozen = {key for key, value in plan.state.items() if isinstance(value, ShardedValue) and value.frozen}
-        return WrittenPart.of(writer.write(items, plan.destination, frozen))
+        writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
+        items = [(item, data_of(item, planned.state)) for item in planned.plan.items]
+        frozen = {key for key, value in planned.state.items() if isinstance(value, ShardedValue) and value.frozen}
+        return WrittenPart.of(writer.write(items, planned.directory, frozen))
 
-    def _publish(self, request: SaveRequest, staged: StagedState, plan: RankPlan, parts: list[WrittenPart]) -> None:
+    def _publish(
+        self, request: SaveRequest, staged: StagedState, planned: PlannedState, parts: list[WrittenPart]
+    ) -> None:
         """On rank 0."""
-        assert plan.planned.assignment is not None, "rank 0 has made it"
-        table = plan.planned.assignment.table
-        places = Places.joined([part.places for part in parts]).take(in_table_order(plan.planned.assignment))
+        assert planned.plan.global_plan is not None, "rank 0 has made it"
+        table = planned.plan.global_plan.table
+        places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
         index = CheckpointIndex.of(table, places, request.publication.file_sizes())
-        index.left_out = plan.left_out.keys
-        empty = [key for key, one in plan.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
+        index.left_out = planned.left_out.keys
+        empty = [key for key, one in planned.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
         index.empty = [key for key in empty if key in index]
         request.publication.publish(
             index,
@@ -316,7 +318,7 @@ class SavePipeline:
                 kinds=staged.kinds,
                 layouts=staged.layouts,
                 exclude=self._config.exclude,
-                base=plan.left_out.base_of(request.path) if plan.left_out.keys else {},
+                base=planned.left_out.base_of(request.path) if planned.left_out.keys else {},
                 reused=self._reused(parts),
             ),
         )
@@ -355,10 +357,10 @@ class SavePipeline:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
 
 
-def _refuse_another_path(mine: Path, plan: RankPlan) -> None:
-    if mine != plan.path and os.path.realpath(mine) != os.path.realpath(plan.path):
+def _refuse_another_path(mine: Path, planned: PlannedState) -> None:
+    if mine != planned.path and os.path.realpath(mine) != os.path.realpath(planned.path):
         raise CheckpointMismatch(
-            f"rank {plan.destination.rank} saves {mine} and rank 0 {plan.path}: all ranks save one checkpoint "
+            f"rank {planned.directory.rank} saves {mine} and rank 0 {planned.path}: all ranks save one checkpoint "
             f"together. Have rank 0 choose the name, and tell the others, if there is a time or a random part in it."
         )
 

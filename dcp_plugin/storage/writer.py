@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -46,21 +44,22 @@ from dcp_plugin.format.index import (
 )
 from dcp_plugin.format.metadata import encode as encode_metadata
 from dcp_plugin.format.metadata import planner_paths, storage_info
-from dcp_plugin.format.stock_views import Aliases, Views, with_aliases, write_views
+from dcp_plugin.format.names import DATA_SUFFIX, INDEX, METADATA, SUMMARY
+from dcp_plugin.format.stock_views import Aliases, Views, encoded_views, with_aliases
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
-from dcp_plugin.media.disk import commit, files, write_files
+from dcp_plugin.media import Medium, Reservation
+from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.media.disk.hard_links import LinkableFile
+from dcp_plugin.storage import write_items
+from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
 
-_NOTICE_SECONDS = 10.0
-"""How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
-
 
 @dataclass(frozen=True)
-class Destination:
+class RankDirectory:
     """What the coordinator tells each rank with its plan: who it is and where this save's files go."""
 
     rank: int
@@ -80,7 +79,7 @@ class Destination:
         return _received, (self.rank, self.directory)
 
 
-def _received(rank: int, directory: Path) -> Destination:
+def _received(rank: int, directory: Path) -> RankDirectory:
     """A destination that has come from the coordinator, noted for :meth:`ShardedWriter.write_data`.
 
     It comes with the plan, but the planner need not hand that on: one that caches plans (``enable_plan_caching``) gives
@@ -88,12 +87,12 @@ def _received(rank: int, directory: Path) -> Destination:
     hears from the coordinator, and the process group is not told to a writer that would ask there itself. The thread
     that receives a plan is the one that writes.
     """
-    _of_this_thread.destination = Destination(rank, directory)
+    _of_this_thread.destination = RankDirectory(rank, directory)
     return _of_this_thread.destination
 
 
 class _OfThisThread(threading.local):
-    destination: Destination | None = None
+    destination: RankDirectory | None = None
 
 
 _of_this_thread = _OfThisThread()
@@ -134,14 +133,14 @@ class PartWriter:
 
     path: Path
     """The checkpoint's final path, for events and errors."""
-    io_threads: int = 2
-    direct_io: bool | Literal["auto"] = "auto"
-    checksum: bool = True
-    reuse: Reuse | None = None
+    medium: Medium
+    io_threads: int
+    checksum: bool
+    reuse: Reuse | None
     """What this rank knows of the run's last checkpoint; without it everything is written."""
 
     def write(
-        self, items: Sequence[tuple[WriteItem, Any]], to: Destination, frozen: Collection[str] = ()
+        self, items: Sequence[tuple[WriteItem, Any]], to: RankDirectory, frozen: Collection[str] = ()
     ) -> WrittenItems:
         """Link what is unchanged and write the rest.
 
@@ -153,17 +152,17 @@ class PartWriter:
             SaveFailed: The files could not be written.
             CheckpointMismatch: A tensor has nothing to store.
         """
-        wait_until_visible(to.directory, self.path)
+        self.medium.join(to.directory, self.path)
         unique, first = _without_duplicates([(item, _storable(item, data)) for item, data in items])
         try:
             locations, nbytes, found = self._write(unique, to, frozen)
-            files.sync_directory(to.directory)
+            self.medium.flush(to.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
         return WrittenItems([locations[slot] for slot in first], nbytes, found)
 
     def _write(
-        self, items: list[tuple[WriteItem, write_files.Data]], to: Destination, frozen: Collection[str]
+        self, items: list[tuple[WriteItem, write_items.Data]], to: RankDirectory, frozen: Collection[str]
     ) -> tuple[list[Location], int, Findings]:
         reuse, token, found = self.reuse, "", NOTHING
         candidates: list[Candidate | None] = []
@@ -173,8 +172,8 @@ class PartWriter:
             found = reuse.examine(candidates, to.directory, to.rank, token, self.io_threads)
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        how = write_files.Files(to.directory, to.rank, token, self.io_threads, self.direct_io, self.checksum)
-        written = write_files.write([items[slot][1] for slot in left], how, self.path, stable, found.names)
+        into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
+        written = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if reuse is not None:
             linkable: dict[str, LinkableFile] = {}
@@ -188,7 +187,7 @@ class PartWriter:
         return [locations[slot] for slot in range(len(items))], sum(ends.values()), found
 
 
-def _candidate(item: WriteItem, data: write_files.Data, frozen: bool) -> Candidate | None:
+def _candidate(item: WriteItem, data: write_items.Data, frozen: bool) -> Candidate | None:
     if not isinstance(data, torch.Tensor) or data.nbytes < (1 if frozen else WORTH_LINKING):
         return None
     assert item.tensor_data is not None
@@ -220,13 +219,14 @@ class Publication:
     """One checkpoint in the making. The coordinator reserves its directory, then publishes or discards it; on other
     ranks nothing is reserved, and to discard does nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, medium: Medium) -> None:
         self.path = path
+        self.medium = medium
         self.save_id = str(uuid.uuid4())
         self.begun = False
         """Whether :meth:`publish` was called: then what was at ``path`` may have been moved aside."""
         self.published = False
-        self._reservation: commit.Reservation | None = None
+        self._reservation: Reservation | None = None
 
     @property
     def directory(self) -> Path | None:
@@ -240,16 +240,16 @@ class Publication:
     def reserve(self, among_other_files: bool = False) -> Path:
         """The directory that this save writes into, made if there is none yet.
 
-        See :func:`dcp_plugin.media.disk.commit.reserve`.
+        See :meth:`dcp_plugin.media.Medium.reserve`.
         """
         if self._reservation is None:
-            self._reservation = commit.reserve(self.path, among_other_files)
+            self._reservation = self.medium.reserve(self.path, among_other_files)
         return self._reservation.directory
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of the data files of all ranks, by name."""
         directory = self.reserve()
-        names = sorted(name for name in os.listdir(directory) if name.endswith(commit.DATA_SUFFIX))
+        names = sorted(name for name in os.listdir(directory) if name.endswith(DATA_SUFFIX))
         return {name: (directory / name).stat().st_size for name in names}
 
     def publish(self, index: CheckpointIndex, facts: Facts) -> Summary:
@@ -273,12 +273,12 @@ class Publication:
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
-        attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
+        attached = {name for name in os.listdir(directory) if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         summary = Summary.describe(
             encoded,
             for_stock,
-            self.path.parent,
+            newest_time(self.medium, self.path.parent),
             save_id=self.save_id,
             attached=sorted(attached.union(facts.views)),
             step=facts.step,
@@ -294,12 +294,9 @@ class Publication:
         )
         described = summary.encode()
         try:
-            files.write_durably(directory / commit.INDEX, encoded)
-            files.write_durably(directory / commit.SUMMARY, described)
-            files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
-            files.write_durably(directory / commit.METADATA, for_stock)
-            write_views(directory, facts.views, index, self.storage_meta)
-            commit.publish(self._reservation)
+            views = encoded_views(facts.views, index, self.storage_meta)
+            files = {INDEX: encoded, SUMMARY: described, **views, METADATA: for_stock}
+            self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
         self._reservation, self.published = None, True
@@ -308,7 +305,7 @@ class Publication:
     def discard(self) -> None:
         """Delete what this save has written so far, unless it is published."""
         if self._reservation is not None:
-            commit.discard(self._reservation)
+            self.medium.discard(self._reservation)
             self._reservation = None
 
 
@@ -356,8 +353,8 @@ class ShardedWriter(StorageWriter):
         self.overwrite = overwrite
         self.bytes_written = 0
         """Bytes of this rank's data files."""
-        self._publication = Publication(local_path(path))
-        self._options = PartWriter(self.path, io_threads, direct_io, checksum, reuse)
+        self._publication = Publication(local_path(path), LocalDisk(direct_io))
+        self._options = PartWriter(self.path, self._publication.medium, io_threads, checksum, reuse)
         self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts)
 
     @property
@@ -369,7 +366,7 @@ class ShardedWriter(StorageWriter):
         return self._publication.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._publication = Publication(local_path(checkpoint_id) if checkpoint_id else self.path)
+        self._publication = Publication(local_path(checkpoint_id) if checkpoint_id else self.path, self._options.medium)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -379,13 +376,14 @@ class ShardedWriter(StorageWriter):
         _of_this_thread.destination = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self.overwrite and commit.uncommitted_reason(commit.locate(self.path)) == "":
+        medium = self._options.medium
+        if not self.overwrite and medium.uncommitted_reason(medium.locate(self.path)) == "":
             raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")  # as stock's FileSystemWriter
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         directory = self._publication.reserve()
-        return [replace(plan, storage_data=Destination(rank, directory)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=RankDirectory(rank, directory)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = [(item, _resolve(planner, item)) for item in plan.items]
@@ -396,13 +394,13 @@ class ShardedWriter(StorageWriter):
         done.set_result([WriteResult(item.index, where.length, where) for item, where in located])
         return done
 
-    def _destination(self, plan: SavePlan) -> Destination:
+    def _destination(self, plan: SavePlan) -> RankDirectory:
         """Who this rank is in this save. A plan from a planner's cache has the directory of an earlier save."""
-        planned: Destination = plan.storage_data
+        planned: RankDirectory = plan.storage_data
         received, _of_this_thread.destination = _of_this_thread.destination, None
         directory = self._publication.directory
         if directory is not None:  # the coordinator; without a process group it receives nothing
-            return Destination(planned.rank, directory)
+            return RankDirectory(planned.rank, directory)
         return received or planned
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -431,27 +429,13 @@ class ShardedWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def wait_until_visible(directory: Path, path: Path) -> None:
-    """The directory was made by the coordinator. Not seeing it means that the ranks do not share the file system."""
-    deadline = time.monotonic() + _NOTICE_SECONDS
-    while not directory.is_dir():
-        if time.monotonic() > deadline:
-            raise SaveFailed(
-                f"cannot save {path}: this rank does not see {directory}, which rank 0 has made. The "
-                f"checkpoint directory must be on a file system that all ranks share."
-            )
-        with suppress(OSError):
-            os.listdir(directory.parent)  # makes an NFS client look again
-        time.sleep(0.1)
-
-
 def _resolve(planner: SavePlanner, item: WriteItem) -> Any:
     """What any planner hands over for an item: a tensor, or the bytes of a value."""
     data: Any = planner.resolve_data(item)
     return data.getvalue() if item.type == WriteItemType.BYTE_IO else data
 
 
-def _storable(item: WriteItem, data: Any) -> write_files.Data:
+def _storable(item: WriteItem, data: Any) -> write_items.Data:
     """An item's data as it is written; other planners than ours hand over whatever tensors the state has."""
     if isinstance(data, bytes):
         return data
@@ -467,14 +451,14 @@ def _storable(item: WriteItem, data: Any) -> write_files.Data:
 
 
 def _without_duplicates(
-    items: list[tuple[WriteItem, write_files.Data]],
-) -> tuple[list[tuple[WriteItem, write_files.Data]], list[int]]:
+    items: list[tuple[WriteItem, write_items.Data]],
+) -> tuple[list[tuple[WriteItem, write_items.Data]], list[int]]:
     """The items to write, each once; and the position among these that stands for each of ``items``.
 
     The same are: equal bytes, and the same memory seen the same way.
     """
     position: dict[Any, int] = {}
-    unique: list[tuple[WriteItem, write_files.Data]] = []
+    unique: list[tuple[WriteItem, write_items.Data]] = []
     first: list[int] = []
     for item, data in items:
         if isinstance(data, bytes):
