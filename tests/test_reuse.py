@@ -478,8 +478,8 @@ def _save_and_die(root: Path, victims: list[int]) -> None:
     ours = dcp.Checkpointer(timeout=20)
     ours.save(_state(model, optimizer), root / "0", step=0)
 
-    def die(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
+    def die(event: dcp.events.Event) -> None:
+        if isinstance(event, dcp.events.BytesWritten):
             (saving,) = (root / commit.WORKSPACE).glob("*.saving")
             mine = list(saving.glob(f"__{dist.get_rank()}_*.distcp"))
             assert any(file.stat().st_nlink == 2 for file in mine), "killed too early: nothing is linked yet"
