@@ -15,7 +15,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.format.foreign.training import OTHERS
+from dcp_plugin.format.foreign.frameworks import OTHERS
 from dcp_plugin.integration import Attached
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of

@@ -23,7 +23,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.runs.inspect import inspect

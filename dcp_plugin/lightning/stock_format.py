@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.storage.open import read_summary
 
 Checkpoint = dict[str, Any]

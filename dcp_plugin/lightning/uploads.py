@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.format.names import SUMMARY
+from dcp_plugin.format import SUMMARY
 from dcp_plugin.lightning._lightning import (
     SETTINGS_LOGGED,
     artifact_name,

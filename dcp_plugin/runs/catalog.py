@@ -16,8 +16,8 @@ from pathlib import Path
 
 from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
-from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
-from dcp_plugin.format.names import METADATA, SUMMARY
+from dcp_plugin.format import METADATA, SUMMARY
+from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
 from dcp_plugin.planning.load import some

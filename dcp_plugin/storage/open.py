@@ -23,11 +23,9 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     UnsafeCheckpoint,
 )
-from dcp_plugin.format import stock_metadata
-from dcp_plugin.format.foreign import dcp_folder, detect
-from dcp_plugin.format.foreign.contents import fingerprint_of
+from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, has_traces, metadata, read
+from dcp_plugin.format.foreign import detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, METADATA, SUMMARY, Files, exists, has_traces, read
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
 from dcp_plugin.media import Medium, Readable
 from dcp_plugin.media.disk import LocalDisk
@@ -146,13 +144,13 @@ def open_alone(path: Path) -> Opened:
         if summary is not None:
             index = _own_index(files, summary)
             return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    if dcp_folder.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
+    if frameworks.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(read(files, METADATA))
-    if dcp_folder.is_of_lightning(files):
-        index, kinds = dcp_folder.lightning_index(files)
+    if frameworks.is_of_lightning(files):
+        index, kinds = frameworks.lightning_index(files)
         return Opened(path, files, index, said, "lightning", kinds)
-    return Opened(path, files, stock_metadata.read_index(files), said, "stock")
+    return Opened(path, files, metadata.read_index(files), said, "stock")
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
@@ -220,14 +218,14 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
     """
     index = _own_index(files, summary)
     try:
-        metadata = stock_metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
-        found = stock_metadata.index_of(metadata, files).files
+        saved = metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
+        found = metadata.index_of(saved, files).files
     except (CheckpointCorrupt, UnsafeCheckpoint) as error:
         raise _mixed(files, str(error)) from error
     still_ours = [name for name, size in found.items() if index.files.get(name) == size]
     if still_ours:
         raise _mixed(files, f"it names {still_ours[0]}, which is still the data file that {INDEX} describes")
-    if stock_metadata.save_id_of(metadata) in ("", summary.save_id):
+    if metadata.save_id_of(saved) in ("", summary.save_id):
         raise _mixed(files, "it has no save_id of its own")
 
 
@@ -257,9 +255,9 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
 
 def _open_foreign(path: Path, reason: str) -> Opened:
     files = _DISK.open(path)
-    folders = dcp_folder.accelerate_folders(files) if path.is_dir() else []
+    folders = frameworks.accelerate_folders(files) if path.is_dir() else []
     if folders:
-        index, kinds = dcp_folder.accelerate_index(files, folders)
+        index, kinds = frameworks.accelerate_index(files, folders)
         said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
         return Opened(path, files, index, said, "accelerate", kinds)
     directory, contents = detect.read(path, reason)

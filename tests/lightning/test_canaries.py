@@ -56,7 +56,7 @@ def _names(root: Path) -> None:
 
 def _formats(root: Path) -> None:
     """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
-    from dcp_plugin.format.foreign.dcp_folder import META
+    from dcp_plugin.format.foreign.frameworks import META
     from dcp_plugin.lightning import hyper_parameters, stock_format
     from dcp_plugin.lightning._packages import PACKAGES
 

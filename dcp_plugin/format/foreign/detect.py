@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
-from dcp_plugin.format.foreign import safetensors, torch_file
-from dcp_plugin.format.foreign.contents import Contents
-from dcp_plugin.format.names import is_own
+from dcp_plugin.format import is_own
+from dcp_plugin.format.foreign import Contents, safetensors, torch_file
 from dcp_plugin.media.disk import commit
 
 _LOOKED_FOR = (

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
-from dcp_plugin.format.foreign.contents import Contents, View
+from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.types import Shape
 
 MOST_HEADER = 100_000_000

@@ -22,7 +22,7 @@ import torch
 
 from dcp_plugin._torch import load_mapped, load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.foreign.contents import Contents, View
+from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 
 _MOST_PICKLE = 1 << 28

@@ -34,8 +34,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dcp_plugin import format as layout
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format import names
 from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import posix
 
@@ -188,12 +188,12 @@ def uncommitted_reason(path: Path) -> str:
     """Why the directory is not a committed checkpoint, or an empty string if it is one."""
     if not path.is_dir():
         return "no such directory" if not path.exists() else "not a directory"
-    return names.uncommitted_reason(os.listdir(path))
+    return layout.uncommitted_reason(os.listdir(path))
 
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a directory has files that only checkpoints have, committed or not."""
-    return path.is_dir() and names.has_traces(os.listdir(path))
+    return path.is_dir() and layout.has_traces(os.listdir(path))
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
@@ -228,7 +228,7 @@ def _keep_other_files(old: Path, new: Path) -> None:
     if old.is_dir() and not old.is_symlink():
         attached = _attached(old)
         for name in os.listdir(old):
-            foreign = name not in attached and not names.is_own(name)
+            foreign = name not in attached and not layout.is_own(name)
             if foreign and not os.path.lexists(new / name):
                 os.rename(old / name, new / name)
 
@@ -242,7 +242,7 @@ def _attached(checkpoint: Path) -> list[str]:
 
 
 def _summary(checkpoint: Path) -> bytes:
-    with posix.open_regular(checkpoint / names.SUMMARY) as file:
+    with posix.open_regular(checkpoint / layout.SUMMARY) as file:
         return file.readall()
 
 

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
+from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
 from dcp_plugin.format.columns import Location
-from dcp_plugin.format.names import DATA_SUFFIX
 from dcp_plugin.format.torch_zip import frame_if_possible
 from dcp_plugin.host_memory import BLOCK
 from dcp_plugin.media.disk import posix

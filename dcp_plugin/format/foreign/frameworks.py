@@ -1,4 +1,6 @@
-"""What Lightning, Accelerate and transformers saved without us: which of it a training can go on from.
+"""DCP checkpoints whose names are a framework's: Accelerate's folder of folders, Lightning's sharded directories.
+
+What Lightning, Accelerate and transformers saved without us: which of it a training can go on from.
 
 The contents decide, never the name of what was saved. A checkpoint to resume from has the state of a training: an
 optimizer, a schedule, random streams. Weights alone, pre-trained or exported, have none, and are no resume.
@@ -20,16 +22,126 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
-from dcp_plugin.format.foreign import dcp_folder, detect, safetensors, torch_file
+from dcp_plugin.format import METADATA, Files, InFolder, exists, metadata
+from dcp_plugin.format.foreign import detect, safetensors, torch_file
+from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.types import KeyPath
+
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
+_LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+
+META = "meta.pt"
+"""What Lightning and Fabric put beside a sharded checkpoint: everything but modules and optimizers."""
+
+Kinds = dict[str, str]
+Rename = Callable[[str], str]
+
+
+def lightning_names(names: Iterable[str]) -> dict[str, str]:
+    """What the first segments of the keys in a sharded directory of Lightning's are called in our conventions.
+
+    FSDP1 writes ``model``, ModelParallel ``state_dict``, both ``optimizer_0``, ``optimizer_1``, …: they become
+    ``model`` and ``optim``, or ``optim_0``, ``optim_1``, … Other names stay, so names that are ours already do.
+    """
+    names = list(dict.fromkeys(names))
+    count = sum(_LIGHTNING_OPTIMIZER.fullmatch(name) is not None for name in names)
+    return {name: _lightning_name(name, count) for name in names}
+
+
+def _lightning_name(name: str, optimizers: int) -> str:
+    found = _LIGHTNING_OPTIMIZER.fullmatch(name)
+    if found:
+        return "optim" if optimizers == 1 else f"optim_{found[1]}"
+    return "model" if name == "state_dict" else name
+
+
+def is_of_lightning(files: Files) -> bool:
+    """Whether Lightning wrote it; Fabric's have such a file too, and the user's own names."""
+    return torch_file.mentions(Path(files.where) / META, torch_file.LIGHTNING)
+
+
+def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
+    """A sharded directory that Lightning wrote (``.metadata`` and ``meta.pt``), under our names."""
+    index = metadata.read_index(files)
+    names = lightning_names(key.partition(".")[0] for key in index)
+    return joined(files.where, [("", index, names.__getitem__)]), _kinds(names.values())
+
+
+def is_of_accelerate(folder: str) -> bool:
+    """Whether it is called like one of the folders in a checkpoint of Accelerate's."""
+    return _ACCELERATE.fullmatch(folder) is not None
+
+
+def accelerate_folders(files: Files) -> list[str]:
+    """The DCP checkpoints in a folder of ``Accelerator.save_state`` under FSDP: models, then optimizers."""
+    named = [name.rstrip("/") for name in files.names() if name.endswith("/")]
+    folders = [name for name in named if is_of_accelerate(name) and exists(files, f"{name}/{METADATA}")]
+    models = [name for name in folders if not name.startswith("optimizer")]
+    return sorted(folders, key=lambda name: (name.startswith("optimizer"), len(name), name)) if models else []
+
+
+def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex, Kinds]:
+    """The checkpoints in these folders as one: ``model`` and ``optim``, or ``model_0``, … of several."""
+    parts, kinds = [], []
+    for folder in folders:
+        name = _accelerate_name(folder, folders)
+        parts.append((f"{folder}/", metadata.read_index(InFolder(files, folder)), lambda _, name=name: name))
+        kinds.append(name)
+    return joined(files.where, parts), _kinds(kinds)
+
+
+def _accelerate_name(folder: str, folders: list[str]) -> str:
+    found = _ACCELERATE.fullmatch(folder)
+    assert found
+    several = sum(other.startswith(found[1]) for other in folders) > 1
+    name = "optim" if found[1] == "optimizer" else "model"
+    return f"{name}_{found[2]}" if several else name
+
+
+def _kinds(names: Iterable[str]) -> Kinds:
+    kinds = {"model": "module", "optim": "optimizer"}
+    return {name: kinds[name.partition("_")[0]] for name in names if name.partition("_")[0] in kinds}
+
+
+def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
+    """Several stock checkpoints as one: each with the folder that its files are in (``"…/"``), and what the first
+    segments of its keys become."""
+    entries: list[tuple[str, Entry]] = []
+    files: dict[str, int] = {}
+    paths: dict[str, KeyPath] = {}
+    transforms = {}
+    for folder, index, rename in parts:
+        files.update({folder + name: size for name, size in index.files.items()})
+        transforms.update({(folder + name, offset): t for (name, offset), t in index.transforms.items()})
+        for key, entry in index.items():
+            name, dot, rest = key.partition(".")
+            renamed = rename(name) + dot + rest
+            entries.append((renamed, _moved(entry, folder)))
+            paths[renamed] = (rename(name), *index.path_of(key)[1:])
+    whole = CheckpointIndex.build(entries, files, paths)
+    whole.validate(where)
+    whole.transforms = transforms
+    return whole
+
+
+def _moved(entry: Entry, folder: str) -> Entry:
+    if isinstance(entry, StoredValue):
+        return StoredValue(replace(entry.location, file=folder + entry.location.file))
+    chunks = tuple(
+        StoredChunk(chunk.offsets, chunk.sizes, replace(chunk.location, file=folder + chunk.location.file))
+        for chunk in entry.chunks
+    )
+    return StoredTensor(entry.dtype, entry.shape, chunks)
+
 
 LIGHTNING, ACCELERATE, TRANSFORMERS, OTHERS = "Lightning", "Accelerate", "transformers", "torch.save"
 RESUMABLE = (LIGHTNING, ACCELERATE, TRANSFORMERS)
@@ -170,8 +282,8 @@ def _damage(folder: Path) -> str:
                 torch_file.check_records(file)
             elif file.suffix == ".safetensors":
                 return f"{file.name} is no safetensors file"
-        if folders := dcp_folder.accelerate_folders(files := LocalDisk().open(folder)):
-            dcp_folder.accelerate_index(files, folders)
+        if folders := accelerate_folders(files := LocalDisk().open(folder)):
+            accelerate_index(files, folders)
     except (CheckpointError, OSError) as error:
         return str(error)
     return ""
