@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from dcp_plugin.errors import CheckpointCorrupt
@@ -42,29 +41,11 @@ class Files(Protocol):
     def size(self, name: str) -> int:
         """Bytes of a file. Raises OSError if it is not there."""
 
-    def open(self, name: str) -> BinaryIO:
-        """A file, seekable. Its ``name`` is what messages call it. Raises OSError if it is not a readable file."""
-
-
-@dataclass(frozen=True)
-class InFolder:
-    """The files in a folder of a checkpoint."""
-
-    files: Files
-    folder: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.files.where}/{self.folder}"
-
-    def names(self) -> list[str]:
-        raise NotImplementedError
-
-    def size(self, name: str) -> int:
-        return self.files.size(f"{self.folder}/{name}")
+    def modified(self, name: str) -> float:
+        """When a file, or the folder ``""``, was last changed, in seconds since the epoch. Raises OSError."""
 
     def open(self, name: str) -> BinaryIO:
-        return self.files.open(f"{self.folder}/{name}")
+        """A file, seekable. Raises OSError if it is not a readable file."""
 
 
 def exists(files: Files, name: str) -> bool:

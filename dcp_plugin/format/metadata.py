@@ -296,16 +296,19 @@ def decode(data: bytes, where: str) -> Metadata:
     return metadata
 
 
-def read_index(files: Files) -> CheckpointIndex:
+def read_index(files: Files, folder: str = "") -> CheckpointIndex:
     """The index of a stock checkpoint: items of unknown inner layout, without checksums.
+
+    Args:
+        folder: Where in ``files`` it is, with a ``/`` at the end. Names of files are relative to it.
 
     Raises:
         UnsafeCheckpoint, CheckpointCorrupt: As :func:`decode`, and if an item lies outside its file.
     """
-    return index_of(decode(read(files, METADATA), f"{files.where}/{METADATA}"), files)
+    return index_of(decode(read(files, folder + METADATA), f"{files.where}/{folder}{METADATA}"), files, folder)
 
 
-def index_of(metadata: Metadata, files: Files) -> CheckpointIndex:
+def index_of(metadata: Metadata, files: Files, folder: str = "") -> CheckpointIndex:
     """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
     try:
         entries = [
@@ -315,10 +318,10 @@ def index_of(metadata: Metadata, files: Files) -> CheckpointIndex:
         noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
         paths = {key: _key_path(path) for key, path in (noted or {}).items()}
     except (KeyError, AttributeError, TypeError) as error:
-        raise CheckpointCorrupt(f"{files.where}/{METADATA} contradicts itself: {error!r}") from error
-    sizes = {name: _size(files, name) for name in names}
+        raise CheckpointCorrupt(f"{files.where}/{folder}{METADATA} contradicts itself: {error!r}") from error
+    sizes = {name: _size(files, folder + name) for name in names}
     index = CheckpointIndex.build(entries, sizes, paths)
-    index.validate(files.where)
+    index.validate(f"{files.where}/{folder}".rstrip("/"))
     index.transforms = _transforms(metadata)
     index.storage_meta = metadata.storage_meta if isinstance(metadata.storage_meta, StorageMeta) else None
     if noted is None:

@@ -37,8 +37,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -69,7 +68,7 @@ class RefusedValue:
     of: str
 
 
-def load_with_stand_ins(file: Path | io.BytesIO, load: Callable[[], Any], kind: type[StandIn] = StandIn) -> Any:
+def load_with_stand_ins(file: IO[bytes], load: Callable[[], Any], kind: type[StandIn] = StandIn) -> Any:
     """``load()`` of the file while torch takes a stand-in for every name that it would refuse.
 
     Args:

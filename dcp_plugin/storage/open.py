@@ -23,14 +23,16 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     UnsafeCheckpoint,
 )
-from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, has_traces, metadata, read
-from dcp_plugin.format.foreign import detect, fingerprint_of, frameworks
+from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, has_traces, is_own, metadata, read
+from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
 from dcp_plugin.media import Medium, Readable
 from dcp_plugin.media.disk import LocalDisk
 
 _DISK = LocalDisk()
+_MOST_LISTED = 1000
+"""Entries of a directory that are looked at for a hint."""
 _END = 1 << 10
 """More bytes than come after the save's id in our ``.metadata``."""
 
@@ -260,10 +262,42 @@ def _open_foreign(path: Path, reason: str) -> Opened:
         index, kinds = frameworks.accelerate_index(files, folders)
         said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
         return Opened(path, files, index, said, "accelerate", kinds)
-    directory, contents = detect.read(path, reason)
-    index = contents.index(directory)
-    said = fingerprint_of(directory, contents)
-    return Opened(path, _DISK.open(directory), index, said, contents.format, contents.kinds, links=True)
+    if path.is_dir():
+        try:
+            contents = detect.read_directory(files, reason)
+        except CheckpointNotFound:
+            _refuse_directory_of_checkpoints(path)
+            raise
+    else:
+        files = _DISK.open(path.parent)
+        contents = _read_one(files, path, reason)
+    return Opened(
+        path, files, contents.index(files.where), fingerprint_of(files, contents), contents.format, contents.kinds,
+        links=True,
+    )  # fmt: skip
+
+
+def _read_one(files: Readable, path: Path, reason: str) -> Contents:
+    if not os.path.lexists(path):
+        raise detect.not_found(str(path), "nothing is there")
+    if not path.exists():
+        raise detect.not_found(str(path), reason)
+    if is_own(path.name) and has_traces(files.names()):
+        raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
+    return detect.read_file(files, path.name)
+
+
+def _refuse_directory_of_checkpoints(path: Path) -> None:
+    """A run's directory of checkpoints is named easily in place of one of them."""
+    for found in _DISK.entries(path)[:_MOST_LISTED]:
+        names: list[str] = []
+        with suppress(OSError):
+            names = [] if found.is_file or found.path.name.startswith(".") else _DISK.open(found.path).names()
+        if has_traces(names):
+            raise CheckpointNotFound(
+                f"{path} is not a checkpoint: it has checkpoints in it, such as {found.path}. Name one of them; "
+                f"dcp_plugin.latest({str(path)!r}) finds the newest."
+            )
 
 
 def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], links: bool = False) -> None:

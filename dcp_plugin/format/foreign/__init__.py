@@ -22,17 +22,16 @@ What a foreign format says about its tensors, and the index that is made of that
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
+from dcp_plugin.format import Files
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import Shape
 
@@ -94,15 +93,15 @@ class Contents:
         self.kinds.update(other.kinds)
         self.shares_bytes |= other.shares_bytes
 
-    def index(self, directory: Path) -> CheckpointIndex:
-        """The index, validated against the sizes of the files.
+    def index(self, where: str) -> CheckpointIndex:
+        """The index, validated against the sizes of the files. ``where`` is what messages call the checkpoint.
 
         Raises:
             CheckpointCorrupt: A tensor lies outside of its file, or where it must not.
         """
         index = CheckpointIndex.build(self._entries(), self.files)
         try:
-            index.validate(str(directory), shares_bytes=self.shares_bytes)
+            index.validate(where, shares_bytes=self.shares_bytes)
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{error}. Is a file missing?" if self.parts else str(error)) from error
         index.strides = {key: view.strides for key, view in self.views.items() if view.strides is not None}
@@ -126,24 +125,29 @@ def _chunk(view: View) -> StoredChunk:
     return StoredChunk(view.offsets or (0,) * len(view.shape), view.shape, location)
 
 
-def fingerprint_of(directory: Path, contents: Contents) -> str:
+def fingerprint_of(files: Files, contents: Contents) -> str:
     """Tells these files from others: their sizes, the names and places of all tensors, and a few bytes of each.
 
     There are no checksums to go by, and reading everything would cost as much as the load. A training changes a tensor
     nearly everywhere; a single bit that somebody flips is not seen.
     """
     digest = hashlib.sha256()
+
+    def sample(start: int, count: int) -> None:
+        file.seek(start)
+        digest.update(file.read(count))
+
     views = sorted(contents.views.items())
     views += [(key, part) for key, parts in sorted(contents.parts.items()) for part in parts]
     for name, size in sorted(contents.files.items()):
         digest.update(size.to_bytes(8, "little"))
-        with open(directory / name, "rb", buffering=0) as file:
+        with files.open(name) as file:
             for number in range(_SAMPLES):
-                digest.update(os.pread(file.fileno(), _SAMPLE, max(0, size - _SAMPLE) * number // (_SAMPLES - 1)))
+                sample(max(0, size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE)
             for key, view in views:
                 if view.file == name:
                     about = key, view.start, view.dtype, view.shape, view.strides
                     digest.update(repr(about if view.offsets is None else (*about, view.offsets)).encode())
                     for start in (0, (view.span - _PLACE) // 2, view.span - _PLACE):
-                        digest.update(os.pread(file.fileno(), min(_PLACE, view.span), view.start + max(0, start)))
+                        sample(view.start + max(0, start), min(_PLACE, view.span))
     return digest.hexdigest()

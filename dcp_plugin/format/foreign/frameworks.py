@@ -19,7 +19,7 @@ Nothing is unpickled for that: names of files, the first record's name of a zip,
 
 from __future__ import annotations
 
-import os
+import posixpath
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -30,10 +30,9 @@ from itertools import groupby
 from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
-from dcp_plugin.format import METADATA, Files, InFolder, exists, metadata
+from dcp_plugin.format import METADATA, Files, exists, metadata
 from dcp_plugin.format.foreign import detect, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.types import KeyPath
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
@@ -66,7 +65,7 @@ def _lightning_name(name: str, optimizers: int) -> str:
 
 def is_of_lightning(files: Files) -> bool:
     """Whether Lightning wrote it; Fabric's have such a file too, and the user's own names."""
-    return torch_file.mentions(Path(files.where) / META, torch_file.LIGHTNING)
+    return torch_file.mentions(files, META, torch_file.LIGHTNING)
 
 
 def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
@@ -94,7 +93,7 @@ def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex,
     parts, kinds = [], []
     for folder in folders:
         name = _accelerate_name(folder, folders)
-        parts.append((f"{folder}/", metadata.read_index(InFolder(files, folder)), lambda _, name=name: name))
+        parts.append((f"{folder}/", metadata.read_index(files, f"{folder}/"), lambda _, name=name: name))
         kinds.append(name)
     return joined(files.where, parts), _kinds(kinds)
 
@@ -168,7 +167,9 @@ _MOST_OPENED = 1_000
 class Saved:
     """Something that another tool than ours may have saved for a resume."""
 
-    path: Path
+    files: Files
+    name: str
+    """Of the file among ``files``; empty for all of them."""
     time: float
     """When it was completed, as far as the file system tells; see :func:`in_order`."""
     tool: str = ""
@@ -178,14 +179,18 @@ class Saved:
     export: bool = False
     """It has weights and no state of a training. What is below it may be something else."""
 
+    @property
+    def path(self) -> Path:
+        return Path(self.files.where, self.name)
+
     def examined(self) -> Saved | None:
         """After a look into it. None for a file that has nothing to do with a training."""
         if not self.tool:
-            return _examined_file(self.path, self.time)
-        return self if self.reason else Saved(self.path, self.time, self.tool, _damage(self.path))
+            return _examined_file(self)
+        return self if self.reason else replace(self, reason=_damage(self.files))
 
 
-def saved_as_folder(path: Path, names: Iterable[str]) -> Saved | None:
+def saved_as_folder(files: Files, names: Iterable[str]) -> Saved | None:
     """What a directory with these entries was saved by; None if it is no checkpoint of these tools."""
     names = set(names)
     of_trainer, of_accelerate = names & _OF_THE_TRAINER, names & _OF_ACCELERATE
@@ -193,25 +198,25 @@ def saved_as_folder(path: Path, names: Iterable[str]) -> Saved | None:
         return None
     has_weights = any(fnmatchcase(name, pattern) for pattern in _WEIGHTS for name in names)
     if TRAINER_STATE in names and (of_trainer or of_accelerate):
-        return _folder(path, TRANSFORMERS, TRAINER_STATE, "its save was interrupted" if _UNFINISHED in names else "")
+        return _folder(files, TRANSFORMERS, TRAINER_STATE, "its save was interrupted" if _UNFINISHED in names else "")
     if TRAINER_STATE in names and has_weights:
-        return _folder(path, TRANSFORMERS, TRAINER_STATE, _NO_OPTIMIZER, export=True)
+        return _folder(files, TRANSFORMERS, TRAINER_STATE, _NO_OPTIMIZER, export=True)
     if RANDOM_STATES in names:
-        return _folder(path, ACCELERATE, RANDOM_STATES)
+        return _folder(files, ACCELERATE, RANDOM_STATES)
     if has_weights and (of_trainer or of_accelerate):
         tool, last = (TRANSFORMERS, TRAINER_STATE) if of_trainer else (ACCELERATE, RANDOM_STATES)
-        return _folder(path, tool, "", f"it has no {last}: its save has not ended, or another tool has made it")
+        return _folder(files, tool, "", f"it has no {last}: its save has not ended, or another tool has made it")
     return None
 
 
-def saved_as_files(entries: Iterable[os.DirEntry[str]]) -> Iterator[Saved]:
-    """The files among them that ``torch.save`` wrote. Of very many, those with a usual name are looked at."""
-    for number, entry in enumerate(entries):
-        if number >= _MOST_OPENED and os.path.splitext(entry.name)[1] not in _USUAL:
+def saved_as_files(files: Files, names: Iterable[str]) -> Iterator[Saved]:
+    """Those of the named files that ``torch.save`` wrote. Of very many, those with a usual name are looked at."""
+    for number, name in enumerate(names):
+        if number >= _MOST_OPENED and posixpath.splitext(name)[1] not in _USUAL:
             continue
         with suppress(OSError):
-            if entry.is_file(follow_symlinks=False) and _begins_like_torch_save(entry.path):
-                yield Saved(Path(entry.path), entry.stat(follow_symlinks=False).st_mtime)
+            if _begins_like_torch_save(files, name):
+                yield Saved(files, name, files.modified(name))
 
 
 def in_order(found: Iterable[Saved]) -> list[Saved]:
@@ -225,9 +230,7 @@ def in_order(found: Iterable[Saved]) -> list[Saved]:
     for _, group in groupby(numbered, key=_group):
         members = list(group)
         times = sorted(one.time for one in members)
-        ordered += [
-            Saved(one.path, time, one.tool, one.reason, one.export) for one, time in zip(members, times, strict=True)
-        ]
+        ordered += [replace(one, time=time) for one, time in zip(members, times, strict=True)]
     return ordered
 
 
@@ -241,48 +244,51 @@ def _number(one: Saved) -> int:
     return int(match[0]) if match else -1
 
 
-def _folder(path: Path, tool: str, last: str, reason: str = "", export: bool = False) -> Saved | None:
+def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool = False) -> Saved | None:
     try:
-        return Saved(path, (path / last).stat().st_mtime, tool, reason, export)
+        return Saved(files, "", files.modified(last), tool, reason, export)
     except OSError:  # deleted while we looked
         return None
 
 
-def _begins_like_torch_save(path: str) -> bool:
-    with open(path, "rb") as file:
+def _begins_like_torch_save(files: Files, name: str) -> bool:
+    with files.open(name) as file:
         head = file.read(1 << 10)
     if len(head) < _FIRST_RECORD.size:
         return False
     magic, length, _ = _FIRST_RECORD.unpack_from(head)
-    name = head[_FIRST_RECORD.size : _FIRST_RECORD.size + length]
-    return magic == b"PK\3\4" and _PICKLED.fullmatch(name) is not None
+    record = head[_FIRST_RECORD.size : _FIRST_RECORD.size + length]
+    return magic == b"PK\3\4" and _PICKLED.fullmatch(record) is not None
 
 
-def _examined_file(path: Path, time: float) -> Saved | None:
+def _examined_file(one: Saved) -> Saved | None:
+    files, name = one.files, one.name
     try:
-        torch_file.check_records(path)
+        torch_file.check_records(files, name)
     except CheckpointCorrupt as error:
-        return Saved(path, time, OTHERS, str(error).removeprefix(f"{path} ").removeprefix(f"{path}: "))
+        reason = str(error).removeprefix(f"{one.path} ").removeprefix(f"{one.path}: ")
+        return replace(one, tool=OTHERS, reason=reason)
     except CheckpointError:  # a module of TorchScript, or from a machine of another kind
         return None
-    if torch_file.mentions(path, torch_file.LIGHTNING):
-        whole = torch_file.mentions(path, "optimizer_states")
-        return Saved(path, time, LIGHTNING, "" if whole else _NO_OPTIMIZER, not whole)
-    return Saved(path, time, OTHERS) if torch_file.mentions(path, "param_groups") else None
+    if torch_file.mentions(files, name, torch_file.LIGHTNING):
+        resumable = torch_file.mentions(files, name, "optimizer_states")
+        return replace(one, tool=LIGHTNING, reason="" if resumable else _NO_OPTIMIZER, export=not resumable)
+    return replace(one, tool=OTHERS) if torch_file.mentions(files, name, "param_groups") else None
 
 
-def _damage(folder: Path) -> str:
+def _damage(files: Files) -> str:
     """What is cut or lost of a checkpoint that is a directory; empty if nothing is."""
     try:
-        for file in sorted(folder.iterdir()):
-            kind = detect.kind_of_file(file) if file.suffix in (".safetensors", ".bin", ".pt", ".pth") else ""
+        for name in files.names():
+            suffix = posixpath.splitext(name)[1]
+            kind = detect.kind_of_file(files, name) if suffix in (".safetensors", ".bin", ".pt", ".pth") else ""
             if kind == "safetensors":
-                safetensors.read_file(file)
+                safetensors.read_file(files, name)
             elif kind == "torch.save":
-                torch_file.check_records(file)
-            elif file.suffix == ".safetensors":
-                return f"{file.name} is no safetensors file"
-        if folders := accelerate_folders(files := LocalDisk().open(folder)):
+                torch_file.check_records(files, name)
+            elif suffix == ".safetensors":
+                return f"{name} is no safetensors file"
+        if folders := accelerate_folders(files):
             accelerate_index(files, folders)
     except (CheckpointError, OSError) as error:
         return str(error)

@@ -46,6 +46,9 @@ class LocalFiles:
     def size(self, name: str) -> int:
         return (self.directory / name).stat().st_size
 
+    def modified(self, name: str) -> float:
+        return (self.directory / name).stat().st_mtime
+
     def open(self, name: str) -> LocalFile:
         return LocalFile(self.directory / name)
 
