@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
@@ -128,16 +127,14 @@ class Whole(Fetch):
         del self._item
 
 
-def of_item(key: str, location: Location, take: Callable[[bytearray], None], smallest: int, verify: bool) -> Fetch:
+def of_item(key: str, location: Location, take: Callable[[bytearray], None], block: int | None) -> Fetch:
     """The fetch of a complete item, its frame included."""
-    block = _block(location, smallest, verify)
     return Whole(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
 
 
-def of_value(key: str, location: Location, smallest: int, verify: bool) -> tuple[Fetch, bytearray]:
+def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
     """The fetch of a value, and the memory that it fills."""
     memory = bytearray(location.payload_length)
-    block = _block(location, smallest, verify)
     return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory), memory), memory
 
 
@@ -147,14 +144,12 @@ def of_box(
     dtype: torch.dtype,
     box: tuple[Shape, Shape],
     target: torch.Tensor,
-    smallest: int,
-    verify: bool,
+    block: int | None,
 ) -> Iterator[Fetch]:
     """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape."""
     if target.numel() == 0:
         return
     location = chunk.location
-    block = _block(location, smallest, verify)
     offsets, lengths = box
     first, run, runs = 0, location.payload_length, 1
     if lengths != chunk.sizes:
@@ -189,10 +184,6 @@ def of_view(
         start = sum(map(mul, corner, strides)) * dtype.itemsize
         stop = start + _span(part, strides) * dtype.itemsize
         yield IntoTensor(key, location, [(start, stop)], None, start, part, dtype, strides)
-
-
-def _block(location: Location, smallest: int, verify: bool) -> int | None:
-    return block_size(location.payload_length, smallest) if verify and location.checksums is not None else None
 
 
 def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
