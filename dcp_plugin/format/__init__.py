@@ -1,9 +1,7 @@
 """Layer 1: what the bytes of a checkpoint mean.
 
-Bytes and columns go in, an index, values or metadata come out, and the other way round. Nothing here opens a file,
-knows a path or talks to another rank, so each module is tested alone.
-
-The files of a checkpoint: their names, which of them make it complete, and how the format reads them.
+Bytes and columns go in, an index, values or metadata come out, and the other way round. The rule: nothing here opens a
+path or talks to another rank. What has to be read comes through :class:`Files`, which a medium provides.
 
 A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has ``dcp_plugin.json`` (the summary) and
 ``dcp_plugin.index`` (the index) as well. The data files of rank ``r`` are called ``__{r}_{n}.distcp``.

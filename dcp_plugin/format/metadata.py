@@ -1,24 +1,17 @@
-"""DCP's own table of contents, made from ours: for planners as objects, for ``.metadata`` as a pickle.
+"""DCP's own table of contents, ``.metadata``: written from our index, and read without executing code.
 
-Stock readers unpickle ``.metadata``, which holds five objects for each chunk. To make a million of these and then
-pickle them takes longer than anything else in a save, so :func:`encode` makes none: all chunks with the same number of
-dimensions have pickles of the same length, which differ in some integers. One such record is written by hand, repeated
-as the rows of an array, and the integers are filled in by column. What comes out is what ``pickle.dumps`` of
-:func:`metadata_of` would mean; a test holds the two together.
+*Written.* The pickle holds five objects for each chunk; to make a million of these and pickle them would take longer
+than the rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ in
+some integers. So :func:`encode` writes one such record by hand, repeats it as the rows of an array, and fills in the
+integers by column. A test compares the result with ``pickle.dumps`` of :func:`metadata_of`.
 
-Checkpoints that stock torch wrote: their ``.metadata``, read without executing code from it.
+*Read.* Stock readers unpickle the file as it comes, so its author runs code on every rank that loads it. Here the
+unpickler knows the classes of DCP's metadata and nothing else.
 
-``.metadata`` is a pickle. Stock readers unpickle it as it comes, so whoever writes the file runs code on every rank
-that loads it. Here an unpickler knows the classes that DCP's metadata consists of, and nothing else.
-
-The same bytes under the keys that a framework's own sharded loader looks for, without a second copy of any.
-
-Two forms, for two kinds of frameworks. We never read either ourselves: our own index knows nothing of them.
-
-- Aliases are more keys in the checkpoint's ``.metadata``. Lightning, for one, looks there for ``optimizer_0.…``.
-- Views are further tables of contents, in sub-folders. Accelerate, for one, reads the model from
-  ``pytorch_model_fsdp_0/.metadata``. DCP's readers follow the relative path of an item, so the view names the
-  checkpoint's own data files as ``../__0_0-….distcp``.
+*Under other keys.* A framework's own sharded loader finds the same bytes under the keys that it looks for. Aliases are
+more keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are more ``.metadata`` files in sub-folders:
+Accelerate reads the model from ``pytorch_model_fsdp_0/.metadata``, which names the data files as ``../__0_0-….distcp``.
+We read neither ourselves.
 """
 
 from __future__ import annotations

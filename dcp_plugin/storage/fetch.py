@@ -1,15 +1,13 @@
 """What to read and where it goes: the reads of a plan, cut into pieces that need little memory.
 
-A run of bytes that is contiguous in the file and in the target goes straight into the target's memory. Anything else
-(columns, another dtype, a device) passes through a block of host memory, in pieces, and is copied from there.
-
-Which bytes of a stored payload to read for a box of its tensor.
+Bytes that are contiguous in the file and in the target go straight into the target's memory. All others (columns,
+another dtype, a device) pass through a block of host memory, in pieces, and are copied from there.
 
 The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so to
-check a run, the blocks that it touches are read whole. For a box of one run that is at most a block at either end.
-Narrow columns touch every block; there it would mean to read the columns of all other ranks too. So whole blocks are
-read where that costs at most a quarter more, and otherwise only the runs: then blocks that happen to lie inside of
-them are checked, the rest is not.
+check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
+Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
+where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
+checked, and the other bytes are not.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ class IntoTensor(Fetch):
 
 
 @dataclass
-class Whole(Fetch):
+class OpaqueItem(Fetch):
     """An item of unknown layout, read completely and handed to ``take``."""
 
     take: Callable[[bytearray], None]
@@ -129,7 +127,7 @@ class Whole(Fetch):
 
 def of_item(key: str, location: Location, take: Callable[[bytearray], None], block: int | None) -> Fetch:
     """The fetch of a complete item, its frame included."""
-    return Whole(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
+    return OpaqueItem(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
 
 
 def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
@@ -226,17 +224,17 @@ def strides_of(sizes: Shape) -> Shape:
 
 def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tuple[Positions, int]:
     """Where the runs of a box of a row-major tensor start, in bytes, and how long each of them is."""
-    whole = len(sizes)
-    while whole and lengths[whole - 1] == sizes[whole - 1]:
-        whole -= 1
+    cut = len(sizes)  # behind the last dimension of which the box has a part only
+    while cut and lengths[cut - 1] == sizes[cut - 1]:
+        cut -= 1
     strides = strides_of(sizes)
     starts = np.zeros(1, np.int64)
-    for dim in range(whole - 1):
+    for dim in range(cut - 1):
         rows = (offsets[dim] + np.arange(lengths[dim], dtype=np.int64)) * strides[dim]
         starts = (starts[:, None] + rows).reshape(-1)
-    if whole:
-        starts = starts + offsets[whole - 1] * strides[whole - 1]
-    return starts * itemsize, prod(lengths[max(whole - 1, 0) :]) * itemsize
+    if cut:
+        starts = starts + offsets[cut - 1] * strides[cut - 1]
+    return starts * itemsize, prod(lengths[max(cut - 1, 0) :]) * itemsize
 
 
 def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Range]:
@@ -252,9 +250,9 @@ def covering(starts: Positions, length: int, block: int | None, end: int) -> lis
         return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
     stops = starts + length
     if block is not None:
-        whole = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
-        if sum(b - a for a, b in whole) <= (1 + MOST_WASTE) * length * len(starts):
-            return whole
+        blocks = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
+        if sum(b - a for a, b in blocks) <= (1 + MOST_WASTE) * length * len(starts):
+            return blocks
     return _merged(starts, stops, int(MOST_WASTE * length))
 
 

@@ -1,10 +1,10 @@
-"""What is at a path, whoever wrote it: the index, and what else a load needs to know of it.
+"""What is at a path, whoever wrote it: the index, and what else a load needs to know.
 
-Our index and summary say nothing of a ``.metadata`` that stock has saved beside them since. So the summary names the
-save that its ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a checkpoint of
-stock's if it is whole without any data file of ours; otherwise files of two saves are mixed, and that is damage. The
-save's id, at the end of the file, tells which of the two it is (:func:`read_summary`). The hash, for which all of it is
-read, tells whether it was damaged (:meth:`Opened.check_files`); a million items have a ``.metadata`` of 150 MB.
+Stock may have saved over one of our checkpoints; our index and summary do not know of its ``.metadata``. So the summary
+notes the save that our ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a stock
+checkpoint if it is complete without any data file of ours; otherwise files of two saves are mixed, which is damage. The
+save's id at the end of the file tells which of the two it is (:func:`read_summary`). The hash tells whether the file was
+damaged (:meth:`Opened.check_files`); it is compared less often, as a million items have a ``.metadata`` of 150 MB.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Opened:
     links: bool = False
     """Whether its files may be links that lead elsewhere: only among those that no index of ours lists."""
     base: Opened | None = None
-    """The checkpoint that has what this one leaves out; its files are in the index, with their whole paths."""
+    """The checkpoint that has what this one leaves out; its files are in the index, with their full paths."""
 
     def check_files(self, names: Iterable[str] | None = None) -> None:
         """Check that these data files, or all, are there, in their directories, and of the size that they had.
@@ -178,7 +178,7 @@ def read_summary(path: Path) -> Summary | None:
     """The summary of a committed checkpoint of ours. None if it is not ours, or not any more: stock has saved there.
 
     Raises:
-        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is another one, and no whole checkpoint of stock's.
+        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is another one, and no complete checkpoint of stock's.
     """
     files = _DISK.open(path)
     if not exists(files, SUMMARY):
@@ -213,7 +213,7 @@ def _check_views(files: Files, summary: Summary) -> None:
 
 
 def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
-    """Check that ``.metadata``, which is not ours, is of a whole checkpoint of stock's.
+    """Check that ``.metadata``, which is not ours, is of a complete checkpoint of stock's.
 
     Stock writes ``.metadata`` last: when it is there, no data file that it names is ours any more. A file that stock
     has written under the name of one of ours has another size: our items are padded to 64 bytes, and stock's are not.
@@ -224,9 +224,9 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
         found = metadata.index_of(saved, files).files
     except (CheckpointCorrupt, UnsafeCheckpoint) as error:
         raise _mixed(files, str(error)) from error
-    still_ours = [name for name, size in found.items() if index.files.get(name) == size]
-    if still_ours:
-        raise _mixed(files, f"it names {still_ours[0]}, which is still the data file that {INDEX} describes")
+    ours = [name for name, size in found.items() if index.files.get(name) == size]
+    if ours:
+        raise _mixed(files, f"it names {ours[0]}, which is still the data file that {INDEX} describes")
     if metadata.save_id_of(saved) in ("", summary.save_id):
         raise _mixed(files, "it has no save_id of its own")
 

@@ -1,7 +1,7 @@
-"""Checkpoints of other tools, read like our own: each format becomes an index, and the rest of a load is the same.
+"""Checkpoints of other tools: their files become an index, and a load goes on as with our own.
 
 ========================  ==========================================================================================
-what it is                how it is recognised
+format                    how it is recognised
 ========================  ==========================================================================================
 safetensors               8 bytes of length and a JSON header; a directory with one, or with an index of shards
 ``torch.save``            a zip with a ``data.pkl``; also ``pytorch_model.bin``, alone or as an index of shards
@@ -11,12 +11,9 @@ Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightn
 ========================  ==========================================================================================
 
 The contents decide, never a suffix. The model is found under ``model.`` (several: ``model_0.``, ``model_1.``), as in
-our own checkpoints. Nothing is executed, no payload is read before it is asked for, and nothing lies outside of the
-files that the directory itself lists. These may be links that lead elsewhere: a snapshot in the cache of the Hugging
-Face hub consists of links into ``../../blobs``. The person who named the directory trusts its links; what an index
-*inside* of it names has to be a plain name in it.
-
-What a foreign format says about its tensors, and the index that is made of that.
+our own checkpoints. Nothing is executed, and no payload is read before it is asked for. Files may be links that lead
+elsewhere, as in a snapshot of the Hugging Face cache; what an index inside of a directory names must be a plain name in
+that directory.
 """
 
 from __future__ import annotations
@@ -129,7 +126,7 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
     """Tells these files from others: their sizes, the names and places of all tensors, and a few bytes of each.
 
     There are no checksums to go by, and reading everything would cost as much as the load. A training changes a tensor
-    nearly everywhere; a single bit that somebody flips is not seen.
+    nearly everywhere; a single flipped bit is not seen.
     """
     digest = hashlib.sha256()
 

@@ -1,9 +1,7 @@
-"""DCP checkpoints whose names are a framework's: Accelerate's folder of folders, Lightning's sharded directories.
+"""What Lightning, Accelerate and transformers save without this package: their DCP folders, and what can be resumed from.
 
-What Lightning, Accelerate and transformers saved without us: which of it a training can go on from.
-
-The contents decide, never the name of what was saved. A checkpoint to resume from has the state of a training: an
-optimizer, a schedule, random streams. Weights alone, pre-trained or exported, have none, and are no resume.
+A checkpoint to resume from has the state of a training: an optimizer, a schedule, random streams. Weights alone do not
+count. The contents decide, never the name.
 
 ==============  ====================================================  ==================================================
 by              is there                                              is complete with
@@ -14,7 +12,7 @@ transformers    ``trainer_state.json``, ``optimizer.pt``, …           ``traine
 others          a ``torch.save`` file with the state of an optimizer
 ==============  ====================================================  ==================================================
 
-Nothing is unpickled for that: names of files, the first record's name of a zip, and text in a pickle tell it.
+Nothing is unpickled to find out: names of files, the first record's name of a zip and text in a pickle are enough.
 """
 
 from __future__ import annotations
@@ -112,24 +110,28 @@ def _kinds(names: Iterable[str]) -> Kinds:
 
 
 def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
-    """Several stock checkpoints as one: each with the folder that its files are in (``"…/"``), and what the first
-    segments of its keys become."""
+    """Several stock checkpoints as one.
+
+    Args:
+        parts: Of each checkpoint the folder of its files (``"…/"``), its index, and what becomes of the first segment
+            of a key.
+    """
     entries: list[tuple[str, Entry]] = []
     files: dict[str, int] = {}
     paths: dict[str, KeyPath] = {}
     transforms = {}
-    for folder, index, rename in parts:
-        files.update({folder + name: size for name, size in index.files.items()})
-        transforms.update({(folder + name, offset): t for (name, offset), t in index.transforms.items()})
-        for key, entry in index.items():
+    for folder, part, rename in parts:
+        files.update({folder + name: size for name, size in part.files.items()})
+        transforms.update({(folder + name, offset): t for (name, offset), t in part.transforms.items()})
+        for key, entry in part.items():
             name, dot, rest = key.partition(".")
             renamed = rename(name) + dot + rest
             entries.append((renamed, _moved(entry, folder)))
-            paths[renamed] = (rename(name), *index.path_of(key)[1:])
-    whole = CheckpointIndex.build(entries, files, paths)
-    whole.validate(where)
-    whole.transforms = transforms
-    return whole
+            paths[renamed] = (rename(name), *part.path_of(key)[1:])
+    index = CheckpointIndex.build(entries, files, paths)
+    index.validate(where)
+    index.transforms = transforms
+    return index
 
 
 def _moved(entry: Entry, folder: str) -> Entry:
