@@ -3,7 +3,7 @@
 Stock may have saved over one of our checkpoints; our index and summary do not know of its ``.metadata``. So the summary
 notes the save that our ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a stock
 checkpoint if it is complete without any data file of ours; otherwise files of two saves are mixed, which is damage. The
-save's id at the end of the file tells which of the two it is (:func:`read_summary`). The hash tells whether the file was
+save's id at the end of the file tells which of the two it is (:func:`read_summary`). The hash tells whether it was
 damaged (:meth:`Opened.check_files`); it is compared less often, as a million items have a ``.metadata`` of 150 MB.
 """
 
@@ -178,7 +178,7 @@ def read_summary(path: Path) -> Summary | None:
     """The summary of a committed checkpoint of ours. None if it is not ours, or not any more: stock has saved there.
 
     Raises:
-        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is another one, and no complete checkpoint of stock's.
+        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is of another save, and not of a complete one.
     """
     files = _DISK.open(path)
     if not exists(files, SUMMARY):

@@ -311,7 +311,7 @@ class ShardedReader(StorageReader):
         return block_size(location.payload_length, self.index.smallest_block)
 
     def _fill(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
-        """Fill a target that has no memory of its own: through a tensor that has, or from an item that torch.save made."""
+        """Fill a target without memory of its own: through a tensor that has, or from an item that torch.save made."""
         known = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         key = read.item.storage_index.fqn
         if known.location.payload_offset is None and key not in self.index.strides:

@@ -1,4 +1,4 @@
-"""What Lightning, Accelerate and transformers save without this package: their DCP folders, and what can be resumed from.
+"""Checkpoints that Lightning, Accelerate and transformers saved without this package, and which can be resumed from.
 
 A checkpoint to resume from has the state of a training: an optimizer, a schedule, random streams. Weights alone do not
 count. The contents decide, never the name.
