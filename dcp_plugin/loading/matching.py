@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.index import CheckpointIndex, Entry
-from dcp_plugin.loading.key_map import Prefix, Rename, Renaming, Source, find_prefix
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
 from dcp_plugin.loading.suggestions import (
     Fit,
@@ -39,16 +39,7 @@ from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.state.adapters import StateAdapter, Wanted
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
-from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue
-
-
-class _Place(Protocol):
-    """Where a part is in the checkpoint."""
-
-    @property
-    def name(self) -> str: ...
-    def stored(self, key: str) -> str: ...
-    def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]: ...
+from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue
 
 
 @dataclass(frozen=True)
@@ -137,7 +128,7 @@ class Matching:
         self._given = partial
         self._partial = partial or PartialLoad()
         self._rename = Rename.of(self._partial.rename)
-        self._renaming = Renaming(self._rename, [name for name, kind in kinds.items() if kind == "module"])
+        self._key_maps = KeyMaps(self._rename, [name for name, kind in kinds.items() if kind == "module"])
         self._strict = strict
         self._keys: list[str] = []
         self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
@@ -151,10 +142,9 @@ class Matching:
 
     def run(self, parts: list[StateAdapter]) -> Match:
         """Collective if a module contains FSDP1."""
-        prefixes: dict[nn.Module | None, Prefix] = {}
         self._names_here = [part.name for part in parts]
         for part, name in self._names(parts):
-            place, want = self._want(part, name, prefixes)
+            place, want = self._want(part, name)
             self._select(part, place, want)
         self._judge_patterns()
         self._judge_dtypes()
@@ -166,7 +156,7 @@ class Matching:
         names = {part.name for part in parts}
         for part in parts:
             name = part.name
-            if part.kind in ("module", "optimizer") and name not in self._kinds and not self._renaming.is_about(part):
+            if part.kind in ("module", "optimizer") and name not in self._kinds and not self._key_maps.is_about(part):
                 alike = [other for other, kind in self._kinds.items() if kind == part.kind and other not in names]
                 if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
                     name = alike[0]
@@ -175,29 +165,24 @@ class Matching:
                     self._optimizers[name] = alike
             yield part, name
 
-    def _want(self, part: StateAdapter, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
-        renamed = self._renaming.place(part, name)
-        if renamed is not None:
-            want = self._ask(part, renamed)
-            if want.targets and renamed.unnamed_groups:
-                self._say(
-                    f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
-                    f"{part.name!r} keeps its own hyper-parameters."
-                )
-            return renamed, want
-        source = Source(name, part.kind, prefixes.get(part.module, Prefix()))
-        want = self._ask(part, source)
-        if want.alien:
-            prefix = find_prefix(want.alien, source.entries(self._index)[0])
+    def _want(self, part: StateAdapter, name: str) -> tuple[KeyMap, Wanted]:
+        place = self._key_maps.of(part, name)
+        want = self._ask(part, place)
+        if want.targets and place.unnamed_groups:
+            self._say(
+                f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
+                f"{part.name!r} keeps its own hyper-parameters."
+            )
+        if want.alien and not place.is_renamed and not self._key_maps.is_about(part):
+            prefix = find_prefix(want.alien, place.entries(self._index)[0])
             if prefix is not None:
-                here, there = f"{part.name}.{prefix.dropped}", f"{name}.{prefix.added}"
+                here, there = f"{part.name}.{prefix[0]}", f"{name}.{prefix[1]}"
                 self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
-                prefixes[part.module] = prefix
-                source = replace(source, prefix=prefix)
-                want = part.want(*source.entries(self._index))
-        return source, want
+                place = self._key_maps.of(part, name, prefix)
+                want = part.want(*place.entries(self._index))
+        return place, want
 
-    def _ask(self, part: StateAdapter, place: _Place) -> Wanted:
+    def _ask(self, part: StateAdapter, place: KeyMap) -> Wanted:
         """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want.
         A module does not, and its optimizer needs to know where it is."""
         entries, paths = place.entries(self._index)
@@ -210,7 +195,7 @@ class Matching:
                 return Wanted()
         return part.want(entries, paths)
 
-    def _select(self, part: StateAdapter, place: _Place, want: Wanted) -> None:
+    def _select(self, part: StateAdapter, place: KeyMap, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
         self._keys += [

@@ -19,6 +19,7 @@ from dcp_plugin._torch import is_tensor, shape_of, with_memory
 from dcp_plugin._torch_modules import Incompatible, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
+from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import (
     Walks,
@@ -400,7 +401,10 @@ class TreeAdapter:
                     wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
             else:
                 wanted.targets[key] = None
-        self._paths = {key: with_keys_of(mine_at.get(key), path) for key, path in paths.items()}
+        self._paths = {
+            key: with_keys_of(mine_at.get(key), paths[key]) if key in paths else mine_at.get(key, default_path(key))
+            for key in stored
+        }
         self._paths |= {key: mine_at[key] for key in self._empty}
         return wanted
 
