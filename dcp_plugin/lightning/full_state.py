@@ -25,7 +25,8 @@ from dcp_plugin.messages import some
 from dcp_plugin.state import flatten_optimizer, gather_module
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import Nested, OptimizerLoad, group_names
+from dcp_plugin.state.optimizer import Nested, group_names
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 
 
 def fill(key: str, target: Any, source: Any) -> None:

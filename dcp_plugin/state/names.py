@@ -134,6 +134,36 @@ def module_cache() -> Iterator[None]:
 LOOSE = "loose"
 
 
+def trained_module(
+    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
+) -> nn.Module:
+    """The module that has all parameters of an optimizer, put together from several if none has."""
+    try:
+        return module_of(name, optimizer, modules)
+    except CheckpointMismatch:
+        joint = joint_module(name, optimizer, modules, state)
+        if joint is None:
+            raise
+        return joint
+
+
+def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """The module that an optimizer trains.
+
+    Raises:
+        CheckpointMismatch: None has all of its parameters.
+    """
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module in modules.values():
+        if wanted <= {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
+            return module
+    raise CheckpointMismatch(
+        f"the parameters of the optimizer {name!r} are in no single module of the state "
+        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put "
+        f"several modules that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
+    )
+
+
 def joint_module(
     name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
 ) -> nn.Module | None:
