@@ -12,14 +12,14 @@ from typing import Any
 
 def lightning_callbacks() -> list[Any]:
     """For ``lightning.pytorch``."""
-    return _callbacks("LIGHTNING")
+    return _callbacks("lightning.pytorch")
 
 
 def pytorch_lightning_callbacks() -> list[Any]:
     """For ``pytorch_lightning``."""
-    return _callbacks("PYTORCH_LIGHTNING")
+    return _callbacks("pytorch_lightning")
 
 
 def _callbacks(package: str) -> list[Any]:
-    door, packages = (sys.modules.get(f"dcp_plugin.lightning.{name}") for name in ("callback", "_packages"))
-    return door.callbacks_for_new_trainer(getattr(packages, package)) if door is not None else []
+    callback = sys.modules.get("dcp_plugin.lightning.callback")
+    return callback.callbacks_for_new_trainer(package) if callback is not None else []

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from dcp_plugin import events
 from dcp_plugin.saving import queue
 from tests import launch
 from tests.compare import assert_same, assert_saved
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.memory import extra_peak
 from tests.slowness import Gate, slow_writes
 
 
-def _train_during_saves(root: Path) -> None:
+@on_ranks(2)
+def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def slow(event: events.Event) -> None:
@@ -43,23 +46,19 @@ def _train_during_saves(root: Path) -> None:
         train(model, optimizer, 1, seed=step)
         expected.append(whole_state(model, optimizer))
         gate.clear()
-        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, root / str(step), step)
+        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, tmp_path / str(step), step)
         assert handle.staged() and not handle.done()
         train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
-        assert not (root / str(step)).exists()
+        assert not (tmp_path / str(step)).exists()
         gate.set()
     ours.close()
     unsubscribe()
     for step, state in enumerate(expected, 1):
         other, fresh = build("fsdp2", seed=4)
         extra: dict[str, int] = {}
-        dcp.load({"model": other, "optim": fresh, "extra": extra}, root / str(step))
+        dcp.load({"model": other, "optim": fresh, "extra": extra}, tmp_path / str(step))
         assert_same(whole_state(other, fresh), state)
         assert extra["step"] == step
-
-
-def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
-    launch.run(_train_during_saves, 2, tmp_path)
 
 
 def test_the_host_copy_is_reused_grown_shrunk_and_freed_and_ties_are_kept(tmp_path: Path) -> None:
@@ -120,22 +119,18 @@ def test_removing_the_checkpoint_in_flight_waits_for_it(tmp_path: Path) -> None:
     assert not (tmp_path / "ck").exists()
 
 
-def _events(root: Path) -> list[str]:
+@on_ranks(2)
+def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
     seen: list[events.Event] = []
     events.subscribe(seen.append)
     model, optimizer = build("fsdp2")
-    dcp.save({"model": model, "optim": optimizer}, root / "ck", step=5)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck", step=5)
     assert isinstance(seen[0], events.SaveStarted) and seen[0].step == 5
     assert isinstance(seen[-1], events.SaveFinished) and seen[-1].bytes > 0
     written = [event for event in seen if isinstance(event, events.BytesWritten)]
     assert written[-1].written == written[-1].total
-    files = [name for name in (root / "ck").iterdir() if name.name.startswith(f"__{dist.get_rank()}_")]
+    files = [name for name in (tmp_path / "ck").iterdir() if name.name.startswith(f"__{dist.get_rank()}_")]
     assert seen[-1].bytes == sum(file.stat().st_size for file in files)
-    return [type(event).__name__ for event in seen]
-
-
-def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
-    launch.run(_events, 2, tmp_path)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -154,15 +149,15 @@ def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(
 
 _FORGETS_TO_WAIT = """
 import sys, time, torch, dcp_plugin as dcp
-from dcp_plugin import background, progress
+from dcp_plugin import events
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted):
+    if isinstance(event, events.SaveStarted):
         time.sleep(1.0)  # the main thread has ended by now
         if int(sys.argv[2]):
             raise OSError("disk full")
 
-progress.subscribe(slowly)
+events.subscribe(slowly)
 dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
 """
 
@@ -271,7 +266,7 @@ def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
     copied = copy.deepcopy(dcp.Checkpointer(async_save=True))
     copied.save({"n": 1}, tmp_path / "copied")
     copied.close()
-    assert copy.deepcopy(ours._background).handles == []
+    assert copy.deepcopy(ours._queue).handles == []
     ours.close()
 
 
@@ -368,3 +363,50 @@ def _not_closed(path: Path) -> None:
             gc.collect()
         assert ["process group" in str(warning.message) for warning in caught] == [True] * (not close)
     dcp.save({"w": torch.ones(3)}, path)  # on all ranks still
+
+
+def test_callbacks_of_a_handle_follow_the_publish_in_order_and_come_before_the_end(tmp_path: Path) -> None:
+    gate = Gate()
+    gate.close()
+    ours = dcp.Checkpointer(async_save=True)
+    told: list[str] = []
+
+    def note(name: str) -> Callable[[events.SaveFinished], None]:
+        return lambda event: told.append(f"{name} {event.step} {handle.done()} {dcp.latest(tmp_path) == event.path}")
+
+    def wait_for_it(event: events.SaveFinished) -> None:
+        handle.wait()
+
+    with slow_writes(gate):
+        handle = ours.save({"t": torch.ones(1000)}, tmp_path / "ck", 5)
+        for callback in (note("second"), wait_for_it, note("third")):
+            handle.on_published(callback)
+        handle.on_published(note("first"), first=True)
+        assert handle.finished is None and told == []
+        gate.open()
+        handle.wait()
+    assert told == [f"{name} 5 False True" for name in ("first", "second", "third")]
+    assert handle.finished is not None and handle.finished.step == 5
+    handle.on_published(note("at once"))
+    assert told[-1] == "at once 5 True True"
+    ours.close()
+
+
+def test_nothing_follows_a_save_that_failed(tmp_path: Path) -> None:
+    def disk_full() -> None:
+        gate()
+        raise OSError("disk full")
+
+    gate = Gate()
+    gate.close()
+    ours = dcp.Checkpointer(async_save=True)
+    told: list[events.SaveFinished] = []
+    with slow_writes(disk_full):
+        handle = ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
+        handle.on_published(told.append)
+        gate.open()
+        with pytest.raises(dcp.SaveFailed, match="disk full"):
+            handle.wait()
+    handle.on_published(told.append)
+    assert told == [] and handle.finished is None
+    ours.close()

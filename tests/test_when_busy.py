@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from tests import launch
 from tests.compare import assert_same, assert_saved
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.slowness import Gate, at_random, slow_copies, slow_writes
 
@@ -57,7 +57,7 @@ def _skip_where_ranks_differ(root: Path) -> None:
     gate.close()
     first = ours.save({"n": 1}, root / "a")
     if dist.get_rank() == 0:
-        first._done.wait(20)
+        first.wait_done(20)
     dist.barrier()
     assert first.done() == (dist.get_rank() == 0)
     threading.Timer(0.3, gate.open).start()
@@ -185,17 +185,14 @@ def _events(root: Path) -> None:
     assert (failed["event"], failed["step"]) == ("failed", 8) and "bad" in failed["error"]
 
 
-def _cases(root: Path) -> None:
-    for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
-        case(root / name)
-    _skip_where_ranks_differ(root / "differ")
-    _queue_with_files(root / "files")
-    _queue(root / "queue", "blocking")
-    _queue(root / "queue lazily", "lazy")
-
-
+@on_ranks(2)
 def test_every_rank_waits_skips_or_stands_in_line_alike(tmp_path: Path) -> None:
-    launch.run(_cases, 2, tmp_path)
+    for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
+        case(tmp_path / name)
+    _skip_where_ranks_differ(tmp_path / "differ")
+    _queue_with_files(tmp_path / "files")
+    _queue(tmp_path / "queue", "blocking")
+    _queue(tmp_path / "queue lazily", "lazy")
 
 
 def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> None:
@@ -235,20 +232,20 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
 
 _PREEMPTED = """
 import multiprocessing, os, signal, sys, time, torch, dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 
 def say(what):  # whole lines, whichever thread
     os.write(1, (what + chr(10)).encode())
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted):
+    if isinstance(event, events.SaveStarted):
         say("saving")
         time.sleep(2.0)
 
 path, handler, staging = sys.argv[1:]
 if handler == "own":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
-progress.subscribe(slowly)
+events.subscribe(slowly)
 model = torch.nn.Linear(100, 100)
 ours = dcp.Checkpointer(async_save=True, staging=staging, finish_on_sigterm=handler != "not asked")
 ours.save({"model": model}, path)
@@ -294,21 +291,21 @@ def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tu
 
 _SIGTERM_ARRIVES = """
 import logging, os, signal, sys, threading, time, torch, dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 path = sys.argv[1]
 
 def say(what):
     os.write(1, (what + chr(10)).encode())
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted):
+    if isinstance(event, events.SaveStarted):
         time.sleep(1.0)
 
 def train(seconds):
     for _ in range(int(seconds * 20)):
         time.sleep(0.05)
 
-progress.subscribe(slowly)
+events.subscribe(slowly)
 """
 
 _WHILE_THE_MAIN_THREAD_HOLDS_A_LOCK = """
@@ -316,7 +313,7 @@ lock = threading.Lock()
 def log(event):
     with lock:
         pass
-progress.subscribe(log)
+events.subscribe(log)
 ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
 ours.save({"n": 1}, path)
 with lock:
@@ -372,7 +369,7 @@ train(100)
 """
 
 _HANGS = """
-progress.subscribe(lambda event: time.sleep(600))
+events.subscribe(lambda event: time.sleep(600))
 ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True, timeout=1.0)
 ours.save({"n": 1}, path)
 say("now")

@@ -1,7 +1,7 @@
 """Layer 9: the Fabric door.
 
 ``attach(fabric)`` is all there is to do; see :mod:`dcp_plugin.fabric.strategy`. What ``fabric.save`` puts where is
-told in :mod:`dcp_plugin.fabric.saving`, and how a training continues in :mod:`dcp_plugin.fabric.resume`.
+told in :mod:`dcp_plugin.fabric.state_mapping`, and how a training continues in :mod:`dcp_plugin.fabric.state_mapping`.
 
 ``DCPSingleDeviceStrategy``, ``DCPDDPStrategy``, ``DCPFSDPStrategy`` and ``DCPModelParallelStrategy`` are those of
 ``lightning.fabric``; for ``lightning_fabric``: ``dcp_strategy_class(FSDPStrategy)``.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcp_plugin.fabric._fabric import SUPPORTED
-from dcp_plugin.fabric.attachment import Attachment
-from dcp_plugin.fabric.strategy import attach, dcp_strategy_class
+from dcp_plugin.fabric.strategy import Attachment, attach, dcp_strategy_class
+from dcp_plugin.integration.lightning_packages import SUPPORTED
 
 __all__ = ["Attachment", "attach", "dcp_strategy_class", *(f"DCP{name}" for name in SUPPORTED)]
 

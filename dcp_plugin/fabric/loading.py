@@ -1,17 +1,16 @@
-"""What ``fabric.load`` takes from where: checkpoints of every door, and of Fabric without this package.
+"""What ``fabric.load`` takes from where: checkpoints of every framework, and of Fabric without this package.
 
-The rule: rank 0 looks at what is there and tells the others, so that all ranks ask the core for the same, or raise
-the same.
+Rank 0 looks at what is there and tells the others, so that all ranks ask the core for the same, or raise the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,23 +20,33 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
-from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, has_position, restore_rng
-from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
+from dcp_plugin.fabric.state_mapping import (
+    NAMES,
+    STARTS_AGAIN,
+    Callbacks,
+    continue_at,
+    has_position,
+    names_for,
+    of_kind,
+    trained_modules,
+)
 from dcp_plugin.format.foreign.dcp_folder import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
+from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
-from dcp_plugin.state.sampler import data_rank
+
+if TYPE_CHECKING:
+    from dcp_plugin.fabric.strategy import FabricAdapter
 
 logger = logging.getLogger("dcp_plugin")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint has, in the words of whoever saved it."""
+    """What a checkpoint has, under the names that whoever saved it gave."""
 
     path: Path
     tops: list[str]
@@ -46,49 +55,48 @@ class Contents:
     """Those of them under which there is the state of an optimizer."""
     sharded: list[str]
     """Those under which there are tensors."""
-    extras: dict[str, list[int]] = field(default_factory=dict)
+    extras: dict[str, list[int]]
     """What it has of ``extra``, and which ranks have it, if it is kept by rank."""
-    names: dict[str, str] = field(default_factory=dict)
-    """The users' names of modules and optimizers."""
-    made_by_fabric: bool = False
+    names: dict[str, str]
+    """The users' names of modules and optimizers, by ours."""
+    made_by_fabric: bool
     """Fabric itself saved it, without this package."""
 
+    @classmethod
+    def of(cls, path: Path, wanted: list[str]) -> Contents:
+        """What there is, as this rank sees it.
 
-def look(path: Path, wanted: list[str]) -> Contents:
-    """What there is, on one rank.
-
-    Args:
-        wanted: Names in ``extra`` that have dots, maybe.
-    """
-    info = inspect(path)
-    keys: dict[str, list[str]] = {}
-    for key in (*(tensor.key for tensor in info.tensors), *info.values):
-        top, _, rest = key.partition(".")
-        keys.setdefault(top, []).append(rest)
-    with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
-    extras: dict[str, list[int]] = {}
-    for key in keys.pop(EXTRA, []):
-        names = [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]
-        for name in names:
-            rank = key[len(name) + 1 :].partition(".")[0]
-            ranks = extras.setdefault(name, [])
-            if rank.isdecimal() and int(rank) not in ranks:
-                ranks.append(int(rank))
-    found: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
-    if extras.pop(NAMES, None) is not None:
-        Checkpointer(solo=True).load(found, path)
-    return Contents(
-        path,
-        tops=list(keys),
-        optimizers=[top for top, rest in keys.items() if all(_is_of_optimizer(key) for key in rest)],
-        sharded=[top for top in keys if top in with_tensors],
-        extras=extras,
-        names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
-        made_by_fabric=info.format != "dcp_plugin" and (path / META).is_file(),
-    )
+        Args:
+            wanted: Names in ``extra`` that may have dots.
+        """
+        info = inspect(path)
+        keys: dict[str, list[str]] = {}
+        for key in (*(tensor.key for tensor in info.tensors), *info.values):
+            top, _, rest = key.partition(".")
+            keys.setdefault(top, []).append(rest)
+        with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
+        extras: dict[str, list[int]] = {}
+        for key in keys.pop(EXTRA, []):
+            for name in [name for name in wanted if f"{key}.".startswith(f"{name}.")] or [key.partition(".")[0]]:
+                rank = key[len(name) + 1 :].partition(".")[0]
+                ranks = extras.setdefault(name, [])
+                if rank.isdecimal() and int(rank) not in ranks:
+                    ranks.append(int(rank))
+        found: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
+        if extras.pop(NAMES, None) is not None:
+            Checkpointer(solo=True).load(found, path)
+        return cls(
+            path,
+            tops=list(keys),
+            optimizers=[top for top, rest in keys.items() if all(map(_is_of_optimizer, rest))],
+            sharded=[top for top in keys if top in with_tensors],
+            extras=extras,
+            names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
+            made_by_fabric=info.format != "dcp_plugin" and (path / META).is_file(),
+        )
 
 
-def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load(adapter: FabricAdapter, path: Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """``fabric.load`` and ``fabric.load_raw`` of a directory. Collective.
 
     Random streams are restored with an optimizer: loading weights alone does not change them.
@@ -102,21 +110,49 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
         CheckpointMismatch: What is there does not fit.
     """
     if isinstance(state, (nn.Module, Optimizer)):
-        _load_raw(strategy, path, state, strict)
+        _load_raw(adapter, path, state, strict)
         return {}
     state = {} if state is None else state
-    if not state and strategy.keeps_shards:
+    if not state and adapter.keeps_shards:
         raise ValueError(
-            f"fabric.load({str(path)!r}) with {type(strategy).__name__} needs a state with the module to restore: the "
-            "whole model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
+            f"fabric.load({str(path)!r}) with {type(adapter.strategy).__name__} needs a state with the module to "
+            "restore: the whole model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
         )
-    live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
-    asked = [name for name in state if name not in live]
-    found = _from_rank_0(strategy, path, lambda: look(path, asked))
+    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
+    found = _contents(adapter, path, [name for name in state if name not in modules and name not in optimizers])
     if found.made_by_fabric:
-        return _load_made_by_fabric(strategy, path, state, strict, weights_only)
-    places = {**_places(MODEL, of_kind(nn.Module, state), found), **_places(OPTIM, of_kind(Optimizer, state), found)}
-    for name in asked:
+        return _load_made_by_fabric(adapter, path, state, strict, weights_only)
+    places = _places(state, found, strict)
+    target: dict[str, Any] = {**names_for(trained_modules(adapter, state), list(modules.values()))}
+    for name, place in places.items():
+        target.update(_target(adapter, name, state[name], place, found))
+    remainder = _remainder(adapter, found, set(places.values()))
+    target.update(dict.fromkeys(remainder.values()))
+    if optimizers and adapter.attachment.config.rng:  # last, after the dataloaders have drawn
+        target.update(_streams(adapter, found))
+    adapter.checkpointer.load(target, path, strict=strict)
+    for name, place in places.items():
+        if _is_replaced(state[name]):
+            state[name] = target[place]
+    return {name: _nested(target[place], place in found.optimizers) for name, place in remainder.items()}
+
+
+def _contents(adapter: FabricAdapter, path: Path, wanted: list[str]) -> Contents:
+    """What rank 0 sees; on every rank."""
+    return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, wanted))
+
+
+def _places(state: dict[str, Any], found: Contents, strict: bool) -> dict[str, str]:
+    """Where the items of the state are in the checkpoint.
+
+    Raises:
+        NotInCheckpoint: One is not there, if ``strict``.
+    """
+    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
+    places = {**_live_places(MODEL, modules, found), **_live_places(OPTIM, optimizers, found)}
+    for name in state:
+        if name in modules or name in optimizers:
+            continue
         if name in found.extras:
             places[name] = f"{EXTRA}.{name}"
         elif name in found.tops:
@@ -125,25 +161,13 @@ def load(strategy: Any, path: Path, state: Any, strict: bool, weights_only: bool
     if strict and missing:
         there = [*(found.names.get(top, top) for top in found.tops), *(name for name in found.extras if name != RNG)]
         raise NotInCheckpoint(
-            f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what fits."
+            f"{found.path} has no {', '.join(map(repr, missing))}; it has {', '.join(there)}. strict=False loads what "
+            "fits."
         )
-    trained = trained_modules(strategy, state)
-    modules = list(of_kind(nn.Module, state).values())
-    target: dict[str, Any] = {**names_for({name: module for name, module in trained.items() if module not in modules})}
-    for name, place in places.items():
-        target.update(_target(strategy, name, state[name], place, found))
-    left = _left(strategy, found, set(places.values()))
-    target.update(dict.fromkeys(left.values()))
-    if of_kind(Optimizer, state) and strategy.dcp.config.rng:  # last, after the dataloaders have drawn
-        target.update(_streams(strategy, found))
-    strategy.dcp.checkpointer.load(target, path, strict=strict)
-    for name, place in places.items():
-        if _is_replaced(state[name]):
-            state[name] = target[place]
-    return {name: _nested(target[place], place in found.optimizers) for name, place in left.items()}
+    return places
 
 
-def _places(kind: str, mine: Mapping[str, Any], found: Contents) -> dict[str, str]:
+def _live_places(kind: str, mine: Mapping[str, Any], found: Contents) -> dict[str, str]:
     """Where the user's modules, or optimizers, are in the checkpoint: by the user's names, else by their order."""
     places: dict[str, str] = {}
     by_order = among(kind, found.tops)
@@ -160,15 +184,16 @@ def _places(kind: str, mine: Mapping[str, Any], found: Contents) -> dict[str, st
     return places
 
 
-def _target(strategy: Any, name: str, value: Any, place: str, found: Contents) -> dict[str, Any]:
+def _target(adapter: FabricAdapter, name: str, value: Any, place: str, found: Contents) -> dict[str, Any]:
     """What the core has to fill for one item of the state, by key."""
     if not has_position(value):
         return {place: None if _is_replaced(value) else value}
-    rank, ranks = data_rank(strategy)
+    rank, ranks = data_rank(adapter.strategy)
     saved_on = found.extras.get(name, [])
+    say = partial(_say, adapter, found)
     if len(saved_on) == ranks:
-        return {f"{place}.{rank}": Through.loads(partial(continue_at, value, _say(strategy, found)))}
-    _say(strategy, found)(
+        return {f"{place}.{rank}": Callbacks(load_state_dict=partial(continue_at, value, say))}
+    say(
         f"the position of {name!r} was saved on {len(saved_on)} data-parallel ranks and this run has {ranks}: "
         f"{STARTS_AGAIN}. To continue exactly, resume on as many ranks as then, or from a checkpoint made between two "
         "epochs."
@@ -176,14 +201,10 @@ def _target(strategy: Any, name: str, value: Any, place: str, found: Contents) -
     return {}
 
 
-def _say(strategy: Any, found: Contents) -> Say:
-    """What says something about a checkpoint, once."""
-
-    def say(message: str) -> None:
-        if strategy.is_global_zero:
-            logger.warning("%s: %s", found.path, message)
-
-    return say
+def _say(adapter: FabricAdapter, found: Contents, message: str) -> None:
+    """Warn of something about a checkpoint, on rank 0."""
+    if adapter.rank == 0:
+        logger.warning("%s: %s", found.path, message)
 
 
 def _is_replaced(value: Any) -> bool:
@@ -194,9 +215,9 @@ def _is_replaced(value: Any) -> bool:
     return not isinstance(value, (nn.Module, Optimizer, Stateful, DTensor, ShardedTensor))
 
 
-def _left(strategy: Any, found: Contents, taken: set[str]) -> dict[str, str]:
+def _remainder(adapter: FabricAdapter, found: Contents, taken: set[str]) -> dict[str, str]:
     """Where the remainder is, by the name under which the user gets it."""
-    tops = [top for top in found.tops if top not in taken and not (strategy.keeps_shards and top in found.sharded)]
+    tops = [top for top in found.tops if top not in taken and not (adapter.keeps_shards and top in found.sharded)]
     extras = {name: f"{EXTRA}.{name}" for name in found.extras if name != RNG}
     return {
         **{found.names.get(top, top): top for top in tops},
@@ -204,13 +225,12 @@ def _left(strategy: Any, found: Contents, taken: set[str]) -> dict[str, str]:
     }
 
 
-def _streams(strategy: Any, found: Contents) -> dict[str, Any]:
-    ranks = found.extras.get(RNG, [])
-    if not ranks:
-        return {}
-    mine = getattr(strategy, "global_rank", 0)
-    source = mine if mine in ranks else 0
-    return {f"{EXTRA}.{RNG}.{source}": Through.loads(partial(restore_rng, strategy, len(ranks), _say(strategy, found)))}
+def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
+    saved_on = frozenset(found.extras.get(RNG, []))
+    streams = SavedStreams(saved_on, adapter.rank, adapter.world_size, adapter.strategy.root_device)
+    if streams.about_new_ranks:
+        _say(adapter, found, f"it has {streams.about_new_ranks}")
+    return {} if streams.name is None else {f"{EXTRA}.{streams.name}": Callbacks(load_state_dict=streams.restore)}
 
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
@@ -221,19 +241,15 @@ def _nested(value: Any, is_optimizer: bool) -> Any:
 
 
 def _load_made_by_fabric(
-    strategy: Any, path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
+    adapter: FabricAdapter, path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """A sharded checkpoint of Fabric without this package: tensors by the user's names, all else in a file."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
-    metadata: dict[str, Any] = _from_rank_0(
-        strategy,
-        path,
-        lambda: torch.load(path / META, map_location="cpu", weights_only=weights_only is not False),
-    )
+    metadata = adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: _read_metadata(path, weights_only))
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:
         raise NotInCheckpoint(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
-    strategy.dcp.checkpointer.load(live, path, strict=strict)
+    adapter.checkpointer.load(live, path, strict=strict)
     for name in state:
         if name in metadata and isinstance(state[name], Stateful):
             state[name].load_state_dict(metadata.pop(name))
@@ -242,23 +258,31 @@ def _load_made_by_fabric(
     return metadata
 
 
-def _load_raw(strategy: Any, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:
+def _read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
+    except Exception as error:
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _load_raw(adapter: FabricAdapter, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:
     """One module or optimizer, from a checkpoint that has one."""
-    found = _from_rank_0(strategy, path, lambda: look(path, []))
+    found = _contents(adapter, path, [])
     if isinstance(value, nn.Module):
         name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
-        strategy.dcp.checkpointer.load({name: value}, path, strict=strict)
+        adapter.checkpointer.load({name: value}, path, strict=strict)
         return
     name = _only("optimizer", path, found.optimizers)
-    of_none = _from_rank_0(strategy, path, lambda: is_of_no_module(keys_by_name(path)[name]))
+    of_none = adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: is_of_no_module(keys_by_name(path)[name]))
     try:
-        module = trained_modules(strategy, {name: value}, loose=of_none)[name]
+        module = trained_modules(adapter, {name: value}, loose=of_none)[name]
     except CheckpointMismatch as error:
         raise CheckpointMismatch(
             "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
             "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
         ) from error
-    strategy.dcp.checkpointer.load({**names_for({name: module}), name: value}, path, strict=strict)
+    adapter.checkpointer.load({**names_for({name: module}, []), name: value}, path, strict=strict)
 
 
 def _only(what: str, path: Path, found: list[str]) -> str:
@@ -272,20 +296,3 @@ def _only(what: str, path: Path, found: list[str]) -> str:
 
 def _is_of_optimizer(key: str) -> bool:
     return key.partition(".")[0] in ("state", "param_groups")
-
-
-def _from_rank_0(strategy: Any, path: Path, work: Callable[[], T]) -> T:
-    """The result of ``work`` on rank 0, or its error, on every rank."""
-    outcome: Any = None
-    if strategy.is_global_zero:
-        try:
-            outcome = work()
-        except CheckpointError as error:
-            outcome = error
-        except Exception as error:
-            outcome = CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}")
-    outcome = strategy.broadcast(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    result: T = outcome
-    return result

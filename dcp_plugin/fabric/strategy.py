@@ -1,37 +1,44 @@
-"""Fabric's strategies, saving and loading with all ranks, straight from and into the live objects.
+"""``attach(fabric)``: strategies that save and load with all ranks, straight from and into the live objects.
 
-A promoted strategy is a subclass of one of Fabric's own strategy classes: whatever that does besides checkpoints
-stays as it is.
+Fabric takes no plugin for FSDP and ModelParallel, the strategies that need one most. So :func:`attach` changes the
+class of a strategy that exists already to :func:`dcp_strategy_class` of it: a subclass whose methods for checkpoints
+forward to a :class:`FabricAdapter`. Those who build their strategies themselves (Hydra) make one of the promoted class:
+``dcp_strategy_class(FSDPStrategy)(...)``.
 
-Fabric takes no plugin for the strategies that need one most, FSDP and ModelParallel. So :func:`attach` changes the
-class of a strategy that exists already. Those who build their strategies themselves (Hydra, a swap-free taste) make
-one of the promoted class: ``dcp_strategy_class(FSDPStrategy)(...)``.
+Fabric never tears a strategy down, so nobody but the user knows when the last background save has to be finished:
+``Attachment.wait()``, or the end of its ``with`` block. A program that ends without either is held up until the save is
+on disk, and is told so.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.fabric import loading, saving
-from dcp_plugin.fabric._fabric import (
+from dcp_plugin.fabric import loading, state_mapping
+from dcp_plugin.fabric._fabric import plugin_of, unwrapped
+from dcp_plugin.format.foreign.training import OTHERS
+from dcp_plugin.integration import Attached
+from dcp_plugin.integration.lightning_packages import (
     PACKAGES,
     SHARDED,
     SUPPORTED,
     UNSUPPORTED,
-    inside_distributed_sampler,
-    is_fabric,
-    is_strategy,
+    StrategyAdapter,
+    has_fabric_base,
+    override,
+    promoted_class,
 )
-from dcp_plugin.fabric.attachment import Attachment, refuse_init_from
-from dcp_plugin.state.sampler import make_resumable
+from dcp_plugin.integration.sampler_state import make_resumable
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
 
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:
@@ -58,9 +65,10 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
         CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
         ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which nothing would heed.
     """
-    if not is_fabric(fabric):
+    if not has_fabric_base(type(fabric), "Fabric"):
+        fabrics = " or ".join(package.fabric_name for package in PACKAGES)
         raise CheckpointError(
-            f"attach() takes a Fabric of {' or '.join(PACKAGES)}, not a {type(fabric).__name__}. A Trainer needs "
+            f"attach() takes a Fabric of {fabrics}, not a {type(fabric).__name__}. A Trainer needs "
             "plugins=[DCPCheckpointIO()] of dcp_plugin.lightning instead."
         )
     strategy = fabric.strategy
@@ -77,80 +85,239 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
+class Attachment(Attached):
+    """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
+
+    def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
+        self._strategy = strategy
+        self._config = config
+        self._class_before = type(strategy)
+        self._checkpointer: Checkpointer | None = None
+        self.fabric: Any = None
+        """What :func:`attach` was given; None for a strategy that its user has made."""
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """What :func:`attach` was given, else what the plugin among ``Fabric(plugins=...)`` was, else the defaults.
+
+        Raises:
+            ValueError: The plugin has an ``init_from``.
+        """
+        if self._config is None:
+            refuse_init_from(self._strategy)
+            config = getattr(plugin_of(self._strategy), "config", None)
+            self._config = config if isinstance(config, CheckpointConfig) else CheckpointConfig()
+        return self._config
+
+    def reconfigure(self, config: CheckpointConfig) -> None:
+        """Use other settings from now on. What is in flight is finished first."""
+        self.close()
+        self._config = config
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        if self._checkpointer is None:
+            alone = getattr(self._strategy, "world_size", 1) == 1
+            self._checkpointer = Checkpointer(self.config, solo=alone)
+        return self._checkpointer
+
+    def resume_or_init(
+        self,
+        state: dict[str, Any],
+        root: PathLike,
+        *,
+        resume: str | PathLike = "auto",
+        init_from: PathLike | None = None,
+        partial: PartialLoad | None = None,
+        strict: bool = True,
+    ) -> Restart:
+        """``fabric.load`` of the run's own newest checkpoint; else its modules' weights from ``init_from``. Collective.
+
+        Call it when everything is set up, before the loop over the data.
+
+        Args:
+            state: As for ``fabric.load``.
+            root: Where this run's checkpoints are.
+            resume, init_from, partial, strict: As for :func:`dcp_plugin.resume_or_init`.
+
+        Returns:
+            How the run starts, see there; without a report if it resumes.
+
+        Raises:
+            CheckpointError: :func:`attach` was given no Fabric; or as :func:`dcp_plugin.resume_or_init`.
+            ValueError: As there.
+        """
+        options = StartOptions(resume, init_from, partial, strict)
+        if self.fabric is None:
+            raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
+        return options.start(
+            self.checkpointer,
+            unwrapped(self.fabric, modules_of(state)),
+            # Fabric's own files are those of ``torch.save``, with the names of the state that is to be loaded.
+            lambda: options.find(root, (OTHERS,)),
+            lambda path: self._load(path, state, strict),
+        )
+
+    def _load(self, path: Path, state: dict[str, Any], strict: bool) -> None:
+        self.fabric.load(path, state, strict=strict)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on disk.
+
+        Raises:
+            SaveFailed: It failed; on every rank, and once.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Wait, and free what saving needed. Saving again is possible.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def detach(self) -> None:
+        """Finish, and have the Fabric save and load as it did before :func:`attach`.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        self._strategy.__class__ = self._class_before
+        self.close()
+
+
+def refuse_init_from(strategy: Any) -> None:
+    """Raises ValueError for a plugin with ``init_from``: a Fabric has no ``fit`` that would heed it."""
+    if getattr(plugin_of(strategy), "init_from", None) is not None:
+        raise ValueError(
+            "DCPCheckpointIO(init_from=...) among Fabric(plugins=...): a Fabric takes only the settings of it, and "
+            "would start without the pre-trained weights. Give init_from, and partial, to "
+            "attach(fabric).resume_or_init(state, root, init_from=...)."
+        )
+
+
+class FabricAdapter(StrategyAdapter):
+    """Saving and loading for one strategy of a Fabric."""
+
+    @property
+    def attachment(self) -> Attachment:
+        return self.strategy.dcp  # type: ignore[no-any-return]
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        return self.attachment.checkpointer
+
+    @property
+    def rank(self) -> int:
+        return getattr(self.strategy, "global_rank", 0)
+
+    @property
+    def world_size(self) -> int:
+        return getattr(self.strategy, "world_size", 1)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether the full model may fit on no rank."""
+        return has_fabric_base(type(self.strategy), *SHARDED)
+
+    @functools.cached_property
+    def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
+        """What was set up since, in that order: an optimizer that is loaded alone belongs to one of these."""
+        return weakref.WeakValueDictionary()
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        module = self.stock.setup_module(module)
+        self.modules[f"{type(module).__name__} at {id(module):#x}"] = module
+        return module
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = self.stock.process_dataloader(dataloader)
+        make_resumable(dataloader)
+        return dataloader
+
+    @override
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, state_mapping.Filter] | None = None,  # noqa: A002 - Fabric's name
+    ) -> None:
+        """Save on all ranks. ``step`` or ``global_step`` of the state is recorded as the step."""
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
+        path = Path(as_local(self.strategy.broadcast(path)))
+        steps = [state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)]
+        named = state_mapping.named_state(self, state, filter or {})
+        self.checkpointer.save(named, path, steps[0] if steps else None)
+
+    @override
+    def load_checkpoint(
+        self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(as_local(self.strategy.broadcast(path)))
+        self.attachment.wait()
+        if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
+            remainder: dict[str, Any] = self.stock.load_checkpoint(
+                path, state=state, strict=strict, weights_only=weights_only
+            )
+            return remainder
+        return loading.load(self, path, state, strict, weights_only)
+
+
 @functools.cache
 def dcp_strategy_class(base: type) -> type:
-    """The promoted subclass of a strategy class of either Fabric package; the class itself if it is one.
+    """The promoted subclass of a strategy class of Fabric.
 
     Its constructor takes ``checkpoint_config``, a :class:`~dcp_plugin.CheckpointConfig`, besides what ``base`` takes.
-    One base only: an instance can change its class only to one of the same memory layout.
+
+    Args:
+        base: One of Fabric's strategies for one device, DDP, FSDP or ModelParallel, or a subclass; of
+            ``lightning.fabric`` or ``lightning_fabric``.
+
+    Returns:
+        The same class for the same ``base``; ``base`` itself if it is promoted already.
 
     Raises:
         CheckpointError: The strategy keeps its state in a way of its own.
+
+    Example:
+        >>> from lightning.fabric.strategies import FSDPStrategy
+        >>> dcp_strategy_class(FSDPStrategy).__name__
+        'DCPFSDPStrategy'
     """
     if getattr(base, "promoted_by_dcp_plugin", False):
         return base
-    if not is_strategy(base, SUPPORTED) or is_strategy(base, UNSUPPORTED):
+    if not has_fabric_base(base, *SUPPORTED) or has_fabric_base(base, *UNSUPPORTED):
         raise CheckpointError(
             f"{base.__name__} is not supported: it is no strategy of Fabric, or keeps or writes its state in a way of "
             f"its own. Use one of {', '.join(SUPPORTED)} or a subclass."
         )
+    return promoted_class(
+        base,
+        FabricAdapter,
+        __module__=__name__,
+        __doc__=f"{base.__name__} whose checkpoints are saved and loaded by dcp_plugin, on all ranks.",
+        __init__=_init,
+        __reduce_ex__=_by_its_base,
+    )
 
-    class DCPStrategy(base):  # type: ignore[misc]
-        promoted_by_dcp_plugin = True
-        keeps_shards = is_strategy(base, SHARDED)
-        dcp: Attachment
 
-        def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.dcp = Attachment(self, checkpoint_config)
-
-        @functools.cached_property
-        def dcp_modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
-            """What was set up since, in that order: an optimizer that is loaded alone belongs to one of these."""
-            return weakref.WeakValueDictionary()
-
-        def setup_module(self, module: nn.Module) -> nn.Module:
-            module = super().setup_module(module)
-            self.dcp_modules[f"{type(module).__name__} at {id(module):#x}"] = module
-            return module
-
-        def process_dataloader(self, dataloader: Any) -> Any:
-            dataloader = super().process_dataloader(dataloader)
-            make_resumable(dataloader, inside_distributed_sampler)
-            return dataloader
-
-        def save_checkpoint(
-            self,
-            path: PathLike,
-            state: dict[str, Any],
-            storage_options: Any | None = None,
-            filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Fabric's name
-        ) -> None:
-            if storage_options is not None:
-                raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
-            saving.save(self, Path(as_local(self.broadcast(path))), state, filter or {})
-
-        def load_checkpoint(
-            self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
-        ) -> dict[str, Any]:
-            path = Path(as_local(self.broadcast(path)))
-            self.dcp.wait()
-            if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
-                remainder: dict[str, Any] = super().load_checkpoint(
-                    path, state=state, strict=strict, weights_only=weights_only
-                )
-                return remainder
-            return loading.load(self, path, state, strict, weights_only)
-
-    DCPStrategy.__reduce_ex__ = _by_its_base  # type: ignore[method-assign]
-    DCPStrategy.__name__ = DCPStrategy.__qualname__ = f"DCP{base.__name__}"
-    DCPStrategy.__doc__ = f"{base.__name__} whose checkpoints are saved and loaded by dcp_plugin, on all ranks."
-    return DCPStrategy
+def _init(strategy: Any, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
+    super(strategy.promoted_class, strategy).__init__(*args, **kwargs)
+    strategy.dcp = Attachment(strategy, checkpoint_config)
 
 
 def _by_its_base(strategy: Any, protocol: Any) -> Any:
     """How a strategy goes to processes that ``fabric.launch`` starts: nobody finds its class, made here, by name."""
-    return _bare, (type(strategy).__mro__[1],), strategy.__dict__
+    cls = type(strategy)
+    return _bare, (cls.__mro__[1] if cls is strategy.promoted_class else cls,), strategy.__dict__
 
 
 def _bare(base: type) -> Any:

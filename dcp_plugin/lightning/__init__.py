@@ -7,13 +7,13 @@ plugin reaches all ranks, and :mod:`dcp_plugin.lightning.resume` for how a train
 import importlib
 from typing import Any
 
-from dcp_plugin.lightning import _packages
+from dcp_plugin.integration import lightning_packages
 
-_packages.installed()  # or say how to get it, before anything else fails
+lightning_packages.installed()  # or say how to get it, before anything else fails
 
 from dcp_plugin.lightning import callback as _callback  # noqa: E402, F401  (the entry points look for it)
-from dcp_plugin.lightning.from_checkpoint import load_from_checkpoint  # noqa: E402
 from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
+from dcp_plugin.lightning.loading import load_from_checkpoint  # noqa: E402
 from dcp_plugin.lightning.strategy import dcp_strategy_class  # noqa: E402
 
 __all__ = [
@@ -31,5 +31,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The classes that derive from Lightning's: those of the package that is in use."""
     if name in __all__:
-        return getattr(importlib.import_module(_packages.in_use().classes), name)
+        return getattr(importlib.import_module(lightning_packages.in_use().classes), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

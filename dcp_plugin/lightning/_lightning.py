@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_utilities.core.overrides import is_overridden
 
 from dcp_plugin.config import PathLike
-from dcp_plugin.lightning._packages import Package, has_base, package_behind
+from dcp_plugin.integration.lightning_packages import Package, has_base, package_behind
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -75,11 +75,6 @@ def set_epoch(trainer: Trainer, dataloader: Any) -> None:
     ``StatefulDataLoader``, which asks the sampler for its order at once: it would repeat the order of epoch 0."""
     epoch: Any = trainer.fit_loop.epoch_progress.current
     package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch.processed)
-
-
-def inside_distributed_sampler(sampler: Any) -> Any:
-    """The user's sampler, which Lightning wraps on several ranks; None if this is not Lightning's wrapper."""
-    return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
 def take_dataloader_states(state: FitLoopState) -> list[Any]:
@@ -188,9 +183,6 @@ def count_loaders_from(trainer: Trainer, epoch: float) -> None:
     trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
-_PER_EPOCH = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
-
-
 def resume_within_epoch(trainer: Trainer) -> None:
     """Tell the callbacks that set up the training anew for an epoch of the one that goes on. Lightning calls no hooks
     of an epoch's start in its middle, so that until the next one ``GradientAccumulationScheduler`` would accumulate
@@ -198,9 +190,7 @@ def resume_within_epoch(trainer: Trainer) -> None:
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     restored = [dict(group) for group in groups]
     for callback in cast(Any, trainer).callbacks:
-        if any(
-            has_base(type(callback), name) for name in ("GradientAccumulationScheduler", "StochasticWeightAveraging")
-        ):
+        if has_base(type(callback), "GradientAccumulationScheduler", "StochasticWeightAveraging"):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
     for group, values in zip(groups, restored, strict=True):
         group.update(values)  # to make a schedule is to step it

@@ -2,16 +2,26 @@
 
 The rule: a Trainer without :class:`DCPCheckpointIO` is as if this package did not exist. It gets no callback; if
 Lightning ever hides which Trainer is asking, it gets one that takes itself out at ``setup``.
+
+Hooks of others, before which a lazy copy is complete: averages are swapped in and target networks updated in them.
+
+A lazy copy may go on while the next forward and backward run, until a step of an optimizer. Between steps Lightning
+calls hooks: a callback that writes weights does so in one of them, often through ``.data``, which no version counts.
+So the copy is waited for before every hook that somebody else has, and nobody needs to know which of them write.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.overrides import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning._lightning import (
     put_callback_first,
     step_of_loggers,
@@ -19,12 +29,11 @@ from dcp_plugin.lightning._lightning import (
     trainer_under_construction,
     unwrapped,
 )
-from dcp_plugin.lightning._packages import Package, has_base, package_behind
-from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks
-from dcp_plugin.lightning.hooks import OthersHooks, between_steps, tell, telling
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
-from dcp_plugin.lightning.strategy import promote
-from dcp_plugin.lightning.uploads import upload_directories
+from dcp_plugin.lightning.loggers import upload_directories
+from dcp_plugin.lightning.model_checkpoint import promote_callbacks
+from dcp_plugin.lightning.strategy import LightningAdapter, promote
+from dcp_plugin.staging.guard import wait_until_copied
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -42,7 +51,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         Args:
             log_metrics: Give the loggers ``checkpoint/blocked_seconds`` and the like, see
-                :mod:`dcp_plugin.lightning.reporting`.
+                :mod:`dcp_plugin.lightning.loggers`.
         """
 
         def __init__(self, log_metrics: bool = True) -> None:
@@ -61,9 +70,8 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """A safe moment for what became due since the last one: a save has been published in the background."""
-            strategy: Any = trainer.strategy
             tell(trainer, "on_train_batch_end")
-            strategy.dcp_checkpoint_io.afterwards.settle()
+            io_of(trainer).afterwards.settle()
 
     for name in between_steps(package):
         if name not in vars(DCPCallback):
@@ -72,8 +80,9 @@ def dcp_callback_class(package: Package) -> type[Any]:
     return DCPCallback
 
 
-def callbacks_for_new_trainer(package: Package) -> list[Any]:
-    """What the entry point of a package gives to its Trainer under construction."""
+def callbacks_for_new_trainer(name: str) -> list[Any]:
+    """What the entry point of the package of this name gives to its Trainer under construction."""
+    package = next(one for one in PACKAGES if one.name == name)
     if not in_existence:
         return []
     trainer = trainer_under_construction()
@@ -86,13 +95,18 @@ def callbacks_for_new_trainer(package: Package) -> list[Any]:
     return [dcp_callback_class(package)()]
 
 
+def io_of(trainer: Any) -> DCPCheckpointIO:
+    """The plugin of a promoted strategy."""
+    adapter: LightningAdapter = trainer.strategy.dcp_adapter
+    return adapter.io
+
+
 def _has_plugin(trainer: Trainer) -> bool:
     return isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
 
 
 def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
-    strategy: Any = trainer.strategy
-    io: DCPCheckpointIO = strategy.dcp_checkpoint_io
+    io = io_of(trainer)
     if not trainer.is_global_zero:
         return
     io.on_saved = (lambda report: report.log(trainer.loggers, step_of_loggers(trainer))) if log_metrics else None
@@ -102,8 +116,7 @@ def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
 
 
 def _watch_hooks(trainer: Trainer, mine: Any) -> None:
-    strategy: Any = trainer.strategy
-    io: DCPCheckpointIO = strategy.dcp_checkpoint_io
+    io = io_of(trainer)
     io.others = None
     if io.config.staging == "lazy":
         put_callback_first(trainer, mine)
@@ -133,3 +146,90 @@ def _say_if_wrapped(trainer: Trainer) -> None:
             f"{type(trainer.strategy.checkpoint_io).__name__} around DCPCheckpointIO has no effect: all ranks "
             "save, not the plugin on rank 0. For saves in the background use DCPCheckpointIO(async_save=True)."
         )
+
+
+_WRITE_NO_WEIGHTS = (
+    "BasePredictionWriter", "Checkpoint", "DeviceStatsMonitor", "EarlyStopping", "GradientAccumulationScheduler",
+    "LearningRateMonitor", "ModelSummary", "ProgressBar", "ThroughputMonitor", "Timer",
+)  # fmt: skip
+_NOT_BETWEEN_STEPS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+WHERE_MODEL_CHECKPOINT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
+
+
+def between_steps(package: Package) -> Iterator[str]:
+    """The hooks of callbacks in which weights may be written."""
+    for name in dir(package.pytorch.Callback):
+        if name.startswith("on_") and name not in _NOT_BETWEEN_STEPS:
+            yield name
+
+
+class OthersHooks:
+    """What hooks a trainer's module and callbacks have, besides Lightning's own harmless ones.
+
+    Args:
+        mine: The callback that is called first and tells of every hook.
+    """
+
+    def __init__(self, trainer: Any, mine: Any) -> None:
+        package, module = package_behind(trainer), trainer.lightning_module
+        callbacks = [other for other in trainer.callbacks if other is not mine]
+        names = list(between_steps(package))
+        after = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
+        savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
+        self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
+        self._any = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
+        self._saving_in = ""
+        waits = sorted(self._after_a_save.intersection(WHERE_MODEL_CHECKPOINT_SAVES))
+        if waits:
+            rank_zero_info(
+                f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
+                f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
+            )
+
+    def about_to_be_called(self, name: str) -> None:
+        """Every hook of this name follows, of callbacks first."""
+        if name in self._any:
+            wait_until_copied()
+
+    @contextmanager
+    def of_model_checkpoint(self, name: str) -> Iterator[None]:
+        """While a ``ModelCheckpoint`` or one of its like is in a hook of its own."""
+        self._saving_in = name
+        try:
+            yield
+        finally:
+            self._saving_in = ""
+
+    def saved(self) -> None:
+        """A save has returned. ``ModelCheckpoint`` comes last among callbacks: what is left of the hook is the
+        module's, and those of its like. Anybody else who saves may write as soon as that returns."""
+        if not self._saving_in or self._saving_in in self._after_a_save:
+            wait_until_copied()
+
+
+def tell(trainer: Any, name: str) -> None:
+    """All hooks of this name are about to be called."""
+    others = io_of(trainer).others
+    if others is not None:
+        others.about_to_be_called(name)
+
+
+def telling(name: str) -> Callable[..., None]:
+    """A hook of the callback that is called first."""
+
+    def hook(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        tell(trainer, name)
+
+    hook.__name__ = hook.__qualname__ = name
+    return hook
+
+
+def _has_own(callback: Any, name: str) -> bool:
+    """Whether a callback has a hook that could write weights; also one given to the instance."""
+    if name in vars(callback):
+        return True
+    classes = (cls for cls in type(callback).__mro__ if "promoted_by_dcp_plugin" not in vars(cls))
+    owner = next((cls for cls in classes if name in vars(cls)), None)
+    if owner is None or owner.__name__ == "Callback":
+        return False
+    return home_of(owner) is None or not any(has_base(owner, harmless) for harmless in _WRITE_NO_WEIGHTS)

@@ -7,21 +7,43 @@
 | everything else, whoever added it | ``extra.…``                                         |
 
 What a value is, sharded or not, tensor or not, is left to the core: hooks may put anything anywhere.
+
+Hyper-parameters as they are stored: values for which no code needs to be executed to come back.
+
+``save_hyperparameters()`` takes every argument of ``__init__``: configurations, paths and enums, which are stored as
+what they are, or as the plain values that they stand for; and also modules, loss functions and classes. Stock
+Lightning pickles those, and then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a
+file any more. They are not worth a training, and who makes the model again has them at hand: they are left out, once
+with a warning that names them, and ``load_from_checkpoint`` takes them as arguments.
+``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
+
+What OmegaConf has made is stored as plain values, too, and beside them (:data:`TYPES`) which of them it had made. It
+makes them again when they are loaded; nothing else is ever made, and no interpolation is resolved for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered
-from dcp_plugin.lightning.hyper_parameters import made_again, made_storable
-from dcp_plugin.lightning.stock_format import Checkpoint
+from dcp_plugin._torch import is_tensor
+from dcp_plugin.format import values
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered, plain
+from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 from dcp_plugin.state.optimizer import Nested
+
+Checkpoint = dict[str, Any]
+"""What Lightning, and everybody's hooks, take for a checkpoint."""
 
 
 def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -76,3 +98,138 @@ def is_keyed_by_name(optimizer_state: Any) -> bool:
     """Whether an optimizer's state is keyed by FQN, as the promoted strategies make it, and not by number."""
     groups = optimizer_state.get("param_groups", ()) if isinstance(optimizer_state, dict) else ()
     return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])
+
+
+KEYS = {
+    "hyper_parameters": "hparams_type",
+    "datamodule_hyper_parameters": "datamodule_hparams_type",
+}
+"""Lightning's keys for those of the LightningModule and of the datamodule, and for their class."""
+
+TYPES = "hyper_parameter_types"
+"""Our key beside Lightning's: which of the plain values are OmegaConf's, by the keys above."""
+_OMEGACONF = ("DictConfig", "ListConfig")
+"""What may be made of a value in a checkpoint."""
+
+
+def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Checkpoint:
+    """A checkpoint with its hyper-parameters as they are stored; warns of what is left out."""
+    made = dict(checkpoint)
+    left_out: list[str] = []
+    for key, kind in KEYS.items():
+        if key in made:
+            converted = plain(made[key])
+            if how := _how_made(made[key]):
+                made[TYPES] = {**made.get(TYPES, {}), key: how}
+            allowed = [glob.removeprefix(f"{EXTRA}.") for glob in allow_pickle]
+            without = {name for name, value in _leaves(key, converted) if not _is_storable(name, value, allowed)}
+            made[key] = _without(key, converted, without)
+            left_out += sorted(without)
+        if isinstance(of_class := made.get(kind), type):  # a class would need its code
+            made[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
+    if left_out:
+        _say(tuple(left_out))
+    return made
+
+
+def made_again(checkpoint: Checkpoint) -> None:
+    """Have OmegaConf make its hyper-parameters of what is stored, in place. What it cannot make stays plain, with a
+    warning: a resume does not need them."""
+    types = checkpoint.pop(TYPES, None)
+    if not isinstance(types, dict) or not importlib.util.find_spec("omegaconf"):
+        return
+    for key, kind in KEYS.items():
+        if key in checkpoint and key in types:
+            try:
+                checkpoint[key] = _make(checkpoint[key], types[key])
+                if "is" in types[key]:
+                    checkpoint[kind] = type(checkpoint[key])
+            except Exception as error:  # it may be from anybody
+                rank_zero_warn(f"OmegaConf cannot make the {key} of the checkpoint again, which stay plain: {error!r}")
+
+
+def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]] | None:
+    """The items of a ``DictConfig`` as they are written, and what makes one of such items again; None for all else."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
+        return None
+    how = {**_how_made(value), "root": None, "keys": []}
+    items: dict[str, Any] = omegaconf.OmegaConf.to_container(value)
+    return items, lambda others: _make(others, how)
+
+
+def _how_made(value: Any) -> dict[str, Any]:
+    """What of a value, or of the items in it, is OmegaConf's; empty if nothing is.
+
+    ``{"is": class, "root": …, "keys": …}`` for a configuration; the root, and the way to this part of it, are what its
+    interpolations may lead to. ``{"in": {key: …}}`` for a container.
+    """
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
+        root, keys = place_in_configuration(value)
+        whole = plain(root) if keys else None
+        if whole is not None and not _is_storable("", whole, []):
+            root, keys, whole = value, [], None
+        flags = {"struct": bool(omegaconf.OmegaConf.is_struct(root)), "readonly": omegaconf.OmegaConf.is_readonly(root)}
+        return {"is": type(value).__name__, "flags": flags, "root": whole, "keys": keys}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    inside = {key: how for key, item in items if (how := _how_made(item))}
+    return {"in": inside} if inside else {}
+
+
+def _make(value: Any, how: dict[str, Any]) -> Any:
+    if "is" not in how:
+        inside = how["in"]
+        if isinstance(value, dict):
+            return {key: _make(item, inside[key]) if key in inside else item for key, item in value.items()}
+        made = [_make(item, inside[key]) if key in inside else item for key, item in enumerate(value)]
+        return type(value)(made)
+    omegaconf = importlib.import_module("omegaconf")
+    whole = value if how["root"] is None else how["root"]
+    if how["is"] not in _OMEGACONF or not isinstance(whole, (dict, list, type(None))):
+        raise TypeError(f"a {how['is']} of a {type(whole).__name__}")
+    made_of = omegaconf.ListConfig if isinstance(whole, list) else omegaconf.DictConfig
+    config = root = getattr(omegaconf, how["is"])(None) if whole is None else made_of(whole)
+    for key in how["keys"]:
+        if omegaconf.OmegaConf.is_interpolation(config, key):
+            raise TypeError(f"{key} is an interpolation")
+        config = config[key]
+    if type(config).__name__ != how["is"]:
+        raise TypeError(f"a {how['is']} of a {type(config).__name__}")
+    omegaconf.OmegaConf.set_struct(root, how["flags"]["struct"] or None)
+    omegaconf.OmegaConf.set_readonly(root, how["flags"]["readonly"] or None)
+    return config
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{name}.{key}", item)
+    else:
+        yield name, value
+
+
+def _without(name: str, value: Any, without: set[str]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    inside = {key: f"{name}.{key}" for key in value}
+    return {key: _without(inside[key], item, without) for key, item in value.items() if inside[key] not in without}
+
+
+def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
+    if isinstance(value, nn.Module):  # to the core it is something to be loaded in place
+        return False
+    if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
+        return True
+    if callable(value):
+        return False
+    return values.is_storable(value)
+
+
+@functools.cache
+def _say(names: tuple[str, ...]) -> None:
+    rank_zero_warn(
+        f"Not stored with checkpoints, since only executing pickled code would restore them: {', '.join(names)}. Give "
+        "them to load_from_checkpoint as arguments. save_hyperparameters(ignore=[...]) silences this; "
+        f'allow_pickle=("{EXTRA}.{names[0]}",) stores what is no module nevertheless.'
+    )

@@ -3,7 +3,7 @@
 ``dcp_plugin.lightning`` offers these names too, from here or from its sister module, by which package is imported.
 """
 
-from dcp_plugin.lightning._packages import PYTORCH_LIGHTNING
+from dcp_plugin.integration.lightning_packages import PYTORCH_LIGHTNING
 from dcp_plugin.lightning.callback import dcp_callback_class
 from dcp_plugin.lightning.strategy import dcp_strategy_class
 

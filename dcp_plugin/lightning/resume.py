@@ -12,6 +12,15 @@ draws from the random generators, and hooks may, too:
 
 States are kept per rank: the random streams by global rank, the loaders by the rank of their data, so that ranks
 which share their data (tensor parallelism) share the state.
+
+When a fit starts: would a checkpoint of it be stored? Found out then, and not after hours, at the first save.
+
+What the training adds to a checkpoint besides tensors is put together and encoded, and nothing is written. Every value
+that cannot be stored is named in one error on all ranks.
+
+No code of the user's is asked: hooks and ``state_dict`` methods may count, log or write on that occasion, and stock
+calls them for checkpoints alone. So this sees hyper-parameters and the schedules whose ``state_dict`` is torch's; the
+rest is left to the first save.
 """
 
 from __future__ import annotations
@@ -23,18 +32,21 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from dcp_plugin.integration.key_names import RNG
-from dcp_plugin.lightning import _lightning
+from dcp_plugin._torch import is_tensor
+from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin.integration import random_streams
+from dcp_plugin.integration.key_names import EXTRA, RNG
+from dcp_plugin.integration.lightning_packages import inside_distributed_sampler, package_behind
+from dcp_plugin.integration.sampler_state import data_rank, made_by
+from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
-from dcp_plugin.lightning._packages import package_behind
-from dcp_plugin.lightning.hyper_parameters import TYPES
-from dcp_plugin.state import rng
-from dcp_plugin.state.sampler import data_rank, made_by
+from dcp_plugin.lightning.layout import TYPES, Checkpoint
+from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.planning.save import encode_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Checkpoint = dict[str, Any]
 DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
 MADE_IN = "dataloaders_made_in"
 OF_HOOKS = "of_hooks"
@@ -72,7 +84,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
         loaders = _lightning.train_dataloaders(trainer)
         checkpoint[RNG] = {
             str(trainer.global_rank): {
-                "streams": rng.capture(trainer.strategy.root_device),
+                "streams": random_streams.capture(trainer.strategy.root_device),
                 "loaders": [[generator.get_state() for generator in _generators(loader)] for loader in loaders],
             }
         }
@@ -124,7 +136,7 @@ class Resume:
         mine = rng_states.get(str(trainer.global_rank))
         rank, data_ranks = data_rank(trainer)
         if rng_states and trainer.world_size > len(rng_states):
-            rank_zero_info(f"The checkpoint has {rng.about_new_ranks(len(rng_states), trainer.world_size)}.")
+            rank_zero_info(f"The checkpoint has {random_streams.about_new_ranks(len(rng_states), trainer.world_size)}.")
         return cls(
             rng=mine or rng_states.get("0"),
             new_rank=mine is None,
@@ -179,9 +191,9 @@ class Resume:
 
     def _restore_rng(self, state: dict[str, Any], trainer: Trainer) -> None:
         if self.new_rank:
-            rng.derive(state["streams"], trainer.global_rank)
+            random_streams.derive(state["streams"], trainer.global_rank)
             return
-        rng.restore(state["streams"], trainer.strategy.root_device)
+        random_streams.restore(state["streams"], trainer.strategy.root_device)
         for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
             for generator, generator_state in zip(_generators(loader), saved, strict=False):
                 generator.set_state(generator_state)
@@ -232,6 +244,47 @@ def _keeps_its_own_position(trainer: Trainer) -> bool:
 def _generators(dataloader: Any) -> list[torch.Generator]:
     """The loader's own random generators: what it draws from instead of the global one, and its samplers'."""
     sampler = getattr(dataloader, "sampler", None)
-    inner = _lightning.inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
+    inner = inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
     found = [getattr(owner, "generator", None) for owner in (dataloader, sampler, inner)]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def saves_by_itself(trainer: Trainer) -> bool:
+    """Whether this is the start of a fit that will save checkpoints by itself."""
+    any_trainer = cast(Any, trainer)
+    return any_trainer.state.fn == "fit" and bool(any_trainer.checkpoint_callbacks) and not any_trainer.fast_dev_run
+
+
+def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
+    """Encode what would be stored besides tensors.
+
+    Raises:
+        UnsafeCheckpoint: Naming every value that cannot be stored.
+    """
+    state = layout.to_state(_extra_of(trainer), allow_pickle)
+    leaves, _ = flatten({EXTRA: state[EXTRA]} if state[EXTRA] else {})
+    try:
+        encode_state({key: value for key, value in leaves.items() if not is_tensor(value)}, allow_pickle)
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"the checkpoints of this training could not be saved: {error}") from error
+
+
+def _extra_of(trainer: Any) -> Checkpoint:
+    """What Lightning puts into a checkpoint besides model and optimizers, as far as nobody has to be asked for it."""
+    extra: Checkpoint = {}
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        if owner is not None and owner.hparams:
+            extra[owner.CHECKPOINT_HYPER_PARAMS_KEY] = owner.hparams
+    if not all(getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks):
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        extra["lr_schedulers"] = [one.state_dict() if _is_torch_alone(one) else {} for one in schedules]
+    return extra
+
+
+def _is_torch_alone(schedule: Any) -> bool:
+    """Whether its ``state_dict`` is torch's, and asks no other schedule for its own."""
+    return str(schedule.state_dict.__module__).startswith("torch.") and not hasattr(schedule, "_schedulers")

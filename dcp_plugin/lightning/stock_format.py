@@ -5,23 +5,64 @@ A directory of its sharded strategies is a DCP checkpoint of model and optimizer
 Lightning's business, which continues them as it would by itself.
 
 A file (``.ckpt``) is a ``torch.save`` of one dictionary, with whole tensors; see
-:mod:`dcp_plugin.lightning.full_state`.
+:mod:`dcp_plugin.lightning.stock_format`.
+
+State whose tensors are whole, into models and optimizers of any strategy.
+
+This is what a file of Lightning's has, and what a hook may put into a checkpoint. Its optimizer states have numbers
+instead of the names of parameters, and what a number counts depends on who saved it:
+
+- one device and DDP: the parameters of the optimizer, in the order of its groups;
+- FSDP and ModelParallel, saving "full": the parameters of the model, frozen ones included.
+
+Lightning's sharded strategies take the second for both, and give one parameter the state of another as soon as there
+is a frozen one.
+
+No lock-in: what stock Lightning needs to resume, without this package, what a sharded strategy saved.
+
+Its sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
+``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for everything else in a file
+``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.stock_views`), the
+groups are small values of their own. Single device and DDP are not imitated: their format is one file, a second copy
+of everything.
+
+We never read any of it: the aliases are not in our index, and loads pass over the list of groups.
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
 import zipfile
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from dcp_plugin.errors import UnsafeCheckpoint
+from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.format import values
 from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
+from dcp_plugin.format.stock_views import Aliases
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
+from dcp_plugin.integration.lightning_packages import has_base
+from dcp_plugin.lightning import layout
+from dcp_plugin.lightning.layout import Checkpoint
+from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.messages import some
+from dcp_plugin.planning.flatten import flatten, holds_sharded
+from dcp_plugin.state import flatten_optimizer, gather_module
+from dcp_plugin.state.module import flat_parameter_names
+from dcp_plugin.state.names import contains_fsdp1, parameter_names
+from dcp_plugin.state.optimizer import GROUPS, Nested, group_list, group_names
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.storage.open import read_summary
-
-Checkpoint = dict[str, Any]
+from dcp_plugin.types import KeyPath
 
 MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}
 """Under which name each of the sharded strategies stores the model."""
@@ -68,3 +109,160 @@ def _what(error: Exception) -> str:
     """The line of torch's long message that names it."""
     lines = str(error).splitlines() or [type(error).__name__]
     return next((line.strip().partition(" Please ")[0] for line in lines if "rror:" in line), lines[0]).rstrip(".")
+
+
+def fill(key: str, target: Any, source: Any) -> None:
+    """Copy ``source``, whole or distributed like ``target``, into this rank's part of ``target``.
+
+    Raises:
+        CheckpointMismatch: They have different shapes.
+    """
+    mine, given = sharded_value(target), sharded_value(source)
+    if mine.shape != given.shape:
+        raise CheckpointMismatch(f"{key} has shape {mine.shape} here and {given.shape} in the checkpoint")
+    for number, chunk in enumerate(mine.chunks):
+        if len(given.chunks) == 1 and given.chunks[0].sizes == given.shape:
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            chunk.tensor.copy_(given.chunks[0].tensor[box])
+        else:
+            chunk.tensor.copy_(given.chunks[number].tensor)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, strict: bool) -> None:
+    """Give an optimizer a state, keyed by the names or the numbers of parameters. Collective if there is FSDP1.
+
+    Raises:
+        CheckpointMismatch: It does not fit the optimizer, or is that of other parameters. Nothing has changed then.
+    """
+    nested = by_name(model, optimizer, state)
+    flat = flatten_optimizer(nested)
+    load = OptimizerLoad(model, optimizer, {key: _entry(value) for key, value in flat.items()})
+    if strict and (load.missing or load.unexpected):
+        raise CheckpointMismatch(
+            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(load.missing)}; only "
+            f"in the checkpoint {some(load.unexpected)}. strict_loading=False loads what fits."
+        )
+    _refuse_state_of_others(nested["state"], gather_module(model))
+    targets = load.targets()
+    load.check({key: flat[key] for key in targets if not is_tensor(flat[key])})
+    for key, target in targets.items():
+        if is_tensor(target):
+            fill(key, target, flat[key])
+    load.commit({key: flat[key] if target is None else target for key, target in targets.items()})
+
+
+def by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nested:
+    """The state with names of parameters where it has numbers."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if all(isinstance(number, str) for number in numbers):
+        return state
+    of_optimizer = numbers == list(range(len(numbers)))
+    names = _names_in_optimizer(model, optimizer) if of_optimizer else _names_in_model(model)
+    if len(names) < len(numbers) or max(numbers) >= len(names) or (of_optimizer and len(names) > len(numbers)):
+        raise CheckpointMismatch(
+            f"the checkpoint's {type(optimizer).__name__} has the state of {len(numbers)} parameters, up to number "
+            f"{max(numbers)}; this {'optimizer' if of_optimizer else 'model'} has {len(names)}. Make it with the "
+            "parameters that it was saved with."
+        )
+    return {
+        "state": {names[number]: slots for number, slots in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """In the order in which an optimizer of the unwrapped model has them. A flat parameter of FSDP1 lists those of
+    its unit; a group of such is taken to be in the order of the model, which is how it is mostly made."""
+    order = {name: number for number, name in enumerate(gather_module(model))}
+    names = []
+    for group, of_group in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
+        flat = len(of_group) != len(group["params"])
+        names += sorted(of_group, key=order.__getitem__) if flat else of_group
+    return names
+
+
+def _names_in_model(model: nn.Module) -> list[str]:
+    if not contains_fsdp1(model):
+        return list(parameter_names(model).values())
+    known = {name for names in flat_parameter_names(model).values() for name in names}
+    return [name for name in gather_module(model) if name in known]
+
+
+def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
+    """Slots have the shape of their parameter, or are made of its sizes (factored ones). If none is, they are
+    another's."""
+    for name, slots in state.items():
+        if name not in model:
+            continue
+        shape = sharded_value(model[name]).shape
+        shapes = [tuple(slot.shape) for slot in slots.values() if is_tensor(slot) and slot.ndim > 0]
+        if shapes and not any(set(of_slot) <= {1, *shape} for of_slot in shapes):
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer state for {name} has shape {shapes[0]}, the parameter {shape}: it is that "
+                "of another parameter. Make the optimizer with the parameters, groups and order it was saved with."
+            )
+
+
+def _entry(value: Any) -> Entry:
+    if isinstance(value, torch.Tensor):
+        return StoredTensor(value.dtype, tuple(value.shape), ())
+    return StoredValue(Location("", 0, 0, None, 0))
+
+
+@dataclass(frozen=True)
+class ForStock:
+    """What is added to one checkpoint."""
+
+    aliases: Aliases
+    meta: Checkpoint | None
+    """What goes into ``meta.pt``; None on ranks that do not write it."""
+
+    def write_meta(self, directory: Path) -> None:
+        """Everything but model and optimizers, in a file that ``torch.load(weights_only=True)`` takes; unless it holds
+        what the user has allowed to be pickled. What cannot be stored at all is left to the save to name."""
+        if self.meta is not None:
+            with suppress(UnsafeCheckpoint):
+                (directory / META).write_bytes(values.encode(self.meta, allow_pickle=True))
+
+
+def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) -> ForStock | None:
+    """What stock Lightning needs of a checkpoint that this strategy saves; None if it is not a sharded one.
+
+    The groups of the optimizers are added to ``state``.
+
+    Args:
+        checkpoint: The dictionary of Lightning's.
+        state: What is stored of it, see :func:`dcp_plugin.lightning.layout.to_state`.
+    """
+    names = [name for strategy_class, name in MODEL_NAMES.items() if has_base(type(strategy), strategy_class)]
+    if not names:
+        return None
+    aliases: dict[str, tuple[str, KeyPath]] = {}
+    if names[0] != MODEL:
+        aliases = {f"{MODEL}.{key}": (f"{names[0]}.{key}", (names[0], key)) for key in state.get(MODEL, ())}
+    optimizers = [one for one in checkpoint.get("optimizer_states", ()) if layout.is_keyed_by_name(one)]
+    for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
+        if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
+            state[name] = {**state[name], GROUPS: nested[GROUPS]}
+            aliases.update(_of_optimizer(name, f"{OPTIMIZER}_{number}", nested))
+    return ForStock(aliases, _meta(state[EXTRA]) if strategy.is_global_zero else None)
+
+
+def _of_optimizer(name: str, stock_name: str, nested: Nested) -> dict[str, tuple[str, KeyPath]]:
+    _, paths = flatten(nested)
+    return {f"{name}.{key}": (f"{stock_name}.{key}", (stock_name, *path)) for key, path in paths.items()}
+
+
+def _meta(extra: Checkpoint) -> Checkpoint:
+    """As Lightning itself would have stored it. Of tensors that are sharded, rank 0 alone has not enough to store."""
+    loops = {"loops": copy.deepcopy(extra["loops"])} if "loops" in extra else {}
+    meta: Checkpoint = without_own_state({**_whole(extra), **loops})
+    return meta
+
+
+def _whole(value: Any) -> Any:
+    if type(value) is not dict:
+        return value
+    return {key: _whole(item) for key, item in value.items() if type(item) is dict or not holds_sharded(item)}

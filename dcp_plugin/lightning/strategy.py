@@ -1,11 +1,8 @@
 """Strategies that save and load with all ranks, straight from and into the live model and optimizers.
 
-A promoted strategy is a subclass of the user's own strategy class and nothing else: whatever that class does besides
-checkpoints stays as it is. It differs in what goes into a checkpoint (this rank's view of the state, by name), in
-who saves (all ranks), and in how it is loaded (into the live model and optimizers, wherever their parts are).
-
-:func:`promote` changes the class of a strategy that exists already; that is what the callback does. The
-classes for those who build their strategies themselves (Hydra, a swap-free taste) are the same.
+:func:`promote` changes the class of a trainer's strategy to :func:`dcp_strategy_class` of it: a subclass of the user's
+own class and nothing else, whose methods for checkpoints forward to a :class:`LightningAdapter`. The classes for those
+who build their strategies themselves (``DCPFSDPStrategy``, for Hydra) are the same.
 """
 
 from __future__ import annotations
@@ -19,32 +16,293 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.lightning import _lightning, layout, loading, preflight, resume, stock_format
-from dcp_plugin.lightning._lightning import begins_stage, inside_distributed_sampler, unwrapped
-from dcp_plugin.lightning._packages import has_base, home_of, package_of
-from dcp_plugin.lightning.aliases import add_for_stock
-from dcp_plugin.lightning.checkpoint_callbacks import promote_callbacks, require_local_dirpaths
+from dcp_plugin.integration.lightning_packages import (
+    SHARDED,
+    SUPPORTED,
+    UNSUPPORTED,
+    StrategyAdapter,
+    has_base,
+    home_of,
+    override,
+    package_behind,
+    package_of,
+    promoted_class,
+)
+from dcp_plugin.integration.sampler_state import make_resumable
+from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
+from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
+from dcp_plugin.lightning.model_checkpoint import promote_callbacks, require_local_dirpaths
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.lightning.stock_format import Checkpoint
 from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
-from dcp_plugin.state.sampler import make_resumable
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
 _PATIENCE_WITH_AN_EXCEPTION = 60.0
 """Seconds that a rank waits for the others if a callback is to save what an exception left. It is as long as they may
 be apart, a step or two, and much less than the timeout of a process group, after which its own exception is lost."""
-UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
 
 _UNREAD: dict[str, Any] = {}
-"""Stands for the state of an optimizer that is not made yet, where nobody looks."""
+"""Placeholder for the state of an optimizer that does not exist yet, where no hook looks at it."""
+
+
+class LightningAdapter(StrategyAdapter):
+    """Saving, loading and the moments around them, for one strategy of a Trainer."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._loaded: Loaded | None = None
+        """The checkpoint that is being restored, until the optimizers have it too."""
+        self._resume: Resume | None = None
+        """What is to be restored when the training starts."""
+        self._all_came: bool | None = None
+        self._set_up = False
+        self._groups_made: list[int] = []
+        """How many groups each optimizer had when it was made."""
+
+    @property
+    def io(self) -> DCPCheckpointIO:
+        io = _lightning.unwrapped(self.strategy.checkpoint_io)
+        if not isinstance(io, DCPCheckpointIO):  # a strategy of the classes below, without the plugin
+            io = self.strategy.checkpoint_io = DCPCheckpointIO()
+        io.serves_strategy = True
+        return io
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        return self.io.checkpointer(self.strategy.world_size)
+
+    @property
+    def module(self) -> LightningModule:
+        return self.strategy.lightning_module  # type: ignore[no-any-return]
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.module.trainer
+
+    @property
+    def fitting(self) -> bool:
+        return self.trainer.state.fn == "fit"
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        promote_callbacks(trainer)
+        if trainer.state.fn == "fit":
+            require_local_dirpaths(trainer)
+        self._all_came = None
+        ranks = self.checkpointer.ranks  # later may be too late to meet
+        self.stock.setup(trainer)
+        self._set_up = True
+        self._groups_made = [len(optimizer.param_groups) for optimizer in self.strategy.optimizers]
+        if resume.saves_by_itself(trainer):
+            preflight = functools.partial(resume.preflight, trainer, self.io.config.allow_pickle)
+            ranks.agree("see whether checkpoints could be saved", preflight)
+
+    def all_ranks_come_to_save(self) -> bool:
+        """After an exception: whether all ranks had one, at the same step, so that they can save together.
+
+        Ranks meet once; later calls return the same.
+        """
+        if self._all_came is None:
+            self.io.wait()
+            # Of one step: else parts of different steps would make one checkpoint.
+            step = self.trainer.global_step
+            purpose = f"save what an exception left at step {step}"
+            self._all_came = self.checkpointer.all_ranks_come_to(purpose, _PATIENCE_WITH_AN_EXCEPTION)
+            if not self._all_came and step > 0:  # before, nothing is lost: the first load has failed, for one
+                warnings.warn(
+                    f"Rank {self.strategy.global_rank} saves no checkpoint of its exception: all ranks would have to "
+                    "take part, and it is not known that all of them had one at the same step.",
+                    stacklevel=2,
+                )
+        return self._all_came
+
+    # Save: Lightning asks for the parts, lets hooks change them, and hands the full checkpoint back on every rank.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return gather_module(self.strategy.model)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gather_optimizer(self.strategy.model, _unwrapped_optimizer(optimizer))
+
+    @override
+    def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
+        refuse_storage_options(storage_options)
+        strategy, io = self.strategy, self.io
+        path = Path(as_local(strategy.broadcast(filepath)))
+        checkpoint = resume.beside_ours(checkpoint)
+        if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
+            resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
+        optimizers = [_unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
+        state = layout.to_state(checkpoint, io.config.allow_pickle)
+        state = layout.shared_by_ranks(state, strategy.model, optimizers)
+        added = stock_format.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
+        io.save(state, path, checkpoint.get("global_step"), strategy.world_size, [strategy.model, *optimizers], added)
+        if self.trainer.state.stopped:  # nobody will wait for it later
+            io.wait()
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        if self.strategy.is_global_zero:
+            self.io.remove_checkpoint(filepath)
+
+    # Load: read into model and optimizers, let hooks see and change the result, apply what they changed.
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
+        self._loaded = self._resume = None
+        path = Path(as_local(self.strategy.broadcast(checkpoint_path)))
+        weights_only = self.io.weights_only if weights_only is None else weights_only
+        if not path.is_file():
+            self.io.wait()
+            return self._load_directory(path, weights_only)
+        if has_base(type(self.strategy), *SHARDED):
+            self.io.wait()
+            checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
+            self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)
+            checkpoint = self._loaded.checkpoint
+            if self.fitting:
+                _lightning.restore_groups(self.trainer, checkpoint)
+        else:  # Lightning's own format: in Lightning's own way
+            checkpoint = self.stock.load_checkpoint(path, weights_only=weights_only)
+        if self.fitting:
+            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"))
+        return checkpoint
+
+    def _load_directory(self, path: Path, weights_only: bool | None) -> Checkpoint:
+        strategy, pytorch = self.strategy, package_behind(self.strategy).pytorch
+        if not self._set_up and has_base(type(strategy.precision_plugin), "DoublePrecision"):
+            strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # or the load would round
+        self._loaded = loaded = loading.load(
+            path,
+            self.checkpointer,
+            strategy.model,
+            strict=self.module.strict_loading,
+            hooked=is_overridden("on_load_checkpoint", self.module, pytorch.LightningModule),
+            weights_only=weights_only,
+        )
+        checkpoint = loaded.checkpoint
+        if self.fitting:
+            self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), loaded.report)
+            self._load_or_announce_optimizers(loaded)
+        checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if not saved by a Trainer
+        if stock_format.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
+            return checkpoint
+        if self.fitting and "loops" in checkpoint:
+            self._resume = Resume.from_checkpoint(checkpoint, self.trainer)
+        elif self.fitting and "optimizer_states" in checkpoint:
+            checkpoint.setdefault("lr_schedulers", [])
+            rank_zero_warn(
+                f"{path} was not saved by a Trainer: model and optimizers are restored; the loops, schedules and "
+                "random streams of this training start at their beginning."
+            )
+        return resume.put_back(checkpoint)
+
+    def _load_or_announce_optimizers(self, loaded: Loaded) -> None:
+        """Load the optimizers if they are made already; otherwise Lightning has to know that they have a state."""
+        if not loaded.optimizer_names:
+            return
+        if self._set_up:
+            _lightning.restore_groups(self.trainer, loaded.checkpoint)
+            self._load_optimizers(loaded)
+        elif _lightning.hooks_into_load(self.trainer, package_behind(self.strategy).pytorch):
+            loaded.checkpoint["optimizer_states"] = loading.peek_at_optimizers(loaded, self.checkpointer)
+        else:
+            loaded.checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
+
+    def _load_optimizers(self, loaded: Loaded) -> None:
+        strategy, strict = self.strategy, self.module.strict_loading
+        loading.load_optimizers(loaded, self.checkpointer, strategy.model, strategy.optimizers, strict=strict)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
+        if self._loaded is None:
+            self.stock.load_model_state_dict(checkpoint, strict=strict)
+        else:
+            loading.apply_model(self.strategy.model, self._loaded, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
+        loaded, self._loaded = self._loaded, None
+        strategy, states = self.strategy, checkpoint["optimizer_states"]
+        if loaded is None:
+            self.stock.load_optimizer_state_dict(checkpoint)
+            return
+        if loaded.optimizers is None and loaded.optimizer_names:
+            self._load_optimizers(loaded)
+        _lightning.groups_are_restored(self.trainer, self._groups_made)
+        if not any(state is _UNREAD for state in states):
+            strict = self.module.strict_loading
+            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict=strict)
+
+    # The start of a fit.
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if _lightning.begins_stage(*args, **kwargs) and self.fitting:
+            self._start()
+        self.stock.barrier(*args, **kwargs)
+
+    def _start(self) -> None:
+        """A fit without a checkpoint: its model may start from another's."""
+        io = self.io
+        if self.trainer.ckpt_path is None:
+            goes_on = self.trainer.global_step > 0  # where the last fit of this trainer has ended
+            strategy, strict = self.strategy, self.module.strict_loading
+            io.restart = None if goes_on else io.start(strategy.model, strategy.world_size, strict)
+        if io.init_from is not None and io.restart is not None:
+            rank_zero_info(str(io.restart))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """See :mod:`dcp_plugin.lightning.resume` for this moment and the next."""
+        dataloader = self.stock.process_dataloader(dataloader)
+        if self.trainer.training:
+            make_resumable(dataloader)
+            if self._resume is not None:
+                self._resume.prepare(self.trainer, dataloader)
+        return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        self.stock.on_train_start()
+        pending, self._resume = self._resume, None
+        if pending is not None:
+            pending.start(self.trainer)
+
+    # The end: a save in flight is waited for, and its failure is raised exactly once.
+
+    @override
+    def on_train_end(self) -> None:
+        self.stock.on_train_end()
+        self.io.wait()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.stock.on_exception(exception)
+        try:
+            self.io.teardown()
+        except Exception as failure:  # whatever it is, what ends the training is the one to raise
+            exception.add_note(f"Besides, a checkpoint could not be saved: {failure}")
+            rank_zero_warn(f"A checkpoint could not be saved: {failure}")
+
+    @override
+    def teardown(self) -> None:
+        self._loaded = self._resume = None
+        self._set_up = False
+        try:
+            self.stock.teardown()
+        finally:
+            self.io.teardown()  # FSDP and ModelParallel forget it
 
 
 def promote(strategy: Strategy) -> None:
@@ -58,253 +316,42 @@ def promote(strategy: Strategy) -> None:
 
 @functools.cache
 def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
-    """The promoted subclass of a strategy class; the class itself if it is one.
+    """The promoted subclass of a strategy class.
 
-    One base only: an instance can change its class only to one of the same memory layout.
+    Args:
+        base: One of Lightning's strategies for one device, DDP, FSDP or ModelParallel, or a subclass; of
+            ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Returns:
+        The same class for the same ``base``; ``base`` itself if it is promoted already.
+
+    Raises:
+        CheckpointError: The strategy keeps its state in a way of its own.
+
+    Example:
+        >>> from lightning.pytorch.strategies import FSDPStrategy
+        >>> dcp_strategy_class(FSDPStrategy).__name__
+        'DCPFSDPStrategy'
     """
     if getattr(base, "promoted_by_dcp_plugin", False):
         return base
     package = package_of(base)
-    if package is None or not _is_one_of(base, SUPPORTED) or _is_one_of(base, UNSUPPORTED):
+    if package is None or not has_base(base, *SUPPORTED) or has_base(base, *UNSUPPORTED):
         raise CheckpointError(
             f"DCPCheckpointIO does not support {base.__name__}: it keeps or writes its state in a way of its own. "
             f"Use one of {', '.join(SUPPORTED)} or a subclass, or take the plugin out."
         )
-    pytorch = package.pytorch
-    sharded = _is_one_of(base, tuple(stock_format.MODEL_NAMES))
-
-    class DCPStrategy(base):  # type: ignore[misc, valid-type]
-        promoted_by_dcp_plugin = True
-        checkpoint_io: Any  # a property of the base, and so is the next
-        model: Any
-        _dcp_loaded: Loaded | None = None
-        _dcp_resume: Resume | None = None
-        _dcp_all_came: bool | None = None
-        _dcp_set_up = False
-        _dcp_groups_made: list[int]
-
-        @property
-        def dcp_checkpoint_io(self) -> DCPCheckpointIO:
-            io = unwrapped(self.checkpoint_io)
-            if not isinstance(io, DCPCheckpointIO):  # a strategy of the classes below, without the plugin
-                io = DCPCheckpointIO()
-                self.checkpoint_io = io
-            io.serves_strategy = True
-            return io
-
-        @property
-        def lightning_restore_optimizer(self) -> bool:
-            """FSDP and ModelParallel load optimizers together with the model, before hooks have seen them."""
-            return True
-
-        def setup(self, trainer: Any) -> None:
-            promote_callbacks(trainer)
-            if trainer.state.fn == "fit":
-                require_local_dirpaths(trainer)
-            self._dcp_all_came = None
-            io = self.dcp_checkpoint_io
-            ranks = io.checkpointer(self.world_size).ranks  # later may be too late to meet
-            super().setup(trainer)
-            self._dcp_set_up = True
-            self._dcp_groups_made = [len(optimizer.param_groups) for optimizer in self.optimizers]
-            if preflight.is_due(trainer):
-                rehearse = functools.partial(preflight.rehearse, trainer, io.config.allow_pickle)
-                ranks.agree("see whether checkpoints could be saved", rehearse)
-
-        def all_ranks_come_to_save(self) -> bool:
-            """After an exception: whether all ranks had one, at the same step, so that they can save together. Asked
-            once."""
-            if self._dcp_all_came is None:
-                io, limit = self.dcp_checkpoint_io, _PATIENCE_WITH_AN_EXCEPTION
-                io.wait()
-                # Of one step: else parts of different steps would make one checkpoint.
-                step = self.lightning_module.trainer.global_step
-                purpose = f"save what an exception left at step {step}"
-                came = io.checkpointer(self.world_size).all_ranks_come_to(purpose, limit)
-                if not came and step > 0:  # before, nothing is lost: the first load has failed, for one
-                    warnings.warn(
-                        f"Rank {self.global_rank} saves no checkpoint of its exception: all ranks would have to take "
-                        "part, and it is not known that all of them had one at the same step.",
-                        stacklevel=2,
-                    )
-                self._dcp_all_came = came
-            return self._dcp_all_came
-
-        # Save: Lightning asks for the parts, lets hooks change them, and hands the whole back on every rank.
-
-        def lightning_module_state_dict(self) -> dict[str, Any]:
-            return gather_module(self.model)
-
-        def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-            return gather_optimizer(self.model, _plain(optimizer))
-
-        def save_checkpoint(
-            self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None
-        ) -> None:
-            refuse_storage_options(storage_options)
-            io, trainer = self.dcp_checkpoint_io, self.lightning_module.trainer
-            path = Path(as_local(self.broadcast(filepath)))
-            checkpoint = resume.beside_ours(checkpoint)
-            if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
-                resume.add_own_state(checkpoint, trainer, with_rng=io.config.rng)
-            optimizers = list(map(_plain, self.optimizers))
-            state = layout.to_state(checkpoint, io.config.allow_pickle)
-            state = layout.shared_by_ranks(state, self.model, optimizers)
-            added = add_for_stock(self, checkpoint, state) if io.config.stock_aliases else None
-            owners = [self.model, *optimizers]
-            io.save(state, path, checkpoint.get("global_step"), self.world_size, owners, added)
-            if trainer.state.stopped:  # nobody will wait for it later
-                io.wait()
-
-        def remove_checkpoint(self, filepath: PathLike) -> None:
-            if self.is_global_zero:
-                self.dcp_checkpoint_io.remove_checkpoint(filepath)
-
-        # Load: read into model and optimizers, let hooks see and change the result, apply what they changed.
-
-        def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
-            self._dcp_loaded = self._dcp_resume = None
-            path = Path(as_local(self.broadcast(checkpoint_path)))
-            io, module = self.dcp_checkpoint_io, self.lightning_module
-            fitting = module.trainer.state.fn == "fit"
-            weights_only = io.weights_only if weights_only is None else weights_only
-            if path.is_file() and not sharded:  # Lightning's own format: in Lightning's own way
-                checkpoint: Checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-                if fitting:
-                    io.restart = Restart("resumed", path, checkpoint.get("global_step"))
-                return checkpoint
-            io.wait()
-            checkpointer = io.checkpointer(self.world_size)
-            if path.is_file():
-                checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
-                self._dcp_loaded = Loaded.of_file(path, checkpoint, self.model)
-                if fitting:
-                    io.restart = Restart("resumed", path, checkpoint.get("global_step"))
-                    _lightning.restore_groups(module.trainer, checkpoint)
-                return self._dcp_loaded.checkpoint
-            if not self._dcp_set_up and has_base(type(self.precision_plugin), "DoublePrecision"):
-                self.model = self.precision_plugin.convert_module(self.model)  # or the load would round
-            self._dcp_loaded = loaded = loading.load(
-                path,
-                checkpointer,
-                self.model,
-                strict=module.strict_loading,
-                hooked=is_overridden("on_load_checkpoint", module, pytorch.LightningModule),
-                weights_only=weights_only,
-            )
-            checkpoint = loaded.checkpoint
-            if fitting:
-                io.restart = Restart("resumed", path, checkpoint.get("global_step"), loaded.report)
-            if fitting and loaded.optimizer_names:
-                if self._dcp_set_up:
-                    _lightning.restore_groups(module.trainer, checkpoint)
-                    self._dcp_load_optimizers(loaded)
-                elif _lightning.hooks_into_load(module.trainer, pytorch):
-                    checkpoint["optimizer_states"] = loading.peek_at_optimizers(loaded, checkpointer)
-                else:
-                    checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
-            checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if saved by another door
-            if stock_format.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
-                return checkpoint
-            if fitting and "loops" in checkpoint:
-                self._dcp_resume = Resume.from_checkpoint(checkpoint, module.trainer)
-            elif fitting and "optimizer_states" in checkpoint:
-                checkpoint.setdefault("lr_schedulers", [])
-                rank_zero_warn(
-                    f"{path} was not saved by a Trainer: model and optimizers are restored; the loops, schedules and "
-                    "random streams of this training start at their beginning."
-                )
-            return resume.put_back(checkpoint)
-
-        def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
-            if self._dcp_loaded is None:
-                super().load_model_state_dict(checkpoint, strict=strict)
-            else:
-                loading.apply_model(self.model, self._dcp_loaded, checkpoint["state_dict"], strict)
-
-        def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
-            loaded, states = self._dcp_loaded, checkpoint["optimizer_states"]
-            self._dcp_loaded = None
-            if loaded is None:
-                super().load_optimizer_state_dict(checkpoint)
-                return
-            if loaded.optimizers is None and loaded.optimizer_names:
-                self._dcp_load_optimizers(loaded)
-            _lightning.groups_are_restored(self.lightning_module.trainer, self._dcp_groups_made)
-            if not any(state is _UNREAD for state in states):
-                strict = self.lightning_module.strict_loading
-                loading.apply_optimizers(self.model, self.optimizers, loaded, states, strict=strict)
-
-        def _dcp_load_optimizers(self, loaded: Loaded) -> None:
-            checkpointer = self.dcp_checkpoint_io.checkpointer(self.world_size)
-            strict = self.lightning_module.strict_loading
-            loading.load_optimizers(loaded, checkpointer, self.model, self.optimizers, strict=strict)
-
-        # A fit without a checkpoint: its model may start from another's.
-
-        def barrier(self, *args: Any, **kwargs: Any) -> None:
-            if begins_stage(*args, **kwargs) and self.lightning_module.trainer.state.fn == "fit":
-                self._dcp_start()
-            super().barrier(*args, **kwargs)
-
-        def _dcp_start(self) -> None:
-            io, module, trainer = self.dcp_checkpoint_io, self.lightning_module, self.lightning_module.trainer
-            if trainer.ckpt_path is None:
-                goes_on = trainer.global_step > 0  # where the last fit of this trainer has ended
-                io.restart = None if goes_on else io.start(self.model, self.world_size, module.strict_loading)
-            if io.init_from is not None and io.restart is not None:
-                rank_zero_info(str(io.restart))
-
-        # The moments at which a resumed training picks up its thread, see resume.py.
-
-        def process_dataloader(self, dataloader: object) -> object:
-            dataloader = super().process_dataloader(dataloader)
-            trainer = self.lightning_module.trainer
-            if trainer.training:
-                make_resumable(dataloader, inside_distributed_sampler)
-                if self._dcp_resume is not None:
-                    self._dcp_resume.prepare(trainer, dataloader)
-            return dataloader
-
-        def on_train_start(self) -> None:
-            super().on_train_start()
-            pending, self._dcp_resume = self._dcp_resume, None
-            if pending is not None:
-                pending.start(self.lightning_module.trainer)
-
-        # The end: a save in flight is waited for, and its failure is heard of exactly once.
-
-        def on_train_end(self) -> None:
-            super().on_train_end()
-            self.dcp_checkpoint_io.wait()
-
-        def on_exception(self, exception: BaseException) -> None:
-            super().on_exception(exception)
-            try:
-                self.dcp_checkpoint_io.teardown()
-            except Exception as failure:  # whatever it is, what ends the training is the one to raise
-                exception.add_note(f"Besides, a checkpoint could not be saved: {failure}")
-                rank_zero_warn(f"A checkpoint could not be saved: {failure}")
-
-        def teardown(self) -> None:
-            self._dcp_loaded = self._dcp_resume = None
-            self._dcp_set_up = False
-            try:
-                super().teardown()
-            finally:
-                self.dcp_checkpoint_io.teardown()  # FSDP and ModelParallel forget it
-
-    DCPStrategy.__name__ = DCPStrategy.__qualname__ = f"DCP{base.__name__}"
-    if base.__name__ in SUPPORTED and home_of(base) is not None:
-        DCPStrategy.__module__ = package.classes  # where pickle finds it
-    DCPStrategy.__doc__ = f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks."
-    return DCPStrategy
+    picklable = base.__name__ in SUPPORTED and home_of(base) is not None
+    return promoted_class(
+        base,
+        LightningAdapter,
+        __module__=package.classes if picklable else __name__,
+        __doc__=f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks.",
+        # FSDP and ModelParallel say False: they load optimizers together with the model, before hooks have seen them.
+        lightning_restore_optimizer=property(lambda strategy: True),
+    )
 
 
-def _is_one_of(cls: type, names: tuple[str, ...]) -> bool:
-    return any(has_base(cls, name) for name in names)
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
+def _unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
     wrapper: Any = optimizer
     return wrapper.optimizer if has_base(type(wrapper), "LightningOptimizer") else optimizer

@@ -32,8 +32,8 @@ import torch
 
 from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
-from dcp_plugin.media.disk import direct_io
-from dcp_plugin.media.disk.host_memory import address_of, is_plain_memory
+from dcp_plugin.host_memory import address_of, is_plain_memory
+from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
@@ -382,7 +382,7 @@ class _Slabs:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
-            alignment = direct_io.ALIGNMENT if tensor.nbytes >= direct_io.IN_PLACE else _ALIGNMENT
+            alignment = PAGE if tensor.nbytes >= IN_PLACE else _ALIGNMENT
             start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
             starts.append(start)
             ends[tensor.is_cuda] = start + tensor.nbytes
@@ -408,8 +408,8 @@ class _Slab:
     def of_size(self, nbytes: int) -> torch.Tensor:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
-            memory = torch.empty(nbytes + direct_io.ALIGNMENT, dtype=torch.uint8)
-            memory = memory[-memory.data_ptr() % direct_io.ALIGNMENT :][:nbytes]
+            memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+            memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
             if self._pinned and nbytes:  # to register nothing is an error
                 _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory

@@ -20,13 +20,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
-from dcp_plugin.lightning._packages import has_base, home_of
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.runs import catalog
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+    from dcp_plugin.lightning.strategy import LightningAdapter
 
 
 def promote_callbacks(trainer: Any) -> None:
@@ -71,12 +73,12 @@ def _promoted(base: type[Any]) -> type[Any]:
 
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             """Save if all ranks come to do so; and never hide what has ended the training."""
-            strategy: Any = trainer.strategy
-            if not _is_promoted(strategy) or not _may_save_on_exception(self, base):
+            adapter = _adapter_of(trainer)
+            if adapter is None or not _may_save_on_exception(self, base):
                 super().on_exception(trainer, pl_module, exception)
                 return
             try:
-                if strategy.all_ranks_come_to_save():
+                if adapter.all_ranks_come_to_save():
                     super().on_exception(trainer, pl_module, exception)
             except Exception as failure:
                 exception.add_note(f"Besides, no checkpoint could be saved of it: {failure}")
@@ -88,13 +90,13 @@ def _promoted(base: type[Any]) -> type[Any]:
 
     class DCPModelCheckpoint(DCPCheckpoint):
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
-            strategy: Any = trainer.strategy
+            adapter = _adapter_of(trainer)
             if super().file_exists(filepath, trainer):
                 return True
-            if not (_is_promoted(strategy) and strategy.dcp_checkpoint_io.config.async_save):
+            if adapter is None or not adapter.io.config.async_save:
                 return False
-            under_way = trainer.is_global_zero and strategy.dcp_checkpoint_io.afterwards.is_under_way(filepath)
-            return bool(strategy.reduce_boolean_decision(under_way, all=False))
+            under_way = trainer.is_global_zero and adapter.io.afterwards.is_under_way(filepath)
+            return bool(adapter.strategy.reduce_boolean_decision(under_way, all=False))
 
     promoted = DCPCheckpoint
     if has_base(base, "ModelCheckpoint"):
@@ -106,8 +108,9 @@ def _promoted(base: type[Any]) -> type[Any]:
 
 
 def _saving_in(trainer: Any, hook: str) -> AbstractContextManager[None]:
-    """With lazy staging it matters who saves: see :mod:`dcp_plugin.lightning.hooks`."""
-    others = trainer.strategy.dcp_checkpoint_io.others if _is_promoted(trainer.strategy) else None
+    """With lazy staging it matters who saves: see :mod:`dcp_plugin.lightning.callback`."""
+    adapter = _adapter_of(trainer)
+    others = None if adapter is None else adapter.io.others
     return nullcontext() if others is None else others.of_model_checkpoint(hook)
 
 
@@ -124,18 +127,19 @@ def _bare(cls: type[Any]) -> Any:
     return object.__new__(cls)
 
 
-def _is_promoted(strategy: Any) -> bool:
-    """Whether this strategy saves with the plugin. The callback may have come from a trainer of which it did."""
-    return getattr(strategy, "promoted_by_dcp_plugin", False)
+def _adapter_of(trainer: Any) -> LightningAdapter | None:
+    """None if the strategy does not save with the plugin: the callback may come from a trainer whose strategy did."""
+    return getattr(trainer.strategy, "dcp_adapter", None)
 
 
 def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None:
     """What is linked to is there, and so is the old link until the new one is."""
-    if not _is_promoted(trainer.strategy):
+    adapter = _adapter_of(trainer)
+    if adapter is None:
         original(trainer, target, link)
         return
     if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
-        trainer.strategy.dcp_checkpoint_io.afterwards.with_files(lambda: catalog.link(link, target), first=True)
+        adapter.io.afterwards.with_files(lambda: catalog.link(link, target), first=True)
     trainer.strategy.barrier("link to a checkpoint")
 
 

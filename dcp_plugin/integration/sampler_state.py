@@ -10,12 +10,14 @@ generator the order of this epoch came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+
+from dcp_plugin.integration.lightning_packages import inside_distributed_sampler
 
 
 class ResumableSampler(Sampler[int]):
@@ -62,12 +64,8 @@ def made_by(dataloader: Any) -> str:
     return f"{type(sampler).__name__} and num_workers={getattr(dataloader, 'num_workers', 0)}"
 
 
-def make_resumable(dataloader: Any, inside_distributed_sampler: Callable[[Any], Any]) -> None:
-    """Give a stateful dataloader a sampler with a position, where Lightning has put one without.
-
-    Args:
-        inside_distributed_sampler: The user's sampler in Lightning's; None for any other sampler.
-    """
+def make_resumable(dataloader: Any) -> None:
+    """Give a stateful dataloader a sampler with a position, where Lightning has put one without."""
     batches = getattr(dataloader, "batch_sampler", None)
     inner = inside_distributed_sampler(getattr(batches, "sampler", None))
     generator = getattr(inner, "generator", None)

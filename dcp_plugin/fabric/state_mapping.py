@@ -1,0 +1,211 @@
+"""What ``fabric.save(path, state)`` puts where, so that every other framework's integration finds it.
+
+| in the state                         | in the checkpoint                                                |
+|--------------------------------------|------------------------------------------------------------------|
+| modules                              | ``model.<FQN>``, or ``model_0.…``, ``model_1.…`` in their order  |
+| optimizers                           | ``optim.…``, or ``optim_0.…``, ``optim_1.…``                     |
+| dataloaders that know their position | ``extra.<name>.<data rank>.…``, one per data-parallel rank       |
+| everything else                      | ``extra.<name>``                                                 |
+| (random streams of every rank)       | ``extra.rng.<rank>.streams``                                     |
+| (the user's names of all these)      | ``extra.fabric_names``                                           |
+
+A plain value, or an object with ``state_dict`` that is no dataloader, is saved as rank 0 has it.
+
+Creating an iterator over a dataloader draws from the random generators, and the loop that does it is the user's,
+after the load. So the load itself creates the iterator: ``StatefulDataLoader.state_dict()`` makes the one that the
+next ``for batch in loader`` takes, and the random streams are restored after that. Between two epochs that iterator
+is at its end, and the loop begins the next one in its ordinary way, with the same draws as without the interruption.
+All that is asked of the user: the loader is in the state, and ``fabric.load`` comes before the loop over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.integration import random_streams
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
+from dcp_plugin.integration.sampler_state import data_rank, made_by
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
+from dcp_plugin.state.adapters import NamesOnly
+from dcp_plugin.state.names import joint_module, loose_module, module_of
+
+if TYPE_CHECKING:
+    from dcp_plugin.fabric.strategy import FabricAdapter
+
+NAMES = "fabric_names"
+STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
+
+Filter = Callable[[str, Any], bool]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """An object of the state that is made of two functions, which the core calls when all ranks take part."""
+
+    state_dict: Callable[[], dict[str, Any]] = dict
+    load_state_dict: Callable[[dict[str, Any]], None] = lambda state: None
+
+
+def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if isinstance(value, kind)}
+
+
+def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
+    """The state under the names of the table above.
+
+    Raises:
+        CheckpointMismatch: The user has a name that is taken.
+    """
+    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
+    with_rng = adapter.attachment.config.rng
+    taken = sorted(state.keys() & {NAMES, *([RNG] if with_rng else [])})
+    if taken:
+        raise CheckpointMismatch(
+            f"the state has the name {taken[0]!r}, under which dcp_plugin keeps its own. Rename it"
+            + (", or take attach(fabric, rng=False)." if taken[0] == RNG else ".")
+        )
+    users = [*modules, *optimizers]
+    ours = [*numbered(MODEL, len(modules)), *numbered(OPTIM, len(optimizers))]
+    trained = trained_modules(adapter, state)
+    named = {
+        name: _filtered(state[user], trained.get(user), filters[user]) if user in filters else state[user]
+        for user, name in zip(users, ours, strict=True)
+    }
+    named.update(names_for(trained, list(of_kind(nn.Module, named).values())))
+    extra = {user: _extra(adapter, value, filters.get(user)) for user, value in state.items() if user not in users}
+    extra[NAMES] = dict(zip(ours, users, strict=True))
+    if with_rng:  # last: asking a dataloader for its state may draw
+        rank, device = adapter.rank, adapter.strategy.root_device
+        extra[RNG] = {str(rank): Callbacks(lambda: random_streams.of_rank(rank, device)[str(rank)])}
+    return {**named, EXTRA: extra}
+
+
+def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
+    """The module that each optimizer of the state trains: one of the state, or else one that was set up; put together
+    if it trains several, or parameters of none (:mod:`dcp_plugin.state.union`).
+
+    Args:
+        loose: Whether all parameters of an optimizer may be in no module that is known.
+
+    Raises:
+        CheckpointMismatch: They must not, or shards are kept, and the module that they belong to was not set up by
+            this Fabric after ``attach``.
+    """
+    return {name: _trained(adapter, name, one, state, loose) for name, one in of_kind(Optimizer, state).items()}
+
+
+def _trained(
+    adapter: FabricAdapter, name: str, optimizer: Optimizer, state: Mapping[str, Any], loose: bool
+) -> nn.Module:
+    modules = of_kind(nn.Module, state)
+    try:
+        return module_of(name, optimizer, {**modules, **adapter.modules})
+    except CheckpointMismatch:
+        named = dict(zip(numbered(MODEL, len(modules)), modules.values(), strict=True))
+        named.update({f"set_up_{number}": module for number, module in enumerate(adapter.modules.values())})
+        joint = joint_module(name, optimizer, named, state)
+        if joint is None and (adapter.keeps_shards or not loose):
+            raise
+        return loose_module(optimizer) if joint is None else joint
+
+
+def names_for(trained: Mapping[str, nn.Module], present: list[nn.Module]) -> dict[str, NamesOnly]:
+    """What the core needs to name the parameters of optimizers whose modules are not ``present`` in the state."""
+    return {f"names_for_{name}": NamesOnly(module) for name, module in trained.items() if module not in present}
+
+
+def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callbacks:
+    """What passes the filter of a module's, or an optimizer's, state dict, as Fabric defines it."""
+    if trained is None:
+        return Callbacks(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
+
+    def of_optimizer() -> dict[str, Any]:
+        nested = {"state": {}, "param_groups": [], **_passing(gather_optimizer(trained, value), wanted)}
+        return mark_slots(trained, value, flatten_optimizer(nested))
+
+    return Callbacks(of_optimizer)
+
+
+def _extra(adapter: FabricAdapter, value: Any, wanted: Filter | None) -> Any:
+    if has_position(value):
+        rank, _ = data_rank(adapter.strategy)
+        return {str(rank): Callbacks(partial(position_of, value))}
+    if wanted is not None and isinstance(value, Stateful):
+        return Callbacks(lambda: _passing(value.state_dict(), wanted))
+    if wanted is not None and isinstance(value, dict):
+        return Callbacks(lambda: plain(_passing(value, wanted)))
+    return value if isinstance(value, Stateful) else plain(value)
+
+
+def _passing(state: Mapping[str, Any], wanted: Filter) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if wanted(key, value)}
+
+
+def has_position(value: object) -> bool:
+    """Whether this is a dataloader that knows where it is, as torchdata's ``StatefulDataLoader``."""
+    return isinstance(value, DataLoader) and isinstance(value, Stateful)
+
+
+def position_of(loader: Any) -> dict[str, Any]:
+    sampler = _sampler_with_epoch(loader)
+    return {
+        "position": loader.state_dict(),
+        "made_by": made_by(loader),
+        "epoch": None if sampler is None else sampler.epoch,
+        "generator": None if loader.generator is None else loader.generator.get_state(),
+    }
+
+
+def continue_at(loader: Any, say: Callable[[str], None], state: Mapping[str, Any]) -> None:
+    """Have the next iteration over the loader go on where :func:`position_of` was asked, without drawing first.
+
+    Args:
+        say: Warns the user of a position that this loader cannot take.
+    """
+    sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
+    if sampler is not None and state["epoch"] is not None:
+        _number_epochs_from(sampler, state["epoch"], finished)
+    if state["made_by"] == made_by(loader):
+        loader.load_state_dict(state["position"])
+        loader.state_dict()
+    elif not finished:
+        say(
+            f"it has a position of a dataloader with {state['made_by']}, and here it is one with {made_by(loader)}: "
+            f"{STARTS_AGAIN}. To continue exactly, keep num_workers and shuffle, and the strategy: Fabric changes the "
+            "sampler for strategies of several ranks. Or resume from a checkpoint made between two epochs."
+        )
+    if loader.generator is not None and state["generator"] is not None:
+        loader.generator.set_state(state["generator"])
+
+
+def _sampler_with_epoch(loader: Any) -> Any:
+    """The sampler that is told the epoch, as torch's ``DistributedSampler``; None if there is none."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+            return sampler
+    return None
+
+
+def _number_epochs_from(sampler: Any, epoch: int, finished: bool) -> None:
+    """Fabric calls ``set_epoch`` with the number of times that the loader was iterated in this process. Count on from
+    the epoch of the checkpoint instead; otherwise the orders of the first epochs would come again."""
+    set_epoch = type(sampler).set_epoch.__get__(sampler)
+    offset: int | None = None
+
+    def counting_on(calls: int) -> None:
+        nonlocal offset
+        if offset is None:
+            offset = epoch + finished - calls
+        set_epoch(calls + offset)
+
+    set_epoch(epoch)
+    sampler.set_epoch = counting_on

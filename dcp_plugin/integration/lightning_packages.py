@@ -1,0 +1,171 @@
+"""Lightning's two packages of equal content and different classes, and subclasses of the strategies of either.
+
+``lightning`` has ``lightning.pytorch`` and ``lightning.fabric``; the other one is ``pytorch_lightning`` with
+``lightning_fabric``. Which package is meant is read from the class of the object at hand, so that neither has to be
+installed and nothing is imported before a Trainer or a Fabric exists. Only names that users ask for before there is an
+object (``DCPCallback``) go by what the program has imported.
+
+A promoted strategy is a subclass of the user's own strategy class, with one base: Python changes the class of an
+instance only to one of the same memory layout. Its methods forward to a :class:`StrategyAdapter`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One of the two. Each brings its own Fabric, where ``CheckpointIO`` is."""
+
+    name: str
+    fabric_name: str
+    classes: str
+    """Our module of classes that derive from its classes."""
+
+    @property
+    def pytorch(self) -> Any:
+        return importlib.import_module(self.name)
+
+    @property
+    def strategies(self) -> Any:
+        return self.module("strategies")
+
+    @property
+    def fabric_imported(self) -> bool:
+        return self.fabric_name in sys.modules
+
+    def module(self, name: str) -> Any:
+        return importlib.import_module(f"{self.name}.{name}")
+
+    def fabric(self, name: str) -> Any:
+        return importlib.import_module(f"{self.fabric_name}.{name}")
+
+
+LIGHTNING = Package("lightning.pytorch", "lightning.fabric", "dcp_plugin.lightning.of_lightning")
+PYTORCH_LIGHTNING = Package("pytorch_lightning", "lightning_fabric", "dcp_plugin.lightning.of_pytorch_lightning")
+PACKAGES = (LIGHTNING, PYTORCH_LIGHTNING)
+
+
+def home_of(cls: type) -> Package | None:
+    """The package that a class itself is defined in."""
+    module = f"{cls.__module__}."
+    return next((one for one in PACKAGES if module.startswith((f"{one.name}.", f"{one.fabric_name}."))), None)
+
+
+def package_of(cls: type) -> Package | None:
+    """The package that a class, or the first of its bases that does, comes from."""
+    return next((package for base in cls.__mro__ if (package := home_of(base)) is not None), None)
+
+
+def package_behind(value: object) -> Package:
+    """The package of a trainer, a strategy, a LightningModule."""
+    package = package_of(type(value))
+    assert package is not None, f"{type(value)} is not Lightning's"
+    return package
+
+
+def has_base(cls: type, *names: str) -> bool:
+    """Whether a class is, or derives from, Lightning's class of one of these names, of either package."""
+    return any(base.__name__ in names and home_of(base) is not None for base in cls.__mro__)
+
+
+def has_fabric_base(cls: type, *names: str) -> bool:
+    """The same for classes of Fabric. Those of ``lightning.pytorch`` may have the same name."""
+    fabrics = tuple(f"{package.fabric_name}." for package in PACKAGES)
+    return any(base.__name__ in names and f"{base.__module__}.".startswith(fabrics) for base in cls.__mro__)
+
+
+def inside_distributed_sampler(sampler: Any) -> Any:
+    """The user's sampler, which Lightning and Fabric wrap on several ranks; None if this is not their wrapper. There is
+    no public way to it."""
+    return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
+
+
+def installed() -> list[Package]:
+    """The packages that could be imported.
+
+    Raises:
+        ImportError: None is installed.
+    """
+    found = [package for package in PACKAGES if importlib.util.find_spec(package.name.partition(".")[0]) is not None]
+    if not found:
+        raise ImportError(
+            "dcp_plugin.lightning needs Lightning, as `lightning` or as `pytorch_lightning`, and neither is installed: "
+            'pip install "dcp-plugin[lightning]"'
+        )
+    return found
+
+
+def in_use() -> Package:
+    """The package that the program has imported; ``lightning`` if it is both, the one that is installed if neither."""
+    return next((package for package in PACKAGES if package.name in sys.modules), installed()[0])
+
+
+class StrategyAdapter:
+    """What one promoted strategy does differently: its methods with :func:`override` replace the strategy's.
+
+    Args:
+        strategy: The promoted strategy. It has its adapter as ``dcp_adapter``.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    @property
+    def stock(self) -> Any:
+        """The strategy's own methods, as ``super()`` gives them in a subclass."""
+        return super(self.strategy.promoted_class, self.strategy)
+
+
+def override(method: Method) -> Method:
+    """Mark a method of an adapter: the promoted strategy's method of the same name forwards to it."""
+    method.overrides_strategy = True  # type: ignore[attr-defined]
+    return method
+
+
+def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any) -> type:
+    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own.
+
+    Args:
+        base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
+        adapter: Its marked methods become methods of the new class.
+        attributes: More attributes of the new class.
+    """
+    methods = {name: _forwarding(method) for name, method in vars(adapter).items() if _overrides(method)}
+    promoted: Any = type(
+        f"DCP{base.__name__}",
+        (base,),
+        {
+            "promoted_by_dcp_plugin": True,
+            "dcp_adapter": functools.cached_property(adapter),
+            **methods,
+            **attributes,
+        },
+    )
+    promoted.promoted_class = promoted
+    return promoted  # type: ignore[no-any-return]
+
+
+def _overrides(method: Any) -> bool:
+    return getattr(method, "overrides_strategy", False)
+
+
+def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def forward(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(strategy.dcp_adapter, *args, **kwargs)
+
+    return forward
