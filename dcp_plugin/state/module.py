@@ -18,7 +18,7 @@ FSDP1: the only wrapper whose state does not live in the parameters that one see
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ from torch.distributed.fsdp import (
 
 from dcp_plugin import _torch_modules
 from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
-from dcp_plugin._torch_modules import checkpointable_parameters, overrides_load_state_dict
+from dcp_plugin._torch_modules import Incompatible, checkpointable_parameters, overrides_load_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
 from dcp_plugin.types import memory_of
@@ -114,15 +114,21 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in module.state_dict()}
     given = {wrapped.get(name, name): value for name, value in state.items()}
-    kwargs = {} if strict and overrides_load_state_dict(module) else {"strict": False}
-    found = module.load_state_dict(given, **kwargs)
-    return clean_keys(clean, found)
+    found = call_load_state_dict(module, given, strict) or Incompatible()
+    return list(dict.fromkeys(map(clean, found.missing))), list(dict.fromkeys(map(clean, found.unexpected)))
 
 
-def clean_keys(clean: CleanNames, found: Any) -> tuple[list[str], list[str]]:
-    """The missing and the unexpected keys of what ``load_state_dict`` returned; an override may return anything."""
-    missing, unexpected = getattr(found, "missing_keys", ()), getattr(found, "unexpected_keys", ())
-    return list(dict.fromkeys(map(clean, missing))), list(dict.fromkeys(map(clean, unexpected)))
+def call_load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Incompatible | None:
+    """``module.load_state_dict``; None if it is an override that does not say what was missing and unexpected.
+
+    Args:
+        strict: What an override is told. That of torch collects the keys, and does not raise for them.
+    """
+    lenient = not strict or not overrides_load_state_dict(module)
+    result: Any = module.load_state_dict(state, **({"strict": False} if lenient else {}))
+    if not hasattr(result, "missing_keys"):
+        return None
+    return Incompatible(list(result.missing_keys), list(getattr(result, "unexpected_keys", ())))
 
 
 def materialise(module: nn.Module) -> list[str]:
