@@ -1,7 +1,6 @@
-"""Which keys a load fills, under which names the checkpoint has them, and what happens to those that do not fit.
+"""What the user asks of a partial load: which keys, under which names the checkpoint has them, what may be missing.
 
-This is what a person says. What it means for a state and a checkpoint is found out in
-:mod:`dcp_plugin.loading.matching`, before the first byte is overwritten.
+:mod:`dcp_plugin.loading.matching` applies it to a state and a checkpoint, before the first byte is overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 Policy = Literal["error", "warn", "ignore"]
 
 PATTERN = "re:"
-"""How a key of ``rename`` starts that is a regular expression."""
+"""Prefix of those keys of ``rename`` that are regular expressions."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The global plan: from what all ranks hold, which boxes the checkpoint has and which rank writes each.
 
-One row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank, so that the ranks
-that hold the same box are neighbours; everything that follows looks along that order. The cost is that of the sort.
+One row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank, so the ranks that
+hold the same box are neighbours, and every later step is one pass of numpy over that order. The cost is the sort.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import NO_TENSOR, Column, Table, flat_start, partitioned, ragged, ranges
 from dcp_plugin.format.torch_zip import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
-from dcp_plugin.planning.local_inventory import Description, LocalInventory, descriptions_of
+from dcp_plugin.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.types import KeyPath
 
 
@@ -50,7 +50,7 @@ class Share:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The table of the checkpoint, and for each of its chunks who writes it: which rank, from which of its chunks."""
+    """The table of the checkpoint, and for each chunk in it the rank that writes it, from which of its own chunks."""
 
     table: Table
     rank: Column
@@ -98,7 +98,10 @@ class _Keys:
     """All keys, in the order in which the first rank that has them lists them, and what all ranks say of them."""
 
     def __init__(self, inventories: Sequence[LocalInventory]) -> None:
-        self.ranks = descriptions_of(inventories)
+        self.ranks: dict[bytes, list[int]] = {}
+        """The ranks of each description, in the order of the first of them."""
+        for rank, inventory in enumerate(inventories):
+            self.ranks.setdefault(inventory.description.digest, []).append(rank)
         self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
         self.numbers: dict[str, int] = {}
         self._dtypes: dict[object, int] = {}
@@ -112,8 +115,8 @@ class _Keys:
         told = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
         for one, numbers in told:
             stored_whole[numbers[one.stored_whole]] = True
-            self._take(one, numbers, np.ones(len(numbers), bool))
-        for one, numbers in told:  # those that have a part of it know better
+            self._take(one, numbers, np.full(len(numbers), True))
+        for one, numbers in told:  # a rank that has a part of a tensor decides
             self._take(one, numbers, _has_chunks(one))
         for one, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
             self._check(one, numbers, ranks[0])
@@ -261,17 +264,12 @@ def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
     if not ties:
         return parts
     key_of_box = rows.key[rows.new]
-    copies = [parts]
+    copies = []
     for key, first in ties.items():
-        begin, end = np.searchsorted(key_of_box[parts.box], (first, first + 1))
+        mine = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
         shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
-        box = parts.box[begin:end] + shift
-        copies.append(BoxParts(box, parts.holder[begin:end], parts.offsets[begin:end], parts.sizes[begin:end]))
-    box, holder, offsets, sizes = (
-        np.concatenate([getattr(copy, name) for copy in copies]) for name in ("box", "holder", "offsets", "sizes")
-    )
-    order = np.argsort(box, kind="stable")
-    return BoxParts(box[order], holder[order], offsets[order], sizes[order])
+        copies.append(BoxParts(parts.box[mine] + shift, parts.holder[mine], parts.offsets[mine], parts.sizes[mine]))
+    return BoxParts.joined(parts, *copies)
 
 
 def _has_chunks(described: Description) -> Column:

@@ -1,4 +1,4 @@
-"""How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
+"""The common plan of all ranks, for a few bytes per rank, and for one digest per rank when nothing has changed.
 
 1. Each rank sends digests: of the plan it remembers, of the description of what it holds, of all it holds, and of what
    should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If that differs, they compare
