@@ -1,4 +1,4 @@
-"""The small words that travel between the floors, and the reports that users get."""
+"""Types shared by all layers, and the reports that users get."""
 
 from __future__ import annotations
 
@@ -75,6 +75,35 @@ Flat = dict[str, "ShardedValue | EncodedValue"]
 KeyPath = tuple[Any, ...]
 """Where a key sits in the nested state: ``str`` for a mapping key, ``int`` for a list index, ``("t", i)`` for a
 tuple index, ``("k", key)`` for a mapping key that is no string."""
+
+
+@dataclass
+class Wanted:
+    """What one object of the state wants from a checkpoint. Keys are relative to the object's name."""
+
+    targets: dict[str, Any] = field(default_factory=dict)
+    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other
+    values, which are replaced by what was read."""
+    missing: list[str] = field(default_factory=list)
+    """Keys that the object has and the checkpoint has not. Of an optimizer: parameters unfrozen since, for one."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys that only the checkpoint has. Of an optimizer: parameters frozen since, for one."""
+    alien: list[str] = field(default_factory=list)
+    """The keys of a module of which nothing is stored under its own names."""
+    undecided: list[str] = field(default_factory=list)
+    """Missing keys of a module on which its own load hooks decide."""
+    stored_as: dict[str, str] = field(default_factory=dict)
+    """Targets that each rank had for itself, and the key of the one for this rank."""
+    lost: list[str] = field(default_factory=list)
+    """Those of which none is for this rank."""
+    needless: list[str] = field(default_factory=list)
+    """Those that are for other ranks only."""
+    empty: bool = False
+    """Nothing is stored because the object had nothing to store: it is loaded with that."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Targets that have to exist in the object before a load can fill them, and why."""
+    tolerated: str = ""
+    """What missing and unexpected keys mean, for a warning, where they are no error."""
 
 
 @dataclass(frozen=True)

@@ -137,10 +137,11 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     nested = by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
     load = OptimizerLoad(model, optimizer, {key: _entry(value) for key, value in flat.items()})
-    if strict and (load.missing or load.unexpected):
+    wanted = load.wanted
+    if strict and (wanted.missing or wanted.unexpected):
         raise CheckpointMismatch(
-            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(load.missing)}; only "
-            f"in the checkpoint {some(load.unexpected)}. strict_loading=False loads what fits."
+            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(wanted.missing)}; only "
+            f"in the checkpoint {some(wanted.unexpected)}. strict_loading=False loads what fits."
         )
     _refuse_state_of_others(nested["state"], gather_module(model))
     targets = load.targets()

@@ -37,10 +37,9 @@ from dcp_plugin.messages import first, some
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.state.adapters import StateAdapter
-from dcp_plugin.state.data import Wanted
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
-from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue
+from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from dcp_plugin._torch_modules import is_of_torch
+
 _under_way: list[Guard] = []
 os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait for ever
 
@@ -82,7 +84,7 @@ def _hold_back_steps() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _under_way:
         return None
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_of_torch(optimizer):
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _and_wait(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer

@@ -26,7 +26,7 @@ from dcp_plugin.planning.flatten import (
 )
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
-from dcp_plugin.state.data import MappingAdapter, StatefulAdapter, ValueAdapter, Wanted
+from dcp_plugin.state.data import MappingAdapter, StatefulAdapter, ValueAdapter
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import ModuleLoad, Read
 from dcp_plugin.state.names import trained_module
@@ -39,7 +39,7 @@ from dcp_plugin.state.optimizer import (
     trained_names,
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad
-from dcp_plugin.types import KeyPath, ShardedValue
+from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,7 @@ class ModuleAdapter:
         return ModuleLoad(self.module, apply=self._unapplied is None)
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        targets, missing = self._loading.want(stored, paths)
-        unexpected = [key for key in stored if key not in targets]
-        return Wanted(targets, missing, unexpected, self._loading.alien_to(stored), self._loading.undecided)
+        return self._loading.want(stored, paths)
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""
@@ -251,12 +249,6 @@ class ModuleAdapter:
         if self._unapplied is not None:
             self._unapplied.state_dict.update(self._loading.unapplied)
         return found
-
-
-_OTHERS_ARE_TRAINED = (
-    "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
-    "are not trained now is left out"
-)
 
 
 class OptimizerAdapter:
@@ -286,18 +278,9 @@ class OptimizerAdapter:
         return [f"{kind}.{fqn}." for fqn in trained for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        load = self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
-        targets = load.targets()
-        return Wanted(
-            targets,
-            load.missing,
-            load.unexpected,
-            stored_as=load.stored_as,
-            lost=load.lost,
-            needless=load.needless,
-            refused=load.refused,
-            tolerated=_OTHERS_ARE_TRAINED if stored and not load.foreign else "",
-        )
+        self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
+        self._load.targets()
+        return self._load.wanted
 
     def check(self, values: Mapping[str, Any]) -> None:
         self._load.check(values)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
-from dcp_plugin._torch_modules import own_buffers, own_parameters
+from dcp_plugin._torch_modules import is_of_torch, own_buffers, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, is_ddp, named_modules, parameters_by_name
@@ -78,7 +78,7 @@ def _as_frozen(value: Any) -> Any:
 
 def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The flat state of an optimizer with the slots of replicated parameters marked."""
-    shapes = _replicated(module) if _is_of_torch(optimizer) else {}
+    shapes = _replicated(module) if is_of_torch(optimizer) else {}
     if not shapes:
         return state
     marked = {}
@@ -87,11 +87,6 @@ def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
             value = _marked(value)
         marked[key] = value
     return marked
-
-
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether equal gradients give equal state on all ranks; of a subclass nobody knows."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:

@@ -7,7 +7,6 @@ has one, everything else is replaced.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,34 +28,7 @@ from dcp_plugin.planning.flatten import (
 )
 from dcp_plugin.state.module_load import Read
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
-from dcp_plugin.types import KeyPath
-
-
-@dataclass
-class Wanted:
-    """What an object wants from a checkpoint. Keys are relative to its name."""
-
-    targets: dict[str, Any] = field(default_factory=dict)
-    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other
-    values, which are replaced by what was read."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    alien: list[str] = field(default_factory=list)
-    """The keys of a module of which nothing is stored under its own names."""
-    undecided: list[str] = field(default_factory=list)
-    """Missing keys of a module on which its own load hooks decide."""
-    stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets that each rank had for itself, and the key of the one for this rank."""
-    lost: list[str] = field(default_factory=list)
-    """Those of which none is for this rank."""
-    needless: list[str] = field(default_factory=list)
-    """Those that are for other ranks only."""
-    empty: bool = False
-    """Nothing is stored because the object had nothing to store; it takes that, too."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Targets that there would have to be to load into, and why."""
-    tolerated: str = ""
-    """If missing and unexpected keys are no error, what they mean, for a warning."""
+from dcp_plugin.types import KeyPath, Wanted
 
 
 class TreeAdapter:

@@ -44,7 +44,7 @@ from dcp_plugin.state.module import (
 )
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Wanted
 
 Read = Callable[[dict[str, Any]], None]
 """Fills tensors, given by key relative to the module, from the checkpoint."""
@@ -119,16 +119,13 @@ class ModuleLoad:
         self._parts: dict[str, list[str]] = {}
         self._tied: dict[str, str] = {}
         self._wanted: set[str] = set()
-        self.undecided: list[str] = []
-        """Keys that are missing, after :meth:`want`, where the module's own code may know a way out."""
+        self._undecided: set[str] = set()
         self.unapplied: dict[str, Any] = {}
         """What was read and not applied, by clean FQN."""
 
-    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> tuple[dict[str, Any], list[str]]:
-        """What to read: a tensor to fill, :class:`Deferred`, or None for a value; and the keys that are missing.
-
-        What is missing where the module's own code may know a way out is in :attr:`undecided` instead.
-        """
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        """What to read, given what is stored. Missing keys for which the module's own code may find something are
+        ``undecided``."""
         self._paths, values = paths, self.state.values
         self._parts = defaultdict(list)
         for name in stored:
@@ -155,16 +152,15 @@ class ModuleLoad:
             values[key] = values[other]
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
-        self.undecided = [key for key in absent if _is_below(key, self._judging | self._forgiving)]
-        undecided = set(self.undecided)
-        return targets, [key for key in absent if key not in undecided]
-
-    def alien_to(self, stored: Mapping[str, Entry]) -> list[str]:
-        """The tensors of the module, if nothing of it is stored under its own names."""
-        values = self.state.values
-        if any(key in stored for key in values):
-            return []
-        return [key for key in values if key not in self._free] or list(values)
+        self._undecided = {key for key in absent if _is_below(key, self._judging | self._forgiving)}
+        is_alien = not any(key in stored for key in values)
+        return Wanted(
+            targets,
+            missing=[key for key in absent if key not in self._undecided],
+            unexpected=[key for key in stored if key not in targets],
+            alien=([key for key in values if key not in self._free] or list(values)) if is_alien else [],
+            undecided=[key for key in absent if key in self._undecided],
+        )
 
     def take(self, filled: Mapping[str, Any], read: Read, strict: bool) -> Incompatible:
         """Load what :meth:`want` has asked for, or a part of it. Collective if the module contains FSDP1.
@@ -183,12 +179,12 @@ class ModuleLoad:
         elif self._fsdp1:
             apply_module(self._module, {**self.state.values, **self._values_below("")}, strict=False)
         elif self._overridden:
-            unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self.undecided])
+            unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
             found = call_load_state_dict(self._module, self._whole(), strict) or unsaid
         else:
             self._walk(self._module, "", None, found)
         clean = self.state.clean
-        unknown = self._missing_in_place - set(self.undecided)  # in no state dict of the module: not saved, not missed
+        unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, not missed
         missing = [key for key in dict.fromkeys(map(clean, found.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, found.unexpected))), found.errors)
 

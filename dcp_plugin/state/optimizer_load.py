@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
+from dcp_plugin._torch_modules import is_of_torch
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import unflatten
@@ -28,7 +29,12 @@ from dcp_plugin.state.module import (
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.state.optimizer import GLOBAL, LiveState, fields_of, group_names, split_key
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Wanted
+
+_OTHERS_ARE_TRAINED = (
+    "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
+    "are not trained now is left out"
+)
 
 
 class OptimizerLoad:
@@ -63,12 +69,8 @@ class OptimizerLoad:
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._group_list: dict[str, Entry] = {}
         self._local: dict[tuple[str, str], list[tuple[LocalSlot, str]]] = defaultdict(list)
-        self.stored_as: dict[str, str] = {}
-        """Slots that each rank had for itself, and the key of the one that is for this rank."""
-        self.lost: list[str] = []
-        """Those of which none is for this rank."""
-        self.needless: list[str] = []
-        """Those of parameters of which this rank has no part."""
+        self.wanted = Wanted()
+        """Without targets, until they are made."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
             if kind == GLOBAL:
@@ -85,15 +87,12 @@ class OptimizerLoad:
             if fqn in self._here:
                 self._take_local(fqn, slot, found, stored)
         known = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
-        self.foreign = bool(known) and not known & self._here
-        """Whether nothing in the checkpoint belongs to this optimizer."""
         listed_only = bool(self._group_list) and not self._hyper  # then it is not known which parameters there were
-        self.missing = [] if listed_only else [f"param_groups.{fqn}" for fqn in sorted(self._here - known)]
-        """Parameters of the optimizer that the checkpoint's optimizer had not: unfrozen since, for one."""
-        self.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - self._here)]
-        """Parameters of the checkpoint's optimizer that the optimizer has not: frozen since, for one."""
-        self.refused: dict[str, str] = {}
-        """Slots that the optimizer would have to have already, and why; known when the targets are."""
+        if not listed_only:
+            self.wanted.missing = [f"param_groups.{fqn}" for fqn in sorted(self._here - known)]
+        self.wanted.unexpected = [f"param_groups.{fqn}" for fqn in sorted(known - self._here)]
+        if stored and (not known or known & self._here):  # else it is the state of another optimizer
+            self.wanted.tolerated = _OTHERS_ARE_TRAINED
         if self._hyper:
             self._group_list = {}
 
@@ -103,23 +102,23 @@ class OptimizerLoad:
         box = shard_of(self._layouts.get(fqn)) or _whole_of(self._layouts[fqn])
         fitting = [(local.rank != rank, key) for local, key in found if local.box == box]
         if fitting:
-            _, self.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
-            self._slots[fqn][slot] = stored[self.stored_as[f"state.{fqn}.{slot}"]]
+            _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
+            self._slots[fqn][slot] = stored[self.wanted.stored_as[f"state.{fqn}.{slot}"]]
         else:  # a rank without a part of the parameter needs none of its state
-            (self.lost if box != ((), ()) else self.needless).append(f"state.{fqn}.{slot}")
+            (self.wanted.lost if box != ((), ()) else self.wanted.needless).append(f"state.{fqn}.{slot}")
 
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
-        targets: dict[str, Any] = {}
+        targets = self.wanted.targets
         for fqn in sorted(self._here):
             for slot, entry in self._slots.get(fqn, {}).items():
                 key = f"state.{fqn}.{slot}"
                 if isinstance(entry, StoredTensor):
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
-                    targets[key] = existing if usable else self._allocate(fqn, entry, own=key in self.stored_as)
+                    targets[key] = existing if usable else self._allocate(fqn, entry, own=key in self.wanted.stored_as)
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
-                        self.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
+                        self.wanted.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
@@ -169,7 +168,7 @@ class OptimizerLoad:
 
     def _is_complete(self, fqn: str, slots: Mapping[str, Any]) -> bool:
         """Whether this is all that the checkpoint has of a parameter's state."""
-        lost = any(key.startswith(f"state.{fqn}.") for key in self.lost)
+        lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost)
         return slots.keys() == self._slots[fqn].keys() and not lost
 
     def _global_of(self, filled: Mapping[str, Any]) -> dict[Any, Any]:
@@ -224,8 +223,7 @@ class OptimizerLoad:
     def _dtype_of_slot(self, stored: torch.dtype, like: Any) -> torch.dtype:
         """Torch's own optimizers want state of the dtype of the parameter, which may have been another at the save.
         What others have is theirs: 8 bits beside 32, say."""
-        of_torch = type(self._optimizer).__module__.startswith("torch.optim.")
-        cast = of_torch and stored.is_floating_point and like.dtype.is_floating_point
+        cast = is_of_torch(self._optimizer) and stored.is_floating_point and like.dtype.is_floating_point
         return like.dtype if cast else stored
 
     def _steps_on_device(self, fqn: str) -> bool:
