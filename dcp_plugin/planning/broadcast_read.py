@@ -40,7 +40,7 @@ _WINDOW = 32 << 20
 _MAX_READ = 8 << 20
 """Reads are divided into parts of this many bytes, so that few large tensors are shared out evenly too."""
 
-_ALIGNMENT = 16
+_TENSOR_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class BroadcastRead:
         places = []
         for read in window:
             places.append(sizes[read.reader])
-            sizes[read.reader] += -(-read.nbytes // _ALIGNMENT) * _ALIGNMENT
+            sizes[read.reader] += -(-read.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
         buffers = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
         packed = [
             (read, buffers[read.reader][at : at + read.nbytes].view(read.target.dtype).view(read.target.shape))
