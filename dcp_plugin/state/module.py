@@ -1,17 +1,14 @@
 """Module state by clean FQN, for any wrapper; sharded views, no copies where the wrapper allows.
 
 Parameters of a plain module, DDP, FSDP2 and tensor parallelism are what they seem: ``state_dict()`` gives views of
-them (DTensors where they are sharded), and filling a view loads the parameter. FSDP1 is the exception, see
-:mod:`dcp_plugin.state.module`.
+them (DTensors where they are sharded), and filling a view loads the parameter.
 
-FSDP1: the only wrapper whose state does not live in the parameters that one sees.
+FSDP1 is the only wrapper whose state does not lie in the parameters that one sees: it keeps flat parameters. Its state
+dicts are made by communication and hold ShardedTensors (DTensors with a device mesh), and they are loaded through it.
+That goes through the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
 
-``FullyShardedDataParallel`` keeps flat parameters. Its state dicts are made by communication and hold ShardedTensors
-(DTensors with a device mesh), and they must be loaded through it. All of that goes through the public
-``torch.distributed.checkpoint.state_dict`` functions; what those get wrong is put right here:
-
-- ``get_optimizer_state_dict`` steps a fresh optimizer to invent its state, on each rank that has none. A save must not
-  change anything, so FSDP is asked directly.
+- ``get_optimizer_state_dict`` steps an optimizer that has no state, on each rank that has none, to invent it. A save
+  must not change anything, so FSDP is asked directly.
 - ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
 """
 
@@ -73,7 +70,7 @@ class ModuleState:
     values: dict[str, Any]
     """By clean FQN."""
     raw: dict[str, str]
-    """The key in ``state_dict()`` of each clean FQN; under FSDP1, where nobody needs it, the FQN itself."""
+    """The key in ``state_dict()`` of each clean FQN; under FSDP1, where it is not used, the FQN itself."""
     metadata: dict[str, Any]
     """What ``state_dict()`` says of each submodule: the version of its class."""
     clean: CleanNames
@@ -104,7 +101,7 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     Collective if the module contains FSDP1.
 
     Args:
-        strict: What a ``load_state_dict`` of the module's own is told. Nothing else raises for the keys.
+        strict: What an overridden ``load_state_dict`` is told. Torch's own collects the keys, and does not raise.
 
     Raises:
         RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
@@ -135,10 +132,11 @@ def materialise(module: nn.Module) -> list[str]:
     """Give memory to what is on the meta device, so that a load can fill it. Parameters stay the same objects, for
     optimizers that hold them and for modules that share them.
 
-    Returns the clean names of what has memory now, and waits for values; a tied parameter has its first name.
-
     The memory is on the device of a DTensor's mesh, else torch's default device. Buffers that are not persistent are
     in no checkpoint: they get memory without values, and a warning names them.
+
+    Returns:
+        The clean names of what has memory now and needs values; a tied parameter has its first name.
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return []  # before state_dict, which under FSDP1 would gather the whole model
