@@ -5,7 +5,7 @@ An object of the state is stored under its own name, unless a rename says otherw
 one, or the other way round, is found (:func:`find_prefix`). An optimizer follows its module.
 
 Every key has exactly one place. A regular expression decides before prefixes, and of the prefixes the longest. Each
-object has one prefix more, its own name, so keys that nobody renamed are found by the same rule.
+object has one prefix more, its own name, so keys without a rename are found by the same rule.
 
 The other direction, from stored keys to ours, is needed for what is loaded as the checkpoint has it (data, the slots of
 an optimizer), and to tell which stored keys have no target.
@@ -45,13 +45,13 @@ def find_prefix(targets: Collection[str], stored: Iterable[str]) -> tuple[str, s
     return (inner[0], "") if not outer and len(inner) == 1 else None
 
 
-def _prefixes(part: dict[str, None], whole: dict[str, None]) -> list[str]:
-    """Every prefix that makes all names of ``part`` names of ``whole``."""
-    if not part:
+def _prefixes(inner: dict[str, None], outer: dict[str, None]) -> list[str]:
+    """Every prefix that makes all names of ``inner`` names of ``outer``."""
+    if not inner:
         return []
-    first = next(iter(part))
-    candidates = [name.removesuffix(first) for name in whole if name.endswith(f".{first}")]
-    return [prefix for prefix in candidates if all(prefix + name in whole for name in part)]
+    first = next(iter(inner))
+    candidates = [name.removesuffix(first) for name in outer if name.endswith(f".{first}")]
+    return [prefix for prefix in candidates if all(prefix + name in outer for name in inner)]
 
 
 @dataclass(frozen=True)

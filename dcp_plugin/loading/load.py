@@ -78,7 +78,7 @@ class Loading:
         self._read_tensors()
         self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, match))
         if self._ranks.rank == 0:
-            for message in match.said:  # last: a warning that is an error stops nobody half-way
+            for message in match.said:  # last: a warning that was made an error must not stop a load half-way
                 warnings.warn(message, stacklevel=3)
         reader, loaded = self._reader, [*self._targets, *match.deferred]
         return replace(
@@ -186,7 +186,7 @@ class Loading:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
 
     def _read_tensors(self) -> None:
-        """Into the targets. What others read for this rank is passed on when all have read, and nobody has failed."""
+        """Into the targets. What others read for this rank is passed on once all ranks have read without a failure."""
         plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
         shared = BroadcastRead(self._ranks, self._planner, policy)
         plan = shared.meet(f"share the reading of {self._path}", plan)

@@ -236,8 +236,8 @@ class Matching:
         want.targets = chosen
         match.wanted[part.name] = want
         missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
-        nobodys = (place.stored(key) for key in want.unexpected if self._selected(part, key))
-        unexpected = list(dict.fromkeys(nobodys))  # several of our names may lead to one
+        other = (place.stored(key) for key in want.unexpected if self._selected(part, key))
+        unexpected = list(dict.fromkeys(other))  # several of our names may lead to one
         report.missing.extend(missing)
         report.unexpected.extend(unexpected)
         if not want.tolerated:

@@ -98,7 +98,7 @@ class PartialLoad:
         """Load a module that is a part of a module of the state, and nothing else.
 
         It is found by identity, through any wrapper; as it was before wrapping, or its wrapper. How it is sharded
-        makes no difference: with the whole, alone, or not at all.
+        makes no difference: with its parent, alone, or not at all.
 
             dcp.load({"model": model}, path, partial=dcp.PartialLoad.submodule(model.pretrain))
 

@@ -4,7 +4,7 @@ Replicas (DDP, HSDP) want the same parts of the same stored chunks, in the same 
 they want, in two classes, because under HSDP the shards are wanted by the ranks of one column of the mesh and
 replicated tensors by all. Those whose digests agree divide the list among them by a rule that each applies alone.
 
-All ranks first read their parts into their own tensors and agree that nobody failed; only then do they pass them on, so
+All ranks first read their parts into their own tensors and agree that none failed; only then do they pass them on, so
 no rank ever waits for bytes that another one could not read. Parts are passed on in windows of bounded size, in which
 each rank sends what it has read to all others of its group: the load is even.
 
@@ -96,7 +96,7 @@ class BroadcastRead:
         return replace(plan, items=mine)
 
     def pass_on(self, step: str) -> None:
-        """Exchange what all have read. Collective; nobody may have failed to read."""
+        """Exchange what all have read. Collective; called only if no rank failed to read."""
         for group, reads in self._shared:
             for window in _windows(reads):
                 self._pass_window(step, window, group)

@@ -55,7 +55,8 @@ class GlobalPlan:
     table: Table
     rank: Column
     chunk: Column
-    whole: Column
+    uncut: Column
+    """Whether that chunk is written as one."""
     offsets: Column
     sizes: Column
 
@@ -68,7 +69,7 @@ class GlobalPlan:
         order = self.order
         shares = []
         for mine in np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size))):
-            part = np.flatnonzero(~self.whole[mine])
+            part = np.flatnonzero(~self.uncut[mine])
             shares.append(Share(self.chunk[mine], part, self.offsets[mine[part]], self.sizes[mine[part]]))
         return shares
 
@@ -77,7 +78,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     """Distribute what all ranks hold so that each box is written once.
 
     Raises:
-        CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
+        CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold all of a tensor.
     """
     keys = _Keys(inventories)
     everything = _Rows.of(inventories, keys)
@@ -89,9 +90,9 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
     offsets = rows.offsets[row] + parts.offsets
-    whole = (parts.sizes == rows.sizes[row]).all(axis=1)
+    uncut = (parts.sizes == rows.sizes[row]).all(axis=1)
     table = keys.table(rows.key[row], offsets, parts.sizes)
-    return GlobalPlan(table, rows.rank[row], rows.chunk[row], whole, offsets, parts.sizes)
+    return GlobalPlan(table, rows.rank[row], rows.chunk[row], uncut, offsets, parts.sizes)
 
 
 class _Keys:
@@ -208,7 +209,7 @@ class _Rows:
         return _Rows(**columns, new=new)
 
     def check(self, keys: _Keys) -> None:
-        """Every tensor is there as a whole, and no part of it twice in different boxes."""
+        """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
         count = len(keys.numbers)
         first = np.flatnonzero(self.new)
         volumes = np.zeros(count, np.int64)
@@ -220,9 +221,9 @@ class _Rows:
         wrong &= keys.dtype != NO_TENSOR
         if wrong.any():
             at = int(np.argmax(wrong))
-            held, whole = volumes[at] * keys.itemsize[at], keys.shape[at].prod() * keys.itemsize[at]
+            held, needed = volumes[at] * keys.itemsize[at], keys.shape[at].prod() * keys.itemsize[at]
             raise CheckpointMismatch(
-                f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {whole}: a part "
+                f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {needed}: a part "
                 f"is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 

@@ -53,7 +53,7 @@ class _Claim:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A plan as one rank knows it; the whole of it on rank 0 alone."""
+    """A plan as one rank knows it; ``global_plan`` is on rank 0 alone."""
 
     digest: bytes
     inventory: LocalInventory
@@ -117,22 +117,23 @@ class PlanExchange:
         describers = reply.describers
         self.repeated = describers is None
         if describers is not None:
-            whole: list[GlobalPlan] = []
+            made: list[GlobalPlan] = []
 
             def tell() -> tuple[bytes, bytes]:
                 return (_pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
 
             def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
-                whole.append(make_global_plan(_unpack(told, self._described_by)))
-                return [share.encode() for share in whole[0].shares(ranks.size)]
+                made.append(make_global_plan(_unpack(told, self._described_by)))
+                return [share.encode() for share in made[0].shares(ranks.size)]
 
             share = Share.decode(ranks.scatter(step, tell, deal))
-            self._last = RankPlan(reply.digest, mine[0], share, whole[0] if whole else None)
+            self._last = RankPlan(reply.digest, mine[0], share, made[0] if made else None)
         assert self._last is not None
         return self._last, reply.prepared
 
     def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
-        """The digest of the plan that follows, and who shall describe; nobody if all remember that plan."""
+        """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
+        remember that plan."""
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()
         if self._last is not None and all(claim.plan == digest for claim in claims):
             return digest, None

@@ -172,7 +172,7 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
         LocalChunk(chunk.offsets, chunk.sizes, copies[_identity(key, number, chunk.tensor)])
         for number, chunk in enumerate(value.chunks)
     )
-    return replace(value, chunks=tuple(chunks), whole=None)
+    return replace(value, chunks=tuple(chunks), origin=None)
 
 
 def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
@@ -241,8 +241,8 @@ def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | Non
         return (version_of(leaf),)
     if isinstance(leaf, DTensor):
         memory = (*memory, leaf)
-    elif isinstance(leaf, ShardedValue) and leaf.whole is not None:
-        memory = (*memory, leaf.whole)
+    elif isinstance(leaf, ShardedValue) and leaf.origin is not None:
+        memory = (*memory, leaf.origin)
     return tuple(map(version_of, memory))
 
 

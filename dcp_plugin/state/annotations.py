@@ -107,7 +107,7 @@ def _is_replica(value: Any, shape: torch.Size | None) -> bool:
 
 def _marked(value: Any) -> Any:
     try:
-        return replace(sharded_value(value, any_rank=True), whole=value)
+        return replace(sharded_value(value, any_rank=True), origin=value)
     except CheckpointMismatch:
         return value
 
@@ -143,8 +143,8 @@ class StepStableMemory:
     def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
         """Whether a leaf of the state, with its memory on this rank, is step-stable."""
         places = _places(memory)
-        whole = leaf.whole if isinstance(leaf, ShardedValue) else leaf
-        return self._unstable.isdisjoint(places) if id(whole) in self._slots else self._stable.issuperset(places)
+        live = leaf.origin if isinstance(leaf, ShardedValue) else leaf
+        return self._unstable.isdisjoint(places) if id(live) in self._slots else self._stable.issuperset(places)
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:

@@ -45,7 +45,7 @@ from dcp_plugin.types import memory_of
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP2 put its sharded parameters back where a forward has left whole ones, as ``state_dict()`` does.
+    """Have FSDP2 put its sharded parameters back where a forward has left gathered ones, as ``state_dict()`` does.
 
     Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones.
     """
@@ -139,7 +139,7 @@ def materialise(module: nn.Module) -> list[str]:
         The clean names of what has memory now and needs values; a tied parameter has its first name.
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return []  # before state_dict, which under FSDP1 would gather the whole model
+        return []  # before state_dict, which under FSDP1 would gather all of the model
     clean = CleanNames(module)
     in_checkpoints = set(module.state_dict())
     lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]

@@ -98,7 +98,7 @@ class ModuleLoad:
         self._hooked: set[str] = set()
         if not apply or self._overridden:
             self._hooked = {""}
-        elif not self._fsdp1:  # whose load goes through load_state_dict as a whole
+        elif not self._fsdp1:  # FSDP1 is loaded through load_state_dict
             self._hooked = set(_topmost_that_take_a_state_dict(module, ""))
         values, clean = self.state.values, self.state.clean_prefix
         self._free = {key for key, value in values.items() if not is_tensor(value) or _is_extra(key)}
@@ -111,7 +111,7 @@ class ModuleLoad:
             for parent in _parents(key)
         }
         # Where a submodule is sharded its hooks get what the module has, sharded as it is. What else is stored stays
-        # unread: nobody could tell how to distribute it.
+        # unread, since its distribution is not known.
         self._judging = {below for below in self._below if not apply or below not in sharded}
         self._forgiving = set(map(clean, _with_post_hooks(module, ""))) if apply and not self._fsdp1 else set()
         self._apart = self._tied_to_hooked()
@@ -138,15 +138,15 @@ class ModuleLoad:
             if key in self._free:  # what is stored says what it is, and it may be a tree
                 names = names or self._parts.get(key, [])
                 inner = {} if is_tensor(value) else flatten({key: value})[0]
-                targets |= {name: _room(stored[name], inner.get(name)) for name in names}
+                targets |= {name: _target_for(stored[name], inner.get(name)) for name in names}
             elif names and (key in self._apart or _is_below(key, self._below)):
-                targets[key] = _room(stored[key], value)
+                targets[key] = _target_for(stored[key], value)
             elif names:
                 targets[key] = value
             if not names and not _is_empty(value):  # stock DCP stores nothing for an empty container
                 absent.append(key)
         judged = [key for key in stored if key not in targets and _is_below(key, self._judging)]
-        targets |= {key: _room(stored[key], None) for key in judged}
+        targets |= {key: _target_for(stored[key], None) for key in judged}
         self._tied = self._filled_under_another_name(absent, targets)
         for key, other in self._tied.items():  # else it would be applied with the old values
             values[key] = values[other]
@@ -180,7 +180,7 @@ class ModuleLoad:
             apply_module(self._module, {**self.state.values, **self._values_below("")}, strict=False)
         elif self._overridden:
             unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
-            found = call_load_state_dict(self._module, self._whole(), strict) or unsaid
+            found = call_load_state_dict(self._module, self._full_state_dict(), strict) or unsaid
         else:
             self._walk(self._module, "", None, found)
         clean = self.state.clean
@@ -214,7 +214,7 @@ class ModuleLoad:
         self._keys_below: dict[str, list[str]] = defaultdict(list)
         self._names_below: dict[str, list[str]] = defaultdict(list)
         if self._fsdp1 and self._apply:
-            return  # whose load is that of the whole
+            return  # which is loaded in one call
         own = own_tensors(self._module)
         for key, value in self.state.values.items():
             below = _topmost(key, self._below)
@@ -260,8 +260,8 @@ class ModuleLoad:
             self._walk(child, below, part, found)
         call_post_load_hooks(module, found, of_torch_too=state is not None)
 
-    def _whole(self) -> OrderedDict[str, Any]:
-        """The state dict of the whole module, for a ``load_state_dict`` of its own."""
+    def _full_state_dict(self) -> OrderedDict[str, Any]:
+        """The full state dict of the module, for a ``load_state_dict`` of its own."""
         state: OrderedDict[str, Any] = self._handed_to("")
         state._metadata = self.state.metadata  # type: ignore[attr-defined]
         return state
@@ -340,7 +340,7 @@ def _topmost_that_take_a_state_dict(module: nn.Module, prefix: str) -> Iterator[
         yield from _topmost_that_take_a_state_dict(child, f"{prefix}{name}.")
 
 
-def _room(entry: Entry, like: Any) -> Any:
+def _target_for(entry: Entry, like: Any) -> Any:
     """A target for what is stored that is not the module's own memory, if it can have other memory."""
     if not isinstance(entry, StoredTensor):
         return None

@@ -99,7 +99,7 @@ class OptimizerLoad:
     def _take_local(self, fqn: str, slot: str, found: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]) -> None:
         """What this rank itself had for its part of a parameter, else what another rank had for the same part."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        box = shard_of(self._layouts.get(fqn)) or _whole_of(self._layouts[fqn])
+        box = shard_of(self._layouts.get(fqn)) or _full_box_of(self._layouts[fqn])
         fitting = [(local.rank != rank, key) for local, key in found if local.box == box]
         if fitting:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
@@ -122,8 +122,8 @@ class OptimizerLoad:
                 else:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
-                targets[f"param_groups.{fqn}.{field}"] = _room_for(entry)
-        targets.update({key: _room_for(entry) for key, entry in {**self._group_list, **self._global}.items()})
+                targets[f"param_groups.{fqn}.{field}"] = _target_for(entry)
+        targets.update({key: _target_for(entry) for key, entry in {**self._group_list, **self._global}.items()})
         return targets
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -255,8 +255,8 @@ _HAVE_STATE = (
 )
 
 
-def _whole_of(value: Any) -> Box:
-    """All of a tensor, as the part that a rank has."""
+def _full_box_of(value: Any) -> Box:
+    """The box of all of a tensor."""
     shape = sharded_value(value).shape
     return (0,) * len(shape), shape
 
@@ -270,5 +270,5 @@ def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any
     return result
 
 
-def _room_for(entry: Entry) -> torch.Tensor | None:
+def _target_for(entry: Entry) -> torch.Tensor | None:
     return torch.empty(entry.shape, dtype=entry.dtype) if isinstance(entry, StoredTensor) else None
