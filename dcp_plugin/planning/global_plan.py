@@ -6,8 +6,6 @@ hold the same box are neighbours, and every later step is one pass of numpy over
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -18,6 +16,7 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, Table, flat_start, part
 from dcp_plugin.format.torch_zip import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
+from dcp_plugin.ranks import pack, unpack
 from dcp_plugin.types import KeyPath
 
 
@@ -33,11 +32,11 @@ class Share:
 
     def encode(self) -> bytes:
         steps = np.diff(self.chunk.astype(np.int32), prepend=np.int32(0)).tobytes()  # mostly ones
-        return zlib.compress(pickle.dumps((steps, self.part, self.offsets, self.sizes)))
+        return pack((steps, self.part, self.offsets, self.sizes), level=6)
 
     @classmethod
     def decode(cls, data: bytes) -> Share:
-        steps, part, offsets, sizes = pickle.loads(zlib.decompress(data))
+        steps, part, offsets, sizes = unpack(data)
         return cls(np.cumsum(np.frombuffer(steps, np.int32)), part, offsets, sizes)
 
     def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:

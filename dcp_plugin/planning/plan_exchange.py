@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import pickle
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -25,9 +23,9 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
-from dcp_plugin.planning.local_inventory import Description, LocalInventory, RankLocal
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
 from dcp_plugin.planning.save import items_of
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Ranks, pack, unpack
 
 T = TypeVar("T")
 _DIGEST = 16
@@ -120,10 +118,10 @@ class PlanExchange:
             made: list[GlobalPlan] = []
 
             def tell() -> tuple[bytes, bytes]:
-                return (_pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
+                return (pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
 
             def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
-                made.append(make_global_plan(_unpack(told, self._described_by)))
+                made.append(make_global_plan(self._inventories(told)))
                 return [share.encode() for share in made[0].shares(ranks.size)]
 
             share = Share.decode(ranks.scatter(step, tell, deal))
@@ -141,19 +139,11 @@ class PlanExchange:
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
         return digest, list(first.values())
 
-
-def _pack(description: Description) -> bytes:
-    return zlib.compress(pickle.dumps(description), 1)
-
-
-def _unpack(told: list[tuple[bytes, bytes]], described_by: list[int]) -> list[LocalInventory]:
-    descriptions: dict[int, Description] = {
-        rank: pickle.loads(zlib.decompress(told[rank][0])) for rank in dict.fromkeys(described_by)
-    }
-    return [
-        LocalInventory.unpack(descriptions[rank], offsets)
-        for rank, (_, offsets) in zip(described_by, told, strict=True)
-    ]
+    def _inventories(self, told: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
+        """What all ranks hold, from the descriptions that some have sent, and the offsets of all."""
+        descriptions = {rank: unpack(told[rank][0]) for rank in dict.fromkeys(self._described_by)}
+        pairs = zip(self._described_by, told, strict=True)
+        return [LocalInventory.unpack(descriptions[rank], offsets) for rank, (_, offsets) in pairs]
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
