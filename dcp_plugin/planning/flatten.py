@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     those with dots in them, which the checkpoint has as several steps, are taken from the state."""
     if current is None:
         return path
-    if list(map(_text, current)) != list(map(_text, path)):
+    if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
         mine if isinstance(mine, tuple) and mine[0] == "k" and part == str(mine[1]) else part
@@ -129,8 +129,14 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     )
 
 
-def _text(part: Any) -> str:
-    return str(part[1] if isinstance(part, tuple) else part)
+def step_of(part: Any) -> Any:
+    """The key or index that a part of a :data:`KeyPath` stands for."""
+    return part[1] if isinstance(part, tuple) else part
+
+
+def name_of(path: Iterable[Any]) -> str:
+    """The key of a path: its steps, joined by dots."""
+    return ".".join(str(step_of(part)) for part in path)
 
 
 def _restore(node: Any) -> Any:
@@ -142,7 +148,7 @@ def _restore(node: Any) -> Any:
         return [_restore(node[part]) for part in sorted(parts)]
     if all(isinstance(part, tuple) and part[0] == "t" for part in parts):
         return tuple(_restore(node[part]) for part in sorted(parts, key=lambda part: int(part[1])))
-    return {(part[1] if isinstance(part, tuple) else part): _restore(child) for part, child in node.items()}
+    return {step_of(part): _restore(child) for part, child in node.items()}
 
 
 def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
@@ -151,7 +157,7 @@ def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[s
         return
     front = f"{key}." if path else ""
     for part, child in _children(path, value):
-        yield from _walk(front + _text(part), (*path, part), child, walks)
+        yield from _walk(front + str(step_of(part)), (*path, part), child, walks)
 
 
 def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:

@@ -26,7 +26,7 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import Column, Table, padded
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.messages import first, nearest
-from dcp_plugin.planning.flatten import flatten, is_empty_mapping, walked_as_stored
+from dcp_plugin.planning.flatten import flatten, is_empty_mapping, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
 
@@ -279,10 +279,8 @@ def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tu
 
 def _set(tree: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at a path. A tuple on the way is replaced by one with the rest of its items."""
-    step, *rest = path
-    if isinstance(step, tuple):
-        step = step[1]
-    elif isinstance(tree, Mapping) and step not in tree:  # a key that is no text
+    step, *rest = step_of(path[0]), *path[1:]
+    if isinstance(tree, Mapping) and step not in tree:  # a key that is no text
         step = next((key for key in tree if str(key) == step), step)
     if not rest:
         tree[step] = value

@@ -20,6 +20,7 @@ from dcp_plugin.planning.flatten import (
     Walks,
     flatten,
     is_empty_mapping,
+    step_of,
     unflatten,
     walked_as_stored,
     walked_by_us,
@@ -89,7 +90,7 @@ class TreeAdapter:
         return torch.empty(entry.shape, dtype=entry.dtype)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """The structure may differ from the checkpoint's; that nothing is stored at all is a miss."""
+        """The structure may differ from the checkpoint's; an object is missing if nothing of it is stored."""
         return [] if stored or not current else [""]
 
     def tree(self, filled: dict[str, Any]) -> Any:
@@ -135,7 +136,7 @@ class MappingAdapter(TreeAdapter):
         return _flatten_or_empty(self._value, walks)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """Whoever names the keys of a mapping wants all of them; an empty container takes what comes."""
+        """All keys of a mapping are wanted, since the user has named them; an empty container takes what is stored."""
         if not stored:
             return [""] if current else []
         empty = {key for key, value in current.items() if isinstance(value, (Mapping, list)) and not value}
@@ -151,7 +152,7 @@ class MappingAdapter(TreeAdapter):
         holders = {key: _holder_of(self._value, self._paths[key]) for key in filled}
         if "" not in filled and all(holder is not None for holder in holders.values()):
             for key, holder in holders.items():  # the structure is there: leaf by leaf, also in lists
-                holder[_step(self._paths[key][-1])] = filled[key]
+                holder[step_of(self._paths[key][-1])] = filled[key]
         else:
             _update(self._value, with_types_of(self._value, self.tree(filled)))
 
@@ -159,18 +160,14 @@ class MappingAdapter(TreeAdapter):
 def _holder_of(node: Any, path: KeyPath) -> Any:
     """The mapping or list in ``node`` that has the last step of the path; None if there is none."""
     for part in path[:-1]:
-        node = node[_step(part)] if _has(node, _step(part)) else None
-    return node if path and _has(node, _step(path[-1])) else None
+        node = node[step_of(part)] if _has(node, step_of(part)) else None
+    return node if path and _has(node, step_of(path[-1])) else None
 
 
 def _has(node: Any, step: Any) -> bool:
     if isinstance(node, list):
         return isinstance(step, int) and step < len(node)
     return isinstance(node, MutableMapping) and step in node
-
-
-def _step(part: Any) -> Any:
-    return part[1] if isinstance(part, tuple) else part
 
 
 def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:

@@ -10,7 +10,6 @@ Hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from dcp_plugin._torch_modules import (
     takes_state_dict,
 )
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import flatten, unflatten
+from dcp_plugin.planning.flatten import flatten, name_of, unflatten, with_types_of
 from dcp_plugin.state.module import (
     ModuleState,
     apply_module,
@@ -319,14 +318,14 @@ class ModuleLoad:
         """The value of a key: what was read for it, or the tree of what was read below it."""
         value = self.state.values[key]
         if key in found:
-            return _in_the_containers_of(value, found[key])
+            return with_types_of(value, found[key])
         if key in self._tied and key not in self._free:
             return value
         parts = [name for name in self._parts[key] if name in found] if key in self._free else []
         if not parts:
             return _NOTHING
         paths = {name: ("it", *_tail(self._paths[name], name[len(key) + 1 :])) for name in parts}
-        return _in_the_containers_of(value, unflatten({name: found[name] for name in parts}, paths)["it"])
+        return with_types_of(value, unflatten({name: found[name] for name in parts}, paths)["it"])
 
 
 _NOTHING = object()
@@ -396,23 +395,7 @@ def _is_below(key: str, prefixes: Collection[str]) -> bool:
     return _topmost(key, prefixes) is not None
 
 
-def _in_the_containers_of(live: Any, value: Any) -> Any:
-    """A tree with the classes of mappings that the live one has in the same places, as stock fills these."""
-    if not isinstance(live, dict) or type(value) is not dict:
-        return value
-    inside = {key: _in_the_containers_of(live.get(key), each) for key, each in value.items()}
-    if type(live) is dict:
-        return inside
-    made = copy.copy(live)
-    made.clear()
-    made.update(inside)
-    return made
-
-
 def _tail(path: KeyPath, name: str) -> KeyPath:
     """The end of a path that is called ``name``."""
-    steps = [str(part[1] if isinstance(part, tuple) else part) for part in path]
-    for count in range(1, len(path) + 1):
-        if ".".join(steps[-count:]) == name:
-            return path[-count:]
-    return tuple(name.split("."))
+    tails = (path[at:] for at in range(len(path) - 1, -1, -1))
+    return next((tail for tail in tails if name_of(tail) == name), tuple(name.split(".")))
