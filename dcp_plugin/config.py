@@ -41,6 +41,14 @@ class CheckpointConfig:
     Raises:
         ValueError: A value is out of range; the message says which and why.
         TypeError: A value is of another type, as text from YAML or the environment may be; or a field does not exist.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.CheckpointConfig(async_save=True, keep_last=3).keep_last
+        3
+        >>> dcp_plugin.CheckpointConfig(keep_last=0)
+        Traceback (most recent call last):
+        ValueError: keep_last must be at least 1 or None, got 0: 0 would delete what was just saved.
     """
 
     async_save: bool = False
@@ -179,7 +187,21 @@ class CheckpointConfig:
         ``async_save=False`` takes back what ``config`` says of staging.
 
         Args:
+            config: The configuration to change; the defaults if None.
             besides: Further names that the caller takes beside the ``overrides``, for the error.
+
+        Returns:
+            A new configuration; ``config`` itself is unchanged.
+
+        Raises:
+            TypeError: An override is no field, or ``config`` is no configuration.
+            ValueError: A value is out of range.
+
+        Example:
+            >>> import dcp_plugin
+            >>> base = dcp_plugin.CheckpointConfig(keep_last=3)
+            >>> dcp_plugin.CheckpointConfig.merge(base, io_threads=4).keep_last
+            3
         """
         cls.refuse_unknown(overrides, ("config", *besides))
         if config is not None and not isinstance(config, cls):

@@ -239,6 +239,12 @@ def plan_load(
     """What :func:`dcp_plugin.load` would take and what would not fit, without loading. Modules may be on the meta
     device.
 
+    Args:
+        state: What would be loaded into.
+        path: The checkpoint.
+        partial: What to load of it; everything by default.
+        strict: Whether missing and unexpected keys are errors where ``partial`` does not say otherwise.
+
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
         CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.

@@ -39,6 +39,15 @@ class ShardedLoadPlanner(LoadPlanner):
     Args:
         strict: Whether a target that the checkpoint does not have is an error.
         allow_pickle: Keys (globs) whose values may be loaded by executing pickled code.
+
+    Example:
+        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as stock, dcp_plugin
+        >>> warnings.simplefilter("ignore")  # stock warns where there is no process group
+        >>> path, state = tempfile.mkdtemp(), {"w": torch.zeros(2)}
+        >>> _ = stock.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+        >>> stock.load(state, checkpoint_id=path, planner=dcp_plugin.ShardedLoadPlanner(), no_dist=True)
+        >>> state["w"]
+        tensor([1., 1.])
     """
 
     def __init__(self, strict: bool = True, allow_pickle: tuple[str, ...] = ()) -> None:
