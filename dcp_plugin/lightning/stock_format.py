@@ -59,7 +59,8 @@ from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state import flatten_optimizer, gather_module
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import GROUPS, Nested, OptimizerLoad, group_list, group_names
+from dcp_plugin.state.optimizer import GROUPS, Nested, group_list, group_names
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import KeyPath
 
@@ -136,10 +137,11 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     nested = by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
     load = OptimizerLoad(model, optimizer, {key: _entry(value) for key, value in flat.items()})
-    if strict and (load.missing or load.unexpected):
+    wanted = load.wanted
+    if strict and (wanted.missing or wanted.unexpected):
         raise CheckpointMismatch(
-            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(load.missing)}; only "
-            f"in the checkpoint {some(load.unexpected)}. strict_loading=False loads what fits."
+            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(wanted.missing)}; only "
+            f"in the checkpoint {some(wanted.unexpected)}. strict_loading=False loads what fits."
         )
     _refuse_state_of_others(nested["state"], gather_module(model))
     targets = load.targets()
