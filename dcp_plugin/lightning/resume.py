@@ -34,9 +34,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
 from dcp_plugin.integration.lightning_packages import inside_distributed_sampler, package_behind
+from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
@@ -82,12 +82,8 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
         checkpoint[MADE_IN] = _lightning.loaders_made_in(trainer)
     if with_rng:
         loaders = _lightning.train_dataloaders(trainer)
-        checkpoint[RNG] = {
-            str(trainer.global_rank): {
-                "streams": random_streams.capture(trainer.strategy.root_device),
-                "loaders": [[generator.get_state() for generator in _generators(loader)] for loader in loaders],
-            }
-        }
+        states = [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
+        checkpoint[RNG] = of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=states)
 
 
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
@@ -106,9 +102,9 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
 class Resume:
     """This rank's part of a checkpoint, until the training has reached the point at which it was made."""
 
+    streams: SavedStreams
     rng: dict[str, Any] | None
-    new_rank: bool
-    """``rng`` is that of rank 0, because the checkpoint has none of this rank."""
+    """What the checkpoint has of ``streams.source``: this rank's random streams, else those of rank 0."""
     positions: list[Any]
     """The states of the stateful loaders that are still to come, in their order."""
     made_by: list[str]
@@ -133,13 +129,18 @@ class Resume:
         moment = _lightning.moment_of(fit_loop)
         if moment.between_epochs:
             _lightning.complete_epoch(fit_loop)
-        mine = rng_states.get(str(trainer.global_rank))
+        streams = SavedStreams.among(
+            (f"{RNG}.{rank}" for rank in rng_states),
+            trainer.global_rank,
+            trainer.world_size,
+            trainer.strategy.root_device,
+        )
         rank, data_ranks = data_rank(trainer)
-        if rng_states and trainer.world_size > len(rng_states):
-            rank_zero_info(f"The checkpoint has {random_streams.about_new_ranks(len(rng_states), trainer.world_size)}.")
+        if streams.about_new_ranks:
+            rank_zero_info(f"The checkpoint has {streams.about_new_ranks}.")
         return cls(
-            rng=mine or rng_states.get("0"),
-            new_rank=mine is None,
+            streams=streams,
+            rng=rng_states.get(str(streams.source)),
             positions=loader_states.get(str(rank), []) if len(loader_states) == data_ranks else [],
             made_by=checkpoint.pop(MADE_BY, []),
             saved_on=len(loader_states),
@@ -190,10 +191,9 @@ class Resume:
             _lightning.end_restart(trainer)
 
     def _restore_rng(self, state: dict[str, Any], trainer: Trainer) -> None:
-        if self.new_rank:
-            random_streams.derive(state["streams"], trainer.global_rank)
+        self.streams.restore(state)
+        if self.streams.is_new_rank:
             return
-        random_streams.restore(state["streams"], trainer.strategy.root_device)
         for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
             for generator, generator_state in zip(_generators(loader), saved, strict=False):
                 generator.set_state(generator_state)
