@@ -25,7 +25,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.frameworks import OTHERS
-from dcp_plugin.integration import Attached
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.lightning_packages import (
     PACKAGES,
     SHARDED,
@@ -85,7 +85,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
-class Attachment(Attached):
+class Attachment(BaseAttachment):
     """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
