@@ -202,17 +202,17 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         thread.start()
     for thread in threads:
         thread.join()
-    assignment = plans[0].assignment
-    assert assignment is not None
+    global_plan = plans[0].global_plan
+    assert global_plan is not None
     figures.gathered, figures.scattered = mailbox.gathered, mailbox.scattered
     figures.results = sum(map(len, results))
     written = np.zeros(ranks)
-    np.add.at(written, assignment.rank, assignment.sizes.prod(axis=1))
-    figures.largest_share, figures.boxes = written.max() / written.mean(), len(assignment.rank)
+    np.add.at(written, global_plan.rank, global_plan.sizes.prod(axis=1))
+    figures.largest_share, figures.boxes = written.max() / written.mean(), len(global_plan.rank)
 
     def commit() -> tuple[bytes, bytes]:
-        places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(assignment))
-        index = CheckpointIndex.of(assignment.table, places, dict.fromkeys(places.files, 1 << 50))
+        places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(global_plan))
+        index = CheckpointIndex.of(global_plan.table, places, dict.fromkeys(places.files, 1 << 50))
         return index.encode(), encode(index, StorageMeta())
 
     encoded, metadata = figures.time("commit", commit)
@@ -226,7 +226,9 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
     }
     digest = fingerprint(encoded)
-    index = figures.time("read", lambda: CheckpointIndex.read(directory / "index", digest))
+    index = figures.time(
+        "read", lambda: CheckpointIndex.decode((directory / "index").read_bytes(), digest, "the index")
+    )
 
     def local() -> None:
         planner = ShardedLoadPlanner()

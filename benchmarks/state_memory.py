@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._harness import CONTEXT
-from dcp_plugin.state.adapters import gather_state, parts_of
+from dcp_plugin.state.adapters import adapters_of, gather_state
 
 LAYERS = 16
 RANKS = {"plain": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}
@@ -90,7 +90,7 @@ def _rank(rank: int, world: int, port: int, kind: str, mib: int, device_type: st
     optimizer.step()
     optimizer.zero_grad()
     with _Peak(device) as ours:
-        leaves, _ = gather_state(parts_of({"model": model, "optim": optimizer}))
+        leaves, _ = gather_state(adapters_of({"model": model, "optim": optimizer}))
     held = sum(chunk.nbytes for chunk in _tensors(leaves))
     del leaves
     with _Peak(device) as stock:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_plugin.types import VERSION
+
 if TYPE_CHECKING:
     from dcp_plugin.api import load, resume_or_init, save
     from dcp_plugin.checkpointer import Checkpointer
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
-__version__ = "0.1.0"
+
+__version__ = VERSION
 
 _HOMES = {
     "dcp_plugin.api": ("load", "resume_or_init", "save"),

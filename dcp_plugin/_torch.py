@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
@@ -24,14 +24,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock r
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.distributed_c10d import _get_object_coll_device  # no public one tells a group's device
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory, require_parts
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = [
-    "DTensor", "ShardedTensor", "StorageInfo", "checkpointable_parameters", "is_tensor", "laid_out_like", "load_mapped",
+    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "laid_out_like", "load_mapped",
     "load_structure", "pickled_tensor", "record_offset", "settled", "shape_of", "sharded_like", "sharded_value",
     "with_memory",
 ]  # fmt: skip
@@ -156,16 +155,6 @@ def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
     for at, size, length in zip(offsets, sizes, shape, strict=True):
         if at < 0 or size < 0 or at + size > length:
             raise ValueError(f"{size} elements at {at} are not inside of {length}")
-
-
-def checkpointable_parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that have the fields of ``CheckpointableTensor``. Every save asks, and there are hardly any."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, parameter)
-        for prefix, module in modules
-        for name, parameter in module._parameters.items()
-        if hasattr(parameter, "global_shape") and parameter is not None
-    ]
 
 
 def laid_out_like(value: Any, parameter: Any) -> Any:
@@ -322,127 +311,6 @@ def version_of(tensor: torch.Tensor) -> int | None:
     Autograd's own check for what was changed too early; documented in its notes, but only under this private name.
     """
     return None if tensor.is_inference() else tensor._version
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """``named_parameters(recurse=False)``. That takes ten times as long, and a save asks every module several times."""
-    return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
-
-
-def own_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """``named_buffers(recurse=False)``, likewise."""
-    return ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
-
-
-def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``named_children()``, which leaves out a child that it has seen under another name; ``load_state_dict`` does
-    not."""
-    return ((name, child) for name, child in module._modules.items() if child is not None)
-
-
-def union_of(modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module that has these, under names that ``add_module`` would refuse: with dots, or those of its methods."""
-    union = nn.Module()
-    union._modules.update(modules)
-    union._parameters.update(parameters)
-    return union
-
-
-def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a module without its children. Nothing public tells which persist."""
-    buffers = {name: b for name, b in own_buffers(module) if name not in module._non_persistent_buffers_set}
-    return {**dict(own_parameters(module)), **buffers}
-
-
-# How ``nn.Module.load_state_dict`` goes through a module. Publicly it takes a state dict of everything, or nothing.
-
-_NEED_NO_STATE_DICT = (
-    nn.Module._load_from_state_dict,
-    nn.modules.batchnorm._NormBase._load_from_state_dict,  # for files from before torch 0.4.1
-    nn.modules.instancenorm._InstanceNorm._load_from_state_dict,  # refuses keys that it does not have
-)
-_HOOKS_OF_TORCH = {
-    # FSDP2 puts the sharded parameters in place, and looks at them again after they were exchanged.
-    ("torch.distributed.fsdp._fully_shard._fsdp_param_group",
-     "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam.__init__.<locals>.<lambda>"),
-    # Activation checkpointing puts its segment into the keys.
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper._pre_load_state_dict_hook"),
-}  # fmt: skip
-"""Those that do nothing if the memory of the parameters was filled."""
-
-
-_OPTIMIZER_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
-def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether code of an optimizer's own makes or takes its state dict. Nothing public tells what hooks there are."""
-    for method in ("state_dict", "load_state_dict"):
-        if method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method):
-            return True
-    return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
-
-
-def overrides_load_state_dict(module: nn.Module) -> bool:
-    return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
-
-
-def takes_state_dict(module: nn.Module) -> bool:
-    """Whether code of a submodule sees the state dict while it is loaded, and may change what is loaded."""
-    if type(module)._load_from_state_dict not in _NEED_NO_STATE_DICT or "_load_from_state_dict" in vars(module):
-        return True
-    return any(not _is_of_torch(getattr(hook, "hook", hook)) for hook in module._load_state_dict_pre_hooks.values())
-
-
-def load_from_state_dict(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, missing: Any, unexpected: Any, errors: Any
-) -> None:
-    """Load one module without its children, with its pre-hooks."""
-    module._load_from_state_dict(state, prefix, metadata, True, missing, unexpected, errors)
-
-
-def has_post_load_hooks(module: nn.Module) -> bool:
-    """Whether code of the user's runs after a submodule was loaded."""
-    return any(not _is_of_torch(hook) for hook in module._load_state_dict_post_hooks.values())
-
-
-def call_post_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str], of_torch_too: bool) -> None:
-    """Call the hooks that run after a submodule was loaded.
-
-    Raises:
-        AssertionError: One returns something, as in torch.
-    """
-    keys = _IncompatibleKeys(missing, unexpected)
-    for hook in tuple(module._load_state_dict_post_hooks.values()):
-        if (of_torch_too or not _is_of_torch(hook)) and hook(module, keys) is not None:
-            raise AssertionError(f"{hook} runs after a load and has returned something; it may change keys in place")
-
-
-def has_extra_state(module: nn.Module) -> bool:
-    cls = type(module)
-    return (cls.get_extra_state, cls.set_extra_state) != (nn.Module.get_extra_state, nn.Module.set_extra_state)
-
-
-_RESHARDS = "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook"
-
-
-def reshard(module: nn.Module) -> None:
-    """What FSDP2 does with one module before ``state_dict()``: put its sharded parameters back in place.
-
-    The public ``FSDPModule.reshard`` does nothing after an exception in a forward.
-    """
-    for hook in tuple(module._state_dict_pre_hooks.values()):
-        if getattr(hook, "__qualname__", "") == _RESHARDS and _is_of_torch(hook):
-            hook()
-
-
-def _is_of_torch(hook: Any) -> bool:
-    return (getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) in _HOOKS_OF_TORCH
 
 
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:

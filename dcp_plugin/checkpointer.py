@@ -36,12 +36,12 @@ from dcp_plugin.saving.gather import Gathered
 from dcp_plugin.saving.job import Saving
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
-from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.state.adapters import gather_state, parts_of
-from dcp_plugin.state.names import walked_once
-from dcp_plugin.state.step_stable import live_objects
+from dcp_plugin.staging.snapshot import HostPool
+from dcp_plugin.state.adapters import adapters_of, gather_state
+from dcp_plugin.state.annotations import live_objects
+from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.open import Opened
-from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
+from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
@@ -136,7 +136,7 @@ class Checkpointer:
                 self._save_in_background(handle, job, ranks, state, owners)
                 return handle
             with _collector_paused(), events.progress_line(handle.path, self._shows_progress(ranks)):
-                with walked_once():
+                with module_cache():
                     job.gather(state, self._saving.omission, list(owners))
                 job.describe()
                 event = self._saving.write(job, ranks)
@@ -185,7 +185,7 @@ class Checkpointer:
             return report
 
     def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
-        modules = [part for part in parts_of(state) if part.kind == "module"]
+        modules = [part for part in adapters_of(state) if part.kind == "module"]
         leaves, _ = gather_state(modules)
         flat = encode_state(
             {k: leaf for k, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
@@ -333,7 +333,7 @@ class Checkpointer:
         pool, owners = self._pools[self._saves % len(self._pools)], list(owners)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
-            with _collector_paused(), walked_once():
+            with _collector_paused(), module_cache():
                 job.gather(state, self._saving.omission, owners)
                 job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
@@ -351,7 +351,7 @@ class Checkpointer:
         path = writer.path
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: writer.reserve(among_other_files=True))
-            ranks.agree(f"add files to {path}", lambda: _add(directory, path, files))
+            ranks.agree(f"add files to {path}", lambda: _add(writer, directory, files))
         except Exception:
             writer.discard()
             raise
@@ -397,8 +397,8 @@ def _all_the_same(said: list[dict[str, Any]]) -> None:
             raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")
 
 
-def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:
-    wait_until_visible(directory, path)
+def _add(writer: ShardedWriter, directory: Path, files: Callable[[Path], None]) -> None:
+    writer.medium.join(directory, writer.path)
     files(directory)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.layouts import build, train
@@ -122,7 +123,7 @@ def _lose_rank_1_after_publishing(path: Path) -> None:
     dist.all_gather_object(pids, os.getpid())
     publish = commit.publish
 
-    def and_lose_rank_1(reservation: commit.Reservation) -> None:
+    def and_lose_rank_1(reservation: Reservation) -> None:
         publish(reservation)
         os.kill(pids[1], signal.SIGKILL)
         time.sleep(1)

@@ -24,8 +24,7 @@ import dcp_plugin as dcp
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.staging import guard
-from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.staging.snapshot import Snapshot
+from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.types import ShardedValue
 from tests import launch
 from tests.compare import assert_same

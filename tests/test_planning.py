@@ -17,20 +17,20 @@ from dcp_plugin._torch import sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import padded, partitioned
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.planning.global_plan import Share, assign
-from dcp_plugin.planning.load_balance import Held, Parts, partition
-from dcp_plugin.planning.local_inventory import Holding
+from dcp_plugin.planning.global_plan import Share, make_global_plan
+from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
+from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.types import EncodedValue, LocalChunk, ShardedValue
 
 MIB = 1 << 20
 
 
-def _held(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int) -> Held:
+def _held(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int) -> HeldBoxes:
     """Boxes as (sizes, ranks that hold them)."""
     width = max(len(sizes) for sizes, _ in boxes)
     count = np.array([len(ranks) for _, ranks in boxes])
-    return Held(
+    return HeldBoxes(
         padded([sizes for sizes, _ in boxes], width, 1),
         np.full(len(boxes), itemsize),
         np.cumsum(count) - count,
@@ -39,12 +39,12 @@ def _held(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int) -
     )
 
 
-def _writers(held: Held, parts: Parts) -> np.ndarray[Any, Any]:
+def _writers(held: HeldBoxes, parts: BoxParts) -> np.ndarray[Any, Any]:
     assert (parts.holder < held.count[parts.box]).all() and (parts.holder >= 0).all()
     return held.ranks[held.first[parts.box] + parts.holder]
 
 
-def _loads(held: Held, parts: Parts, world_size: int) -> np.ndarray[Any, Any]:
+def _loads(held: HeldBoxes, parts: BoxParts, world_size: int) -> np.ndarray[Any, Any]:
     """Bytes that each rank writes."""
     loads = np.zeros(world_size, np.int64)
     np.add.at(loads, _writers(held, parts), parts.sizes.prod(axis=1) * held.itemsize[parts.box])
@@ -59,7 +59,7 @@ some_ranks = st.sets(st.integers(0, 4), min_size=1).map(lambda ranks: tuple(sort
 @given(st.lists(st.tuples(shapes, some_ranks), min_size=1, max_size=8), st.integers(1, 1 << 16))
 def test_parts_cover_every_element_once(boxes: list[Any], max_bytes: int) -> None:
     held = _held(boxes, 1 << 12)
-    parts = partition(held, 5, max_bytes << 12)
+    parts = balance_load(held, 5, max_bytes << 12)
     covered = [np.zeros(sizes, int) for sizes in held.sizes]
     for box, offsets, sizes in zip(parts.box, parts.offsets, parts.sizes, strict=True):
         covered[box][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
@@ -83,7 +83,7 @@ tensors = st.lists(
 @given(tensors, st.integers(1, 9))
 def test_no_rank_writes_more_than_its_share_and_256_kib(sizes: list[tuple[int, ...]], ranks: int) -> None:
     held = _held([(size, tuple(range(ranks))) for size in sizes], 4)
-    loads = _loads(held, partition(held, ranks, 1 << 30), ranks)
+    loads = _loads(held, balance_load(held, ranks, 1 << 30), ranks)
     assert loads.max() <= held.nbytes.sum() / ranks + 256 * 1024
 
 
@@ -100,7 +100,7 @@ def test_what_few_ranks_hold_is_evened_out_by_what_all_hold(
     held = _held([(size, ranks) for sizes, ranks in groups for size in sizes], 4)
     total = np.cumsum([sum(prod(size) * 4 for size in sizes) for sizes, _ in groups])
     least = max(total / [len(ranks) for ranks in sets])
-    assert _loads(held, partition(held, world_size, 1 << 30), world_size).max() <= least + 2 * 256 * 1024
+    assert _loads(held, balance_load(held, world_size, 1 << 30), world_size).max() <= least + 2 * 256 * 1024
 
 
 @pytest.mark.parametrize("replicas", [2, 8, 64, 128])
@@ -113,7 +113,7 @@ def test_hsdp_replicas_share_the_writing_evenly(replicas: int) -> None:
         ((rows // 8, columns), tuple(range(shard, 8 * replicas, 8))) for rows, columns in matrices for shard in range(8)
     ]
     held = _held(boxes, 4)
-    loads = _loads(held, partition(held, 8 * replicas, 1 << 30), 8 * replicas)
+    loads = _loads(held, balance_load(held, 8 * replicas, 1 << 30), 8 * replicas)
     assert loads.max() / loads.mean() < 1.01
 
 
@@ -217,22 +217,22 @@ def test_any_layout_is_written_once_by_ranks_that_hold_it(
             state[f"t{number}"] = ShardedValue((31, 31), itemsize_up, mine, any_rank=True)
     for state in states[without_values:]:
         state["value"] = EncodedValue(b"1")
-    holdings = [Holding.of_state(state, {}) for state in states]
-    again = [Holding.unpack(holding.description, holding.pack_offsets()) for holding in holdings]
-    assert [one.digest for one in again] == [one.digest for one in holdings]
-    assignment = assign(again)
+    inventories = [LocalInventory.of_state(state, {}) for state in states]
+    again = [LocalInventory.unpack(inventory.description, inventory.pack_offsets()) for inventory in inventories]
+    assert [one.digest for one in again] == [one.digest for one in inventories]
+    global_plan = make_global_plan(again)
     covered = {key: np.zeros((31, 31), int) for key in states[0] if key != "value"}
     written = 0
-    for holding, share in zip(holdings, assignment.shares(world_size), strict=True):
+    for inventory, share in zip(inventories, global_plan.shares(world_size), strict=True):
         share = Share.decode(share.encode())
-        offsets, sizes = share.boxes(holding)
-        names = [holding.description.keys[number] for number in holding.description.key[share.chunk]]
+        offsets, sizes = share.boxes(inventory)
+        names = [inventory.description.keys[number] for number in inventory.description.key[share.chunk]]
         for key, at, size, chunk in zip(names, offsets, sizes, share.chunk, strict=True):
             written += key == "value"
             if key in covered:
                 covered[key][tuple(slice(o, o + n) for o, n in zip(at, size, strict=True))] += 1
-                inside = holding.offsets[chunk]
-                assert (inside <= at).all() and (at + size <= inside + holding.description.sizes[chunk]).all()
+                inside = inventory.offsets[chunk]
+                assert (inside <= at).all() and (at + size <= inside + inventory.description.sizes[chunk]).all()
     assert all((count == 1).all() for count in covered.values())
     assert written == (without_values < world_size)
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dcp_plugin import _torch
-from dcp_plugin.state import fsdp1
+from dcp_plugin import _torch, _torch_modules
+from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from tests import launch
 from tests.compare import full, same_bytes
 
@@ -57,13 +57,13 @@ def test_torch_notes_where_the_record_of_a_meta_storage_begins(tmp_path: Path) -
 def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3, bias=False))
     for child in model.modules():
-        assert list(_torch.own_parameters(child)) == list(child.named_parameters(recurse=False))
-        assert list(_torch.own_buffers(child)) == list(child.named_buffers(recurse=False))
+        assert list(_torch_modules.own_parameters(child)) == list(child.named_parameters(recurse=False))
+        assert list(_torch_modules.own_buffers(child)) == list(child.named_buffers(recurse=False))
 
 
 def test_modules_and_parameters_of_a_union_are_found_under_any_name() -> None:
     layer, scale = torch.nn.Linear(2, 2, bias=False), torch.nn.Parameter(torch.ones(()))
-    union = _torch.union_of({"train": layer, "a.b": layer}, {"loose.0.1": scale})
+    union = _torch_modules.union_of({"train": layer, "a.b": layer}, {"loose.0.1": scale})
     named = dict(union.named_parameters(remove_duplicate=False))
     assert list(named) == ["loose.0.1", "train.weight", "a.b.weight"]
     assert named["loose.0.1"] is scale
@@ -74,16 +74,16 @@ def test_optimizers_of_torch_have_no_state_dict_of_their_own_and_hooks_are_found
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     kinds = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
     assert len(kinds) > 10
-    assert not [kind for kind in kinds if _torch.has_own_state_dict(kind([parameter], lr=0.1))]
+    assert not [kind for kind in kinds if _torch_modules.has_own_state_dict(kind([parameter], lr=0.1))]
     registering = [name for name in dir(torch.optim.Optimizer) if name.startswith("register_") and "state" in name]
     assert len(registering) == 4
     for register in registering:
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         getattr(optimizer, register)(lambda *_: None)
-        assert _torch.has_own_state_dict(optimizer)
+        assert _torch_modules.has_own_state_dict(optimizer)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state_dict = dict  # type: ignore[method-assign,assignment]
-    assert _torch.has_own_state_dict(optimizer)
+    assert _torch_modules.has_own_state_dict(optimizer)
 
 
 class _Tied(torch.nn.Module):
@@ -95,7 +95,7 @@ class _Tied(torch.nn.Module):
 
 def _tied_flat_parameter() -> dict[str, str]:
     model = FullyShardedDataParallel(_Tied(), device_id=torch.device("cpu"), use_orig_params=False)
-    return fsdp1.same_flat_parameter(model)
+    return same_flat_parameter(model)
 
 
 def test_a_flat_parameter_knows_its_tied_weights() -> None:
@@ -116,9 +116,9 @@ def test_dtensor_tells_where_its_shard_is() -> None:
 def _fsdp1_internals() -> None:
     model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=torch.device("cpu"), use_orig_params=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = fsdp1.flat_parameter_names(model)
+    names = flat_parameter_names(model)
     assert [names[id(p)] for p in optimizer.param_groups[0]["params"]] == [["weight", "bias"]]
-    value = fsdp1.gather_module(model)["weight"]
+    value = gather_fsdp1_module(model)["weight"]
     local = [shard.tensor * 2 for shard in value.local_shards()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -178,15 +178,15 @@ def _load_hooks_of_fsdp2() -> None:
     fully_shard(model)
     model(torch.ones(2, 3))  # with the first forward come the hooks
     assert any(child._load_state_dict_pre_hooks for child in model), "then reshard() is not what state_dict() does"
-    assert not any(map(_torch.takes_state_dict, model.modules()))
+    assert not any(map(_torch_modules.takes_state_dict, model.modules()))
     called: list[object] = []
     for child in model.modules():
         for key, hook in list(child._load_state_dict_post_hooks.items()):
             noted = functools.wraps(hook)(lambda *args: called.append(args))
             child._load_state_dict_post_hooks[key] = noted
-        _torch.call_post_load_hooks(child, [], [], of_torch_too=False)
+        _torch_modules.call_post_load_hooks(child, _torch_modules.Incompatible(), of_torch_too=False)
     assert not called
-    _torch.call_post_load_hooks(model[0], [], [], of_torch_too=True)
+    _torch_modules.call_post_load_hooks(model[0], _torch_modules.Incompatible(), of_torch_too=True)
     assert called
 
 
@@ -197,14 +197,14 @@ def test_hooks_of_fsdp2_and_of_normalisations_need_no_state_dict() -> None:
 def test_activation_checkpointing_needs_no_state_dict_and_other_hooks_do() -> None:
     wrapped = checkpoint_wrapper(torch.nn.Linear(2, 2))
     assert wrapped._load_state_dict_pre_hooks
-    assert not _torch.takes_state_dict(wrapped)
+    assert not _torch_modules.takes_state_dict(wrapped)
     for register in ("register_load_state_dict_pre_hook", "_register_load_state_dict_pre_hook"):
         module = torch.nn.Linear(2, 2)
         getattr(module, register)(lambda *args: None)
-        assert _torch.takes_state_dict(module)
-    assert _torch.takes_state_dict(torch.ao.quantization.MinMaxObserver())
-    assert _torch.takes_state_dict(torch.nn.LazyLinear(2))
-    assert not _torch.takes_state_dict(torch.nn.InstanceNorm1d(3))
+        assert _torch_modules.takes_state_dict(module)
+    assert _torch_modules.takes_state_dict(torch.ao.quantization.MinMaxObserver())
+    assert _torch_modules.takes_state_dict(torch.nn.LazyLinear(2))
+    assert not _torch_modules.takes_state_dict(torch.nn.InstanceNorm1d(3))
 
 
 def test_a_module_is_loaded_by_the_steps_of_load_state_dict() -> None:

@@ -46,8 +46,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.state.adapters import NamesOnly
-from dcp_plugin.state.fsdp1 import contains_fsdp1
-from dcp_plugin.state.union import loose_module
+from dcp_plugin.state.names import contains_fsdp1, loose_module
 
 
 def gather(

@@ -32,6 +32,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format.foreign.training import RANDOM_STATES
+from dcp_plugin.format.names import METADATA
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.runs import catalog
@@ -174,7 +175,7 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
 
 
 def _is_sharded(path: Path) -> bool:
-    return (path / _model_folder(0) / commit.METADATA).exists()
+    return (path / _model_folder(0) / METADATA).exists()
 
 
 def _model_folder(number: int) -> str:

@@ -36,7 +36,7 @@ from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import unflatten_optimizer
-from dcp_plugin.state.union import is_of_no_module
+from dcp_plugin.state.names import is_of_no_module
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter

@@ -71,7 +71,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """A safe moment for what became due since the last one: a save has been published in the background."""
             tell(trainer, "on_train_batch_end")
-            io_of(trainer).afterwards.settle()
+            io_of(trainer).post_commit.settle()
 
     for name in between_steps(package):
         if name not in vars(DCPCallback):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +41,7 @@ from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.planning.load import some
+from dcp_plugin.messages import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
@@ -307,20 +307,33 @@ def load_from_checkpoint(
 
 def _read(path: Path, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
     """Lightning's dictionary. Without a module only what is small; the state of optimizers only for a hook."""
-    names = keys_by_name(path)
-    left_out = set(among(OPTIM, names))
+    left_out = list(among(OPTIM, keys_by_name(path)))
     if module_class is None:
-        left_out.add(MODEL)
+        left_out.append(MODEL)
     elif is_overridden("on_load_checkpoint", module_class, package.pytorch.LightningModule):
         left_out.clear()
-    state: dict[str, Any] = {name: {} for name in names if name not in left_out}
     allow_pickle = ("*",) if weights_only is False else ()
-    Checkpointer(solo=True, allow_pickle=allow_pickle).load(state, path)
+    checkpoint = read_full(path, Checkpointer(solo=True, allow_pickle=allow_pickle), weights_only, left_out)
+    checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if not saved by a Trainer
+    return _lightning.migrated(package, checkpoint, path)
+
+
+def read_full(
+    path: Path, checkpointer: Checkpointer, weights_only: bool | None, left_out: Sequence[str] = ()
+) -> Checkpoint:
+    """The dictionary of Lightning's that a directory holds, with full tensors in host memory.
+
+    Args:
+        checkpointer: One of this process alone.
+        weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
+        left_out: Names that are not read, such as ``optim``.
+    """
+    state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
+    checkpointer.load(state, path)
     checkpoint = layout.from_state(state)
     if stock_format.is_directory_of_lightning(path):
-        checkpoint = {**stock_format.read_meta(path, weights_only), **checkpoint}
-    checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if saved by another door
-    return _lightning.migrated(package, without_own_state(checkpoint), path)
+        return {**stock_format.read_meta(path, weights_only), **checkpoint}
+    return without_own_state(checkpoint)
 
 
 def _take_hyper_parameters(

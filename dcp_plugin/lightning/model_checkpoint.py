@@ -95,7 +95,7 @@ def _promoted(base: type[Any]) -> type[Any]:
                 return True
             if adapter is None or not adapter.io.config.async_save:
                 return False
-            under_way = trainer.is_global_zero and adapter.io.afterwards.is_under_way(filepath)
+            under_way = trainer.is_global_zero and adapter.io.post_commit.is_under_way(filepath)
             return bool(adapter.strategy.reduce_boolean_decision(under_way, all=False))
 
     promoted = DCPCheckpoint
@@ -139,7 +139,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         original(trainer, target, link)
         return
     if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
-        adapter.io.afterwards.with_files(lambda: catalog.link(link, target), first=True)
+        adapter.io.post_commit.with_files(lambda: catalog.link(link, target), first=True)
     trainer.strategy.barrier("link to a checkpoint")
 
 

@@ -54,11 +54,11 @@ from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.messages import some
 from dcp_plugin.planning.flatten import flatten, holds_sharded
-from dcp_plugin.planning.load import some
 from dcp_plugin.state import flatten_optimizer, gather_module
-from dcp_plugin.state.fsdp1 import contains_fsdp1, flat_parameter_names
-from dcp_plugin.state.names import parameter_names
+from dcp_plugin.state.module import flat_parameter_names
+from dcp_plugin.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.state.optimizer import GROUPS, Nested, OptimizerLoad, group_list, group_names
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import KeyPath

@@ -17,20 +17,20 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from dcp_plugin._torch import sharded_value
+from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.loading.suggestions import about_shapes
-from dcp_plugin.planning.broadcast_read import SharedReading
-from dcp_plugin.planning.load import ShardedLoadPlanner, first, some
+from dcp_plugin.loading.suggestions import about_excluded, about_shapes
+from dcp_plugin.messages import first, some
+from dcp_plugin.planning.broadcast_read import BroadcastRead
+from dcp_plugin.planning.flatten import join
+from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.saving.base import about_excluded
-from dcp_plugin.state.adapters import Part, parts_of
-from dcp_plugin.state.key_map import join
+from dcp_plugin.state.adapters import StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
-from dcp_plugin.state.module_load import Incompatible
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
@@ -71,7 +71,7 @@ class Loading:
         return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
-        parts: list[Part] = []
+        parts: list[StateAdapter] = []
         self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
         match = self._ranks.agree(f"compare {self._path} with the state", lambda: self._fit(parts))
         self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, match))
@@ -87,15 +87,15 @@ class Loading:
 
     def foresee(self, state: Mapping[str, Any]) -> PlannedLoad:
         """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
-        parts: list[Part] = []
+        parts: list[StateAdapter] = []
         self._open(state, parts)
         match = self._match(parts, foreseen=True)
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
 
-    def _open(self, state: Mapping[str, Any], parts: list[Part]) -> _Opened:
-        parts.extend(parts_of(state))
+    def _open(self, state: Mapping[str, Any], parts: list[StateAdapter]) -> _Opened:
+        parts.extend(adapters_of(state))
         self._parts = parts
         if self._partial is not None:
             self._partial = locate(self._partial, parts)
@@ -116,7 +116,7 @@ class Loading:
                     f"all ranks the same."
                 )
 
-    def _fit(self, parts: list[Part]) -> Match:
+    def _fit(self, parts: list[StateAdapter]) -> Match:
         """Match and plan; raise everything that does not fit, in one error."""
         waiting: list[str] = []
         for part in parts:
@@ -136,7 +136,7 @@ class Loading:
         self._reader.check_files(self._items, [match.stored[key] for key in match.deferred])
         return match
 
-    def _match(self, parts: list[Part], foreseen: bool = False) -> Match:
+    def _match(self, parts: list[StateAdapter], foreseen: bool = False) -> Match:
         index, kinds = self._reader.index, self._reader.kinds
         match = Matching(self._path, index, kinds, self._partial, self._strict, foreseen).run(parts)
         if match.problems:
@@ -168,7 +168,7 @@ class Loading:
         line = about_shapes(other, modules, index, bool(match.report.cast))
         return [line] if line else []
 
-    def _read_values(self, parts: list[Part], match: Match) -> None:
+    def _read_values(self, parts: list[StateAdapter], match: Match) -> None:
         """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         if self._planner.plain:
@@ -188,12 +188,12 @@ class Loading:
     def _read_tensors(self) -> None:
         """Into the targets. What others read for this rank is passed on when all have read, and nobody has failed."""
         plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
-        shared = SharedReading(self._ranks, self._planner, policy)
+        shared = BroadcastRead(self._ranks, self._planner, policy)
         plan = shared.meet(f"share the reading of {self._path}", plan)
         self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())
         shared.pass_on(f"pass on what was read of {self._path}")
 
-    def _take(self, parts: list[Part], match: Match) -> None:
+    def _take(self, parts: list[StateAdapter], match: Match) -> None:
         problems: list[str] = []
         for part in parts:
             targets = match.wanted[part.name].targets
@@ -209,14 +209,14 @@ class Loading:
         if problems:
             raise CheckpointMismatch(misfit(self._path, problems))
 
-    def _read_deferred(self, part: Part, match: Match, tensors: dict[str, Any]) -> None:
+    def _read_deferred(self, part: StateAdapter, match: Match, tensors: dict[str, Any]) -> None:
         """Read tensors that have just got their memory, on this rank alone."""
         planner = ShardedLoadPlanner(strict=False)
         targets: dict[str, Any] = {join(part.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         planner.use_index(targets, self._reader.index, match.stored)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
 
-    def _judge(self, part: Part, match: Match, found: Incompatible) -> list[str]:
+    def _judge(self, part: StateAdapter, match: Match, found: Incompatible) -> list[str]:
         """What is wrong after a module's own load hooks. Keys that were not to be loaded may be missing."""
         left_out = set(match.report.left_out)
         missing = [key for key in (join(part.name, one) for one in found.missing) if key not in left_out]

@@ -18,6 +18,7 @@ from torch import nn
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import CheckpointIndex, Entry
+from dcp_plugin.loading.key_map import Prefix, Rename, Renaming, Source, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
 from dcp_plugin.loading.suggestions import (
     Fit,
@@ -32,10 +33,10 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
-from dcp_plugin.planning.load import first, some
-from dcp_plugin.planning.rank_local import without_rank
-from dcp_plugin.state.adapters import Part, Wanted
-from dcp_plugin.state.key_map import Prefix, Rename, Renaming, Source, find_prefix, join
+from dcp_plugin.messages import first, some
+from dcp_plugin.planning.flatten import join
+from dcp_plugin.planning.local_inventory import without_rank
+from dcp_plugin.state.adapters import StateAdapter, Wanted
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue
@@ -70,7 +71,7 @@ class Match:
     """What to warn of."""
 
 
-def locate(partial: PartialLoad, parts: list[Part]) -> PartialLoad:
+def locate(partial: PartialLoad, parts: list[StateAdapter]) -> PartialLoad:
     """The partial load with its sub-module found, if it is about one. No communication.
 
     Raises:
@@ -141,14 +142,14 @@ class Matching:
         self._keys: list[str] = []
         self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
         self._names_here: list[str] = []
-        self._lone: list[Part] = []  # objects of which nothing is there
+        self._lone: list[StateAdapter] = []  # objects of which nothing is there
         self._absent: list[str] = []  # a line for each of those of which nothing is there
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
         self._match = Match({}, {}, {}, {}, LoadReport(path))
 
-    def run(self, parts: list[Part]) -> Match:
+    def run(self, parts: list[StateAdapter]) -> Match:
         """Collective if a module contains FSDP1."""
         prefixes: dict[nn.Module | None, Prefix] = {}
         self._names_here = [part.name for part in parts]
@@ -160,7 +161,7 @@ class Matching:
         self._judge_keys()
         return self._match
 
-    def _names(self, parts: list[Part]) -> Iterable[tuple[Part, str]]:
+    def _names(self, parts: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
         names = {part.name for part in parts}
         for part in parts:
@@ -174,7 +175,7 @@ class Matching:
                     self._optimizers[name] = alike
             yield part, name
 
-    def _want(self, part: Part, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
+    def _want(self, part: StateAdapter, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
         renamed = self._renaming.place(part, name)
         if renamed is not None:
             want = self._ask(part, renamed)
@@ -196,7 +197,7 @@ class Matching:
                 want = part.want(*source.entries(self._index))
         return source, want
 
-    def _ask(self, part: Part, place: _Place) -> Wanted:
+    def _ask(self, part: StateAdapter, place: _Place) -> Wanted:
         """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want.
         A module does not, and its optimizer needs to know where it is."""
         entries, paths = place.entries(self._index)
@@ -209,7 +210,7 @@ class Matching:
                 return Wanted()
         return part.want(entries, paths)
 
-    def _select(self, part: Part, place: _Place, want: Wanted) -> None:
+    def _select(self, part: StateAdapter, place: _Place, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
         self._keys += [
@@ -272,7 +273,7 @@ class Matching:
         shape = tuple(target.shape)
         return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
 
-    def _selected(self, part: Part, key: str) -> bool:
+    def _selected(self, part: StateAdapter, key: str) -> bool:
         return self._partial.selects(join(part.name, key))
 
     def _judge_patterns(self) -> None:

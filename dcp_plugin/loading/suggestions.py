@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice, zip_longest
 
-from dcp_plugin.planning.load import nearest, some
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.messages import MAX_CANDIDATES, nearest, some
 
-_MOST_KEYS = 20_000
 _SAMPLE = 200
 _SPELLED_OUT = 4
 _MOST_GLOBS = 8
@@ -80,7 +80,7 @@ def about_optimizer(name: str, others: list[str], stored: Collection[str], names
 def _optimizers(stored: Collection[str]) -> list[str]:
     """The names of a foreign checkpoint that look like those of optimizers."""
     inside: dict[str, set[str]] = defaultdict(set)
-    for key in islice(stored, _MOST_KEYS):
+    for key in islice(stored, MAX_CANDIDATES):
         front, _, rest = key.partition(".")
         inside[front].add(rest.partition(".")[0])
     return [front for front, names in inside.items() if {"state", "param_groups"} <= names]
@@ -89,7 +89,7 @@ def _optimizers(stored: Collection[str]) -> list[str]:
 def about_wrapper(names: Collection[str], stored: Collection[str]) -> str:
     """About a state of which nothing is in the checkpoint but below one name more, as the ``AppState`` of torch's
     tutorial has it; empty if that is not so."""
-    known = list(islice(stored, _MOST_KEYS))
+    known = list(islice(stored, MAX_CANDIDATES))
     for front in dict.fromkeys(key.partition(".")[0] for key in known):
         if all(any(key.startswith(f"{front}.{name}.") for key in known) for name in names):
             inner = ", ".join(f"{name!r}: …" for name in names)
@@ -104,7 +104,7 @@ def about_unwrapped(name: str, inside: Iterable[str], stored: Collection[str]) -
     """About an object of which nothing is in the checkpoint, whose own keys are there without its name; empty if they
     are not."""
     fronts = {key.partition(".")[0] for key in inside}
-    there = {key.partition(".")[0] for key in islice(stored, _MOST_KEYS)}
+    there = {key.partition(".")[0] for key in islice(stored, MAX_CANDIDATES)}
     if not fronts or not fronts <= there:
         return ""
     rename = _AS_RENAME.format(here=f"{name}.", there="")
@@ -122,7 +122,7 @@ def about_shapes(
         modules: The module of each key's first name -> its optimizers.
         cast: Whether values of the rest are converted, which a partial load has to be told.
     """
-    known = list(islice(stored, _MOST_KEYS))
+    known = list(islice(stored, MAX_CANDIDATES))
     globs: dict[str, None] = {}
     for key in misfits:
         module = next((name for name in modules if key.startswith(f"{name}.")), None)
@@ -161,6 +161,13 @@ def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str
     return f"{said}. {_advice(renames, form)}" if renames else said
 
 
+def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]:
+    """Said with missing keys that the save left out on purpose."""
+    globs = summary.exclude if summary else []
+    found = [key for key in missing if any(fnmatchcase(key, glob) for glob in globs)]
+    return [f"{some(found, 3)} left out at save by exclude={globs!r}"] if found else []
+
+
 def taken_by(renames: Iterable[Fit], keys: Iterable[str]) -> set[str]:
     """The keys of the checkpoint that the renames would give to the target's keys."""
     keys = list(keys)
@@ -173,7 +180,7 @@ def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str
     for glob in idle:
         if meant := _meant(glob, keys):
             hint = f": did you mean {meant!r}?"
-        elif any(fnmatchcase(key, glob) for key in islice(stored, _MOST_KEYS)):
+        elif any(fnmatchcase(key, glob) for key in islice(stored, MAX_CANDIDATES)):
             hint = ": it matches keys of the checkpoint, but globs are about the names in the target" + _such_as(keys)
         else:
             hint = _such_as(keys)
@@ -195,7 +202,7 @@ def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[Fit
     Candidates are the differences in front of the longest common tails; each is judged by all targets.
     """
     fronts: dict[str, list[str]] = defaultdict(list)
-    stored = dict.fromkeys(islice(free, _MOST_KEYS))
+    stored = dict.fromkeys(islice(free, MAX_CANDIDATES))
     for key in stored:
         for at in _starts(key):
             fronts[key[at:]].append(key[:at])
@@ -233,12 +240,12 @@ def _starts(key: str) -> Iterator[int]:
 
 
 def _all_fronts(keys: Iterable[str]) -> dict[str, None]:
-    return {key[:at]: None for key in islice(keys, _MOST_KEYS) for at in _starts(key) if at}
+    return {key[:at]: None for key in islice(keys, MAX_CANDIDATES) for at in _starts(key) if at}
 
 
 def _fronts(prefix: str, keys: Iterable[str]) -> str:
     """What the keys start with, one step behind what they have in common with a prefix that none has."""
-    known = list(islice(keys, _MOST_KEYS))
+    known = list(islice(keys, MAX_CANDIDATES))
     starts = [at for at in _starts(prefix) if any(key.startswith(prefix[:at]) for key in known)]
     common = prefix[: starts[-1]] if starts else ""
     inside = [key.removeprefix(common) for key in known if key.startswith(common)]
@@ -248,7 +255,7 @@ def _fronts(prefix: str, keys: Iterable[str]) -> str:
 
 def _meant(glob: str, keys: Collection[str]) -> str:
     """The glob with its first part put right."""
-    known = list(islice(keys, _MOST_KEYS))
+    known = list(islice(keys, MAX_CANDIDATES))
     for name in dict.fromkeys(key.partition(".")[0] for key in known):
         if any(fnmatchcase(key, f"{name}.{glob}") for key in known):
             return f"{name}.{glob}"

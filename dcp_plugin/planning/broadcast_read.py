@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.load_balance import Part
+from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.tensors import is_stored_whole
 
@@ -64,7 +64,7 @@ class _Read:
         return self.target.numel() * self.target.element_size()
 
 
-class SharedReading:
+class BroadcastRead:
     """What one rank reads itself, and what it gets from others.
 
     Args:
@@ -166,7 +166,7 @@ def _shared_out(reads: list[_Read], group: list[int]) -> list[_Read]:
 
 def _divided(read: _Read) -> Iterator[_Read]:
     item = read.item
-    whole = Part((0,) * len(item.lengths), tuple(item.lengths), read.target.element_size())
+    whole = BoxPart((0,) * len(item.lengths), tuple(item.lengths), read.target.element_size())
     for part in whole.at_most(_MAX_READ):
         box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
         piece = replace(

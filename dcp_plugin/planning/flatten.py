@@ -59,6 +59,11 @@ def walked_as_stored(stored: Collection[str], old_mappings: bool = False) -> Wal
     return walked
 
 
+def join(name: str, key: str) -> str:
+    """The full key of ``key``, which is relative to the object ``name``; the key ``""`` is the object itself."""
+    return f"{name}.{key}" if key else name
+
+
 def flatten(tree: Mapping[str, Any], walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """The leaves of a nested state by key, and the path of each.
 

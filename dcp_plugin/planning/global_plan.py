@@ -16,14 +16,14 @@ import numpy as np
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import NO_TENSOR, Column, Table, flat_start, partitioned, ragged, ranges
 from dcp_plugin.format.torch_zip import MAX_PAYLOAD
-from dcp_plugin.planning.load_balance import Held, Parts, partition
-from dcp_plugin.planning.local_inventory import Description, Holding, descriptions_of
+from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
+from dcp_plugin.planning.local_inventory import Description, LocalInventory, descriptions_of
 from dcp_plugin.types import KeyPath
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes, in this order: which chunks of its holding, and the boxes of those it writes in part."""
+    """What one rank writes, in this order: which chunks of its inventory, and the boxes of those it writes in part."""
 
     chunk: Column
     part: Column
@@ -40,16 +40,16 @@ class Share:
         steps, part, offsets, sizes = pickle.loads(zlib.decompress(data))
         return cls(np.cumsum(np.frombuffer(steps, np.int32)), part, offsets, sizes)
 
-    def boxes(self, holding: Holding) -> tuple[Column, Column]:
+    def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
         """Offsets and sizes of everything this rank writes."""
-        offsets, sizes = holding.offsets[self.chunk], holding.description.sizes[self.chunk]
+        offsets, sizes = inventory.offsets[self.chunk], inventory.description.sizes[self.chunk]
         width = offsets.shape[1]
         offsets[self.part], sizes[self.part] = self.offsets[:, :width], self.sizes[:, :width]
         return offsets, sizes
 
 
 @dataclass(frozen=True)
-class Assignment:
+class GlobalPlan:
     """The table of the checkpoint, and for each of its chunks who writes it: which rank, from which of its chunks."""
 
     table: Table
@@ -73,33 +73,33 @@ class Assignment:
         return shares
 
 
-def assign(holdings: Sequence[Holding]) -> Assignment:
+def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     """Distribute what all ranks hold so that each box is written once.
 
     Raises:
         CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
     """
-    keys = _Keys(holdings)
-    everything = _Rows.of(holdings, keys)
+    keys = _Keys(inventories)
+    everything = _Rows.of(inventories, keys)
     everything.check(keys)
     rows = everything.only_writers()
     ties = _common_ties(everything, rows)
     held = rows.held(keys)
-    parts = _partition_without(held, np.isin(rows.key[held.first], list(ties)), len(holdings))
+    parts = _partition_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
     offsets = rows.offsets[row] + parts.offsets
     whole = (parts.sizes == rows.sizes[row]).all(axis=1)
     table = keys.table(rows.key[row], offsets, parts.sizes)
-    return Assignment(table, rows.rank[row], rows.chunk[row], whole, offsets, parts.sizes)
+    return GlobalPlan(table, rows.rank[row], rows.chunk[row], whole, offsets, parts.sizes)
 
 
 class _Keys:
     """All keys, in the order in which the first rank that has them lists them, and what all ranks say of them."""
 
-    def __init__(self, holdings: Sequence[Holding]) -> None:
-        self.ranks = descriptions_of(holdings)
-        self._described = [holdings[ranks[0]].description for ranks in self.ranks.values()]
+    def __init__(self, inventories: Sequence[LocalInventory]) -> None:
+        self.ranks = descriptions_of(inventories)
+        self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
         self.numbers: dict[str, int] = {}
         self._dtypes: dict[object, int] = {}
         self._paths: dict[str, KeyPath] = {}
@@ -183,13 +183,13 @@ class _Rows:
     new: Column
 
     @classmethod
-    def of(cls, holdings: Sequence[Holding], keys: _Keys) -> _Rows:
+    def of(cls, inventories: Sequence[LocalInventory], keys: _Keys) -> _Rows:
         columns: list[list[Column]] = []
         for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
-            one = holdings[ranks[0]].description
+            one = inventories[ranks[0]].description
             tie = np.append(numbers, -1)[one.tie]
             described = (numbers[one.key], np.arange(len(one.key)), one.any_rank[one.key], tie[one.key])
-            offsets = np.concatenate([_widened(holdings[rank].offsets, keys.width, 0) for rank in ranks])
+            offsets = np.concatenate([_widened(inventories[rank].offsets, keys.width, 0) for rank in ranks])
             sizes = np.tile(_widened(one.sizes, keys.width, 1), (len(ranks), 1))
             repeated = [np.tile(column, len(ranks)) for column in described]
             columns.append([np.repeat(ranks, len(one.key)), offsets, sizes, *repeated])
@@ -228,10 +228,10 @@ class _Rows:
         kept = self.new | self.any_rank
         return self.take(kept, self.new[kept])
 
-    def held(self, keys: _Keys) -> Held:
+    def held(self, keys: _Keys) -> HeldBoxes:
         first = np.flatnonzero(self.new)
         count = np.diff(first, append=len(self.new))
-        return Held(self.sizes[first], keys.itemsize[self.key[first]], first, count, self.rank)
+        return HeldBoxes(self.sizes[first], keys.itemsize[self.key[first]], first, count, self.rank)
 
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
@@ -246,17 +246,17 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
     return ties
 
 
-def _partition_without(held: Held, skipped: Column, world_size: int) -> Parts:
+def _partition_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
     """The partition of all boxes but some."""
     kept = np.flatnonzero(~skipped)
     count = held.count[kept]
     ranks = held.ranks[ranges(held.first[kept], count)]
-    fewer = Held(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
-    parts = partition(fewer, world_size, MAX_PAYLOAD)
-    return Parts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
+    fewer = HeldBoxes(held.sizes[kept], held.itemsize[kept], np.cumsum(count) - count, count, ranks)
+    parts = balance_load(fewer, world_size, MAX_PAYLOAD)
+    return BoxParts(kept[parts.box], parts.holder, parts.offsets, parts.sizes)
 
 
-def _with_ties(parts: Parts, rows: _Rows, ties: dict[int, int]) -> Parts:
+def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
     """A tied key is cut like the other one and written by the same ranks, so that the writer sees both, writes one."""
     if not ties:
         return parts
@@ -266,12 +266,12 @@ def _with_ties(parts: Parts, rows: _Rows, ties: dict[int, int]) -> Parts:
         begin, end = np.searchsorted(key_of_box[parts.box], (first, first + 1))
         shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
         box = parts.box[begin:end] + shift
-        copies.append(Parts(box, parts.holder[begin:end], parts.offsets[begin:end], parts.sizes[begin:end]))
+        copies.append(BoxParts(box, parts.holder[begin:end], parts.offsets[begin:end], parts.sizes[begin:end]))
     box, holder, offsets, sizes = (
         np.concatenate([getattr(copy, name) for copy in copies]) for name in ("box", "holder", "offsets", "sizes")
     )
     order = np.argsort(box, kind="stable")
-    return Parts(box[order], holder[order], offsets[order], sizes[order])
+    return BoxParts(box[order], holder[order], offsets[order], sizes[order])
 
 
 def _has_chunks(described: Description) -> Column:

@@ -6,10 +6,9 @@ reader. It needs no communication: every rank knows its targets and the metadata
 
 from __future__ import annotations
 
-import difflib
 import io
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -26,12 +25,10 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import Column, Table, padded
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.messages import first, nearest
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
-
-MOST_PROBLEMS = 20
-"""That an error spells out; more is not read by anybody."""
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -247,24 +244,6 @@ def _misfit(key: str, target: Any, stored: _Stored, scales: str = "") -> Iterato
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def nearest(key: str, stored: Iterable[str]) -> str:
-    """A hint at the stored key that a missing one may be a misspelling of."""
-    near = difflib.get_close_matches(key, list(stored)[:20_000], n=1, cutoff=0.8)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:
-    """The first items for a message, and how many more there are."""
-    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
-
-
-def first(lines: list[str]) -> list[str]:
-    """The first lines for an error, and how many more there are."""
-    more = len(lines) - MOST_PROBLEMS
-    return [*lines[:MOST_PROBLEMS], *([f"and {more} more like this"] if more > 0 else [])]
 
 
 def _read_of_value(key: str, name: str) -> ReadItem:

@@ -29,7 +29,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBoxes:
     """Different boxes and who holds them: box ``i`` is with ``ranks[first[i] : first[i] + count[i]]``, ascending.
 
     ``ranks`` has nothing else in it, in the order of the boxes.
@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxPart:
     """A part of a box: contiguous in its memory, as all dimensions before the first that is not whole are 1."""
 
     offsets: Shape
@@ -58,7 +58,7 @@ class Part:
     def nbytes(self) -> int:
         return prod(self.sizes) * self.itemsize
 
-    def divide(self, at: int) -> tuple[list[Part], list[Part]]:
+    def divide(self, at: int) -> tuple[list[BoxPart], list[BoxPart]]:
         """Two lists of parts that together are this one; the first has ``at`` bytes, within half of the grain."""
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if dim is None:
@@ -73,7 +73,7 @@ class Part:
         left, right = middle.divide(at - cut * row)
         return self._rows(dim, 0, cut) + left, right + self._rows(dim, cut + 1, count)
 
-    def at_most(self, max_bytes: int) -> Iterator[Part]:
+    def at_most(self, max_bytes: int) -> Iterator[BoxPart]:
         """In parts of at most that many bytes, where there is anything to divide."""
         if self.nbytes <= max_bytes or max(self.sizes, default=1) == 1:
             yield self
@@ -84,21 +84,21 @@ class Part:
             for part in self._rows(dim, start, min(start + step, self.sizes[dim])):
                 yield from part.at_most(max_bytes)
 
-    def _rows(self, dim: int, start: int, stop: int) -> list[Part]:
+    def _rows(self, dim: int, start: int, stop: int) -> list[BoxPart]:
         if start >= stop:
             return []
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim] += start
         sizes[dim] = stop - start
-        return [Part(tuple(offsets), tuple(sizes), self.itemsize)]
+        return [BoxPart(tuple(offsets), tuple(sizes), self.itemsize)]
 
 
-Cuts = dict[int, list[tuple[int, Part]]]
+Cuts = dict[int, list[tuple[int, BoxPart]]]
 """Boxes that are cut, and their parts in order, each with the how-manieth holder that takes it."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class BoxParts:
     """What is written, in the order of boxes: part of which box, by the how-manieth of its holders, and where in it."""
 
     box: Ints
@@ -107,7 +107,7 @@ class Parts:
     sizes: Ints
 
 
-def partition(held: Held, world_size: int, max_bytes: int) -> Parts:
+def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
     """All boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
     nbytes = held.nbytes
     holder = np.zeros(len(nbytes), np.int64)
@@ -135,7 +135,7 @@ def partition(held: Held, world_size: int, max_bytes: int) -> Parts:
     return _parts(held, holder, cuts)
 
 
-def _tapes(held: Held, world_size: int) -> Iterator[Ints]:
+def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
     """Boxes with the same holders, if they are several: those with the fewest first.
 
     Sets of ranks are told apart by a sum of random 64-bit numbers, one per rank.
@@ -159,7 +159,7 @@ def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.cumsum(np.maximum(levels[wet - 1] - loads, 0))[:-1]
 
 
-def _cut(held: Held, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> Cuts:
+def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> Cuts:
     """Lay boxes end to end, and give the bytes between two edges to one holder. Returns the boxes that were cut."""
     nbytes = held.nbytes[tape]
     ends = np.cumsum(nbytes)
@@ -170,7 +170,7 @@ def _cut(held: Held, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> C
     for at in np.unique(inside[inside < len(tape)]).tolist():
         position = int(starts[at])
         rest = [_whole(held, int(tape[at]))]
-        taken: list[tuple[int, Part]] = []
+        taken: list[tuple[int, BoxPart]] = []
         for number in np.flatnonzero(inside == at).tolist():
             mine, rest = _divide(rest, round(edges[number]) - position)
             position += sum(part.nbytes for part in mine)
@@ -180,7 +180,7 @@ def _cut(held: Held, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> C
     return cuts
 
 
-def _divide(parts: list[Part], at: int) -> tuple[list[Part], list[Part]]:
+def _divide(parts: list[BoxPart], at: int) -> tuple[list[BoxPart], list[BoxPart]]:
     for number, part in enumerate(parts):
         if at < part.nbytes:
             left, right = part.divide(max(at, 0))
@@ -189,11 +189,11 @@ def _divide(parts: list[Part], at: int) -> tuple[list[Part], list[Part]]:
     return parts, []
 
 
-def _whole(held: Held, box: int) -> Part:
-    return Part((0,) * held.sizes.shape[1], tuple(held.sizes[box].tolist()), int(held.itemsize[box]))
+def _whole(held: HeldBoxes, box: int) -> BoxPart:
+    return BoxPart((0,) * held.sizes.shape[1], tuple(held.sizes[box].tolist()), int(held.itemsize[box]))
 
 
-def _parts(held: Held, holder: Ints, cuts: Cuts) -> Parts:
+def _parts(held: HeldBoxes, holder: Ints, cuts: Cuts) -> BoxParts:
     whole = np.setdiff1d(np.arange(len(holder)), np.fromiter(cuts, np.int64, len(cuts)), assume_unique=True)
     taken = [(box, position, part) for box, parts in cuts.items() for position, part in parts]
     width = held.sizes.shape[1]
@@ -201,7 +201,7 @@ def _parts(held: Held, holder: Ints, cuts: Cuts) -> Parts:
     offsets = np.array([part.offsets for _, _, part in taken], np.int64).reshape(len(taken), width)
     sizes = np.array([part.sizes for _, _, part in taken], np.int64).reshape(len(taken), width)
     order = np.argsort(box, kind="stable")
-    return Parts(
+    return BoxParts(
         box[order],
         np.concatenate((holder[whole], np.array([position for _, position, _ in taken], np.int64)))[order],
         np.concatenate((np.zeros((len(whole), width), np.int64), offsets))[order],

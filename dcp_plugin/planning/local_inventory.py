@@ -4,6 +4,21 @@ Under FSDP, TP or HSDP thousands of ranks hold the same keys, with chunks of the
 description travels once for all that share it, and each rank sends the offsets alone, counted in chunks: for a
 regular mesh that is the same number again and again, which compresses to a few bytes. Nothing here knows meshes or
 placements; irregular ranks have descriptions of their own.
+
+Optimizer state that each rank has for itself, beside a parameter that is sharded.
+
+The state of a sharded parameter is mostly sharded like it, or the same on all ranks (``step``). Plain tensors and
+values may be neither: an 8-bit optimizer keeps the codes and scales of its own shard. Stored under one key, all ranks
+would get what rank 0 had. So what differs between ranks is stored by rank, and the key says for which part of the
+parameter:
+
+    optim.state.layer.weight.codes.rank1(8,0:16,32)         # rank 1 had rows 8 to 15, all 32 columns
+
+Only a rank that has the same part may take it. Cutting it anew is left to nobody: what the numbers mean, only the
+optimizer knows.
+
+Equal bytes are taken for the same state, but for a tensor that has the shape of the shard on any rank: that is
+evidently the rank's own, also while it is still all zeros.
 """
 
 from __future__ import annotations
@@ -11,19 +26,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from dcp_plugin.format.checksums import hashes_of
 from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, padded
 from dcp_plugin.format.index_file import path_to_json
-from dcp_plugin.types import Flat, KeyPath, Shape, ShardedValue, memory_of
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
 
-Entry = tuple[str, "torch.dtype | None", Shape, bool, bool, list[tuple[Shape, Shape]]]
+_Item = tuple[str, "torch.dtype | None", Shape, bool, bool, list[tuple[Shape, Shape]]]
 """Key, dtype (None: no tensor), shape, whether any holder may write it, whether its chunks must not be cut, and offsets
 and sizes of each chunk."""
 
@@ -57,7 +76,7 @@ class Description:
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class LocalInventory:
     """What one rank holds."""
 
     description: Description
@@ -72,14 +91,14 @@ class Holding:
         return zlib.compress(np.stack(np.divmod(self.offsets, np.maximum(self.description.sizes, 1))).tobytes())
 
     @classmethod
-    def unpack(cls, description: Description, packed: bytes) -> Holding:
+    def unpack(cls, description: Description, packed: bytes) -> LocalInventory:
         sizes = description.sizes
         times, rest = np.frombuffer(zlib.decompress(packed), np.int64).reshape(2, *sizes.shape)
         return cls(description, times * np.maximum(sizes, 1) + rest)
 
     @classmethod
-    def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> Holding:
-        entries: list[Entry] = []
+    def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
+        entries: list[_Item] = []
         for key, value in state.items():
             if isinstance(value, ShardedValue):
                 boxes = [(chunk.offsets, chunk.sizes) for chunk in value.chunks]
@@ -91,9 +110,9 @@ class Holding:
     @classmethod
     def of_plan(
         cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
-    ) -> Holding:
+    ) -> LocalInventory:
         """What a plan of DCP's own write items says."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, _Item] = {}
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if data is None:
@@ -106,7 +125,7 @@ class Holding:
         return cls._of(list(entries.values()), paths, ties)
 
     @classmethod
-    def _of(cls, entries: list[Entry], paths: dict[str, KeyPath], ties: dict[str, str]) -> Holding:
+    def _of(cls, entries: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
         numbers = {entry[0]: number for number, entry in enumerate(entries)}
         dtypes = list(dict.fromkeys(dtype for _, dtype, _, _, _, _ in entries if dtype is not None))
         number_of: dict[torch.dtype | None, int] = {dtype: number for number, dtype in enumerate(dtypes)}
@@ -147,9 +166,153 @@ def ties_of(state: Flat) -> dict[str, str]:
     return ties
 
 
-def descriptions_of(holdings: Iterable[Holding]) -> dict[bytes, list[int]]:
+def descriptions_of(inventories: Iterable[LocalInventory]) -> dict[bytes, list[int]]:
     """The ranks of each description, in the order of the first of them."""
     ranks: dict[bytes, list[int]] = {}
-    for rank, holding in enumerate(holdings):
-        ranks.setdefault(holding.description.digest, []).append(rank)
+    for rank, inventory in enumerate(inventories):
+        ranks.setdefault(inventory.description.digest, []).append(rank)
     return ranks
+
+
+Box = tuple[Shape, Shape]
+"""Begin and end of a part of a tensor, in each dimension; no dimensions for no part at all."""
+
+_OWN = b""
+"""Stands for the hash of what is evidently a rank's own."""
+_LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end>[\d,]*)\)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LocalSlot:
+    """A slot of an optimizer as one rank had it."""
+
+    slot: str
+    rank: int
+    box: Box
+
+    def __str__(self) -> str:
+        begin, end = (",".join(map(str, edge)) for edge in self.box)
+        return f"{self.slot}.rank{self.rank}({begin}:{end})"
+
+    @classmethod
+    def parse(cls, name: str) -> LocalSlot | None:
+        """None for a slot that is not of one rank alone."""
+        found = _LOCAL.fullmatch(name)
+        if found is None:
+            return None
+        begin, end = (tuple(int(each) for each in found[edge].split(",") if each) for edge in ("begin", "end"))
+        return cls(found["slot"], int(found["rank"]), (begin, end))
+
+
+def without_rank(key: str) -> str:
+    """A key without the rank and the part that it may be for."""
+    found = LocalSlot.parse(key)
+    return found.slot if found else key
+
+
+Shards = Mapping[str, Mapping[str, Box]]
+"""The parts of sharded parameters that this rank has: by the name of their optimizer, and by FQN."""
+
+
+class RankLocal:
+    """Tells the state that ranks have for themselves, and remembers which it was at the last save."""
+
+    def __init__(self) -> None:
+        self._apart: frozenset[str] = frozenset()
+        self._doubtful: dict[str, tuple[str, bytes]] = {}
+
+    def with_rank_keys(self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int) -> Flat:
+        """The state with what is known to be this rank's alone under keys of its own; ``paths`` follow."""
+        found = _slots_of_sharded(state, shards)
+        mine = {key: one for key, one in found.items() if key in self._apart}
+        evident = {key for key, (_, box) in found.items() if key not in mine and _has_shape_of(state[key], box)}
+        hashes = _hashes({key: state[key] for key in found if key not in mine and key not in evident})
+        hashes |= dict.fromkeys(evident, _OWN)
+        self._doubtful = {key: (found[key][0], each) for key, each in hashes.items()}
+        renamed: dict[str, str] = {}
+        for key, (slot, box) in mine.items():
+            own = str(LocalSlot(slot, rank, box))
+            renamed[key] = key.removesuffix(slot) + own
+            if key in paths:
+                *above, last = paths.pop(key)
+                paths[renamed[key]] = (*above, str(last).removesuffix(slot) + own)
+        return {renamed.get(key, key): value for key, value in state.items()}
+
+    def digest(self, rank: int) -> bytes:
+        """Of what might differ between ranks; empty where there is nothing of that. With what evidently does, it is
+        like that of no other rank.
+
+        Where a slot is the same for all parameters (``step`` mostly is), the parameters do not count: ranks that have
+        state for other parameters, but nothing that differs, need not compare each time.
+        """
+        if not self._doubtful:
+            return b""
+        slots = {(slot, each) for slot, each in self._doubtful.values()}
+        if any(each == _OWN for _, each in slots):
+            told = f"rank {rank}".encode()
+        elif len({slot for slot, _ in slots}) == len(slots):
+            told = b"".join(slot.encode() + each for slot, each in sorted(slots))
+        else:
+            told = b"".join(key.encode() + each for key, (_, each) in sorted(self._doubtful.items()))
+        return hashlib.blake2b(told, digest_size=16).digest()
+
+    def compare(self, step: str, ranks: Ranks) -> bool:
+        """Find out what differs between ranks; whether anything does. Collective."""
+
+        def differing(all_hashes: list[dict[str, bytes]]) -> frozenset[str]:
+            first: dict[str, bytes] = {}
+            return frozenset(
+                key
+                for hashes in all_hashes
+                for key, each in hashes.items()
+                if first.setdefault(key, each) != each or each == _OWN
+            )
+
+        mine = {key: each for key, (_, each) in self._doubtful.items()}
+        found = ranks.combine(step, lambda: mine, differing)
+        self._apart |= found
+        return bool(found)
+
+
+def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]:
+    """The keys of plain optimizer state beside a sharded parameter; the slot, and the part that this rank has."""
+    found: dict[str, tuple[str, Box]] = {}
+    prefixes = {f"{name}.state.": boxes for name, boxes in shards.items() if boxes}
+    for key, value in state.items() if prefixes else ():
+        if isinstance(value, ShardedValue) and (value.any_rank or value.stored_whole):
+            continue
+        for prefix, boxes in prefixes.items():
+            if key.startswith(prefix):
+                fqn, slot = _known_first(key[len(prefix) :], boxes)
+                if fqn is not None:
+                    found[key] = slot, boxes[fqn]
+    return found
+
+
+def _known_first(rest: str, known: Mapping[str, Box]) -> tuple[str | None, str]:
+    """A known name in front of a dot, the longest, and what is behind it."""
+    at = rest.rfind(".")
+    while at > 0:
+        if rest[:at] in known:
+            return rest[:at], rest[at + 1 :]
+        at = rest.rfind(".", 0, at)
+    return None, rest
+
+
+def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
+    """Whether a tensor has the shape of a part, and not of a single number."""
+    shape = tuple(end - begin for begin, end in zip(*box, strict=True))
+    return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
+
+
+def _hashes(state: Flat) -> dict[str, bytes]:
+    """Of each tensor or value, with its dtype and shape."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
+    bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
+    hashes = {}
+    for key, value in state.items():
+        if isinstance(value, ShardedValue):
+            hashes[key] = bytes_of[key] + f"{value.dtype}{value.shape}".encode()
+        else:
+            hashes[key] = hashlib.blake2b(value.data, digest_size=16).digest()
+    return hashes

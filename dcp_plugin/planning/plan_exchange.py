@@ -1,9 +1,9 @@
 """How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
 
-1. Each rank sends digests: of the plan it remembers, of the description of what it holds, and of all it holds; and of
-   what should be the same on all ranks (:mod:`~dcp_plugin.planning.rank_local`). If that is not, they compare it key by
-   key, and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that follows
-   now, that is all.
+1. Each rank sends digests: of the plan it remembers, of the description of what it holds, of all it holds, and of what
+   should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If that differs, they compare
+   it key by key and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that
+   follows now, that is all.
 2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
    back what it has to write.
 
@@ -24,9 +24,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_plugin.planning.global_plan import Assignment, Share, assign
-from dcp_plugin.planning.local_inventory import Description, Holding
-from dcp_plugin.planning.rank_local import RankLocal
+from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
+from dcp_plugin.planning.local_inventory import Description, LocalInventory, RankLocal
 from dcp_plugin.planning.save import items_of
 from dcp_plugin.ranks import Ranks
 
@@ -40,12 +39,12 @@ class _Claim:
 
     plan: bytes
     description: bytes
-    holding: bytes
+    inventory: bytes
     doubtful: bytes
     """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
 
     def encode(self) -> bytes:
-        return self.plan + self.description + self.holding + self.doubtful
+        return self.plan + self.description + self.inventory + self.doubtful
 
     @classmethod
     def decode(cls, data: bytes) -> _Claim:
@@ -53,18 +52,18 @@ class _Claim:
 
 
 @dataclass(frozen=True)
-class Planned:
+class RankPlan:
     """A plan as one rank knows it; the whole of it on rank 0 alone."""
 
     digest: bytes
-    holding: Holding
+    inventory: LocalInventory
     share: Share
-    assignment: Assignment | None
+    global_plan: GlobalPlan | None
 
     @functools.cached_property
     def items(self) -> list[WriteItem]:
         """What this rank writes, for DCP's interfaces."""
-        return items_of(self.share, self.holding)
+        return items_of(self.share, self.inventory)
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,11 @@ class _Reply(Generic[T]):
     prepared: T
 
 
-class Exchange:
+class PlanExchange:
     """Plans the saves of a group of ranks, and remembers the last plan."""
 
     def __init__(self) -> None:
-        self._last: Planned | None = None
+        self._last: RankPlan | None = None
         self.repeated = False
         """Whether the last call found the plan remembered."""
 
@@ -89,17 +88,17 @@ class Exchange:
         self,
         step: str,
         ranks: Ranks,
-        hold: Callable[[], Holding],
+        hold: Callable[[], LocalInventory],
         prepare: Callable[[], T],
         local: RankLocal | None = None,
-    ) -> tuple[Planned, T]:
+    ) -> tuple[RankPlan, T]:
         """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective.
 
         Args:
             local: Knows, when ``hold`` has returned, what should be the same on all ranks. If it is not, ``hold`` and
                 ``prepare`` are called once more.
         """
-        mine: list[Holding] = []
+        mine: list[LocalInventory] = []
 
         def claim() -> bytes:
             mine[:] = [hold()]
@@ -118,23 +117,23 @@ class Exchange:
         describers = reply.describers
         self.repeated = describers is None
         if describers is not None:
-            whole: list[Assignment] = []
+            whole: list[GlobalPlan] = []
 
             def tell() -> tuple[bytes, bytes]:
                 return (_pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
 
             def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
-                whole.append(assign(_unpack(told, self._described_by)))
+                whole.append(make_global_plan(_unpack(told, self._described_by)))
                 return [share.encode() for share in whole[0].shares(ranks.size)]
 
             share = Share.decode(ranks.scatter(step, tell, deal))
-            self._last = Planned(reply.digest, mine[0], share, whole[0] if whole else None)
+            self._last = RankPlan(reply.digest, mine[0], share, whole[0] if whole else None)
         assert self._last is not None
         return self._last, reply.prepared
 
     def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
         """The digest of the plan that follows, and who shall describe; nobody if all remember that plan."""
-        digest = hashlib.blake2b(b"".join(claim.holding for claim in claims), digest_size=_DIGEST).digest()
+        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()
         if self._last is not None and all(claim.plan == digest for claim in claims):
             return digest, None
         first: dict[bytes, int] = {}
@@ -146,16 +145,19 @@ def _pack(description: Description) -> bytes:
     return zlib.compress(pickle.dumps(description), 1)
 
 
-def _unpack(told: list[tuple[bytes, bytes]], described_by: list[int]) -> list[Holding]:
+def _unpack(told: list[tuple[bytes, bytes]], described_by: list[int]) -> list[LocalInventory]:
     descriptions: dict[int, Description] = {
         rank: pickle.loads(zlib.decompress(told[rank][0])) for rank in dict.fromkeys(described_by)
     }
-    return [Holding.unpack(descriptions[rank], offsets) for rank, (_, offsets) in zip(described_by, told, strict=True)]
+    return [
+        LocalInventory.unpack(descriptions[rank], offsets)
+        for rank, (_, offsets) in zip(described_by, told, strict=True)
+    ]
 
 
-def in_table_order(assignment: Assignment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """For each chunk of the table, the position of its result among the results of all ranks, end to end."""
-    order = assignment.order
+    order = global_plan.order
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
     return position

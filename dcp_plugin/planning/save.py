@@ -36,8 +36,8 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, default_path
 from dcp_plugin.format.metadata import state_metadata
 from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping, walked_by_stock
-from dcp_plugin.planning.global_plan import Share, assign
-from dcp_plugin.planning.local_inventory import Holding, ties_of
+from dcp_plugin.planning.global_plan import Share, make_global_plan
+from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
 from dcp_plugin.tensors import narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
@@ -57,7 +57,7 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :meth:`holding` and
+    DCP drives it with plans of write items. Our own saves use :meth:`local_inventory` and
     :mod:`dcp_plugin.planning.plan_exchange` instead, which takes a few bytes per rank; who writes what is
     decided by the same code.
 
@@ -99,22 +99,22 @@ class ShardedSavePlanner(SavePlanner):
         """
         # A planner made from this one may put something of its own there; then keys alone tell the paths.
         facts = [plan.planner_data if isinstance(plan.planner_data, LocalFacts) else _NO_FACTS for plan in all_plans]
-        holdings = [
-            Holding.of_plan(plan, said.paths, said.ties, said.stored_whole)
+        inventories = [
+            LocalInventory.of_plan(plan, said.paths, said.ties, said.stored_whole)
             for plan, said in zip(all_plans, facts, strict=True)
         ]
-        assignment = assign(holdings)
+        global_plan = make_global_plan(inventories)
         plans = [
-            replace(plan, items=items_of(share, holding), planner_data=None)
-            for plan, share, holding in zip(all_plans, assignment.shares(len(all_plans)), holdings, strict=True)
+            replace(plan, items=items_of(share, inventory), planner_data=None)
+            for plan, share, inventory in zip(all_plans, global_plan.shares(len(all_plans)), inventories, strict=True)
         ]
-        table = assignment.table
+        table = global_plan.table
         paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
         return plans, Metadata(state_metadata(table), planner_data=paths)
 
-    def holding(self) -> Holding:
+    def local_inventory(self) -> LocalInventory:
         """What this rank holds."""
-        return Holding.of_state(self._state, self._paths)
+        return LocalInventory.of_state(self._state, self._paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -223,13 +223,13 @@ def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:
     return items
 
 
-def items_of(share: Share, holding: Holding) -> list[WriteItem]:
+def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
     """A rank's share of what it holds, as DCP's write items."""
-    described = holding.description
+    described = inventory.description
     properties = [TensorProperties(dtype=dtype) for dtype in described.dtypes]
     shapes = [torch.Size(shape[:ndim]) for shape, ndim in zip(described.shape.tolist(), described.ndim, strict=True)]
     items = []
-    offsets, sizes = share.boxes(holding)
+    offsets, sizes = share.boxes(inventory)
     for key, at, size in zip(described.key[share.chunk].tolist(), offsets.tolist(), sizes.tolist(), strict=True):
         name, dtype, ndim = described.keys[key], described.dtype[key], described.ndim[key]
         if dtype == NO_TENSOR:

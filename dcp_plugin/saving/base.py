@@ -14,7 +14,7 @@ import logging
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
-from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.planning.load import some
+from dcp_plugin.format.summary import Base
+from dcp_plugin.messages import some
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.saving.provenance import Origins, Source, reason_it_is_lost
 from dcp_plugin.storage.open import Opened
@@ -190,10 +190,3 @@ class Omission:
         if said and said != self._said:
             logger.warning("frozen parameters that are not as in %s are saved: %s", base.path, said)
         self._said = said
-
-
-def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]:
-    """Said with missing keys that the save left out on purpose."""
-    globs = summary.exclude if summary else []
-    found = [key for key in missing if any(fnmatchcase(key, glob) for glob in globs)]
-    return [f"{some(found, 3)} left out at save by exclude={globs!r}"] if found else []

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.planning.rank_local import Shards
+from dcp_plugin.planning.local_inventory import Shards
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.saving.base import Omission
 from dcp_plugin.staging.guard import Guard
-from dcp_plugin.staging.pool import HostPool
-from dcp_plugin.staging.snapshot import Snapshot
-from dcp_plugin.state.adapters import gather_state, layouts_of, parts_of, shards_in
-from dcp_plugin.state.step_stable import StillMemory
+from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, shards_in
+from dcp_plugin.state.annotations import StepStableMemory
 from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import Flat, KeyPath, ShardedValue
 
@@ -59,7 +58,7 @@ class Gathered:
             owners: Modules and optimizers whose state dicts are in the state.
         """
         try:
-            parts = parts_of(state, stock_aliases=bool(self.config.stock_aliases))
+            parts = adapters_of(state, stock_aliases=bool(self.config.stock_aliases))
             leaves, self.paths = gather_state(parts)
             self.leaves = omission.without_excluded(leaves)
             live = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
@@ -75,7 +74,7 @@ class Gathered:
             return
         began = time.monotonic()
         try:
-            still = StillMemory(owners)
+            still = StepStableMemory(owners)
             self.snapshot = Snapshot(self.leaves, pool, self._encode, still)
             if not self.snapshot.complete:
                 self.guard = Guard(still.modules)

@@ -19,9 +19,8 @@ from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Location, Places
-from dcp_plugin.planning.local_inventory import Holding
-from dcp_plugin.planning.plan_exchange import Exchange, in_table_order
-from dcp_plugin.planning.rank_local import RankLocal
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
+from dcp_plugin.planning.plan_exchange import PlanExchange, in_table_order
 from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog
@@ -51,7 +50,7 @@ class Saving:
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        self.exchange = Exchange()
+        self.exchange = PlanExchange()
         self._local = RankLocal()
         self.reuse = Reuse() if config.reuse else None
         if self.reuse is not None and config.base is not None:
@@ -60,7 +59,7 @@ class Saving:
 
     def forget_plan(self) -> None:
         """The group of ranks that remember it together is no more."""
-        self.exchange = Exchange()
+        self.exchange = PlanExchange()
         self._local = RankLocal()
 
     def write(self, job: Gathered, ranks: Ranks) -> events.SaveFinished:
@@ -69,15 +68,15 @@ class Saving:
         planner, writer = ShardedSavePlanner(), job.writer
         publishing = published = False
 
-        def hold() -> Holding:
+        def hold() -> LocalInventory:
             if job.failure is not None:
                 raise job.failure
             paths = dict(job.paths)
             state = self._leave_out(job.state, left_out, writer)
-            mine = self._local.sorted_out(state, paths, job.shards, ranks.rank)
+            mine = self._local.with_rank_keys(state, paths, job.shards, ranks.rank)
             writer.empty = [key for key, one in mine.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
             planner.take(mine, paths)
-            return planner.holding()
+            return planner.local_inventory()
 
         def write() -> _Written:
             _refuse_another_path(job.path, path, ranks.rank)
@@ -92,10 +91,10 @@ class Saving:
         def publish(results: list[_Written]) -> None:
             nonlocal publishing, published
             publishing = True
-            assert planned.assignment is not None, "rank 0 has made it"
-            places = Places.joined([result.places for result in results]).take(in_table_order(planned.assignment))
+            assert planned.global_plan is not None, "rank 0 has made it"
+            places = Places.joined([result.places for result in results]).take(in_table_order(planned.global_plan))
             self._note_reuse(writer, results)
-            writer.finish_columns(planned.assignment.table, places, ranks.size)
+            writer.finish_columns(planned.global_plan.table, places, ranks.size)
             published = True
             if self._config.keep_last is not None:
                 try:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_tensor, own_parameters, shape_of, with_memory
+from dcp_plugin._torch import is_tensor, shape_of, with_memory
+from dcp_plugin._torch_modules import Incompatible, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.index import Entry, StoredTensor
@@ -23,18 +24,18 @@ from dcp_plugin.planning.flatten import (
     Walks,
     flatten,
     is_empty_mapping,
+    join,
     unflatten,
     walked_as_stored,
     walked_by_us,
     with_keys_of,
     with_types_of,
 )
-from dcp_plugin.planning.rank_local import Box
+from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
-from dcp_plugin.state.key_map import join
 from dcp_plugin.state.module import gather_module, reshard
-from dcp_plugin.state.module_load import Incompatible, ModuleLoad, Read
-from dcp_plugin.state.names import named_modules
+from dcp_plugin.state.module_load import ModuleLoad, Read
+from dcp_plugin.state.names import joint_module, named_modules
 from dcp_plugin.state.optimizer import (
     OptimizerLoad,
     flatten_global_state,
@@ -44,7 +45,6 @@ from dcp_plugin.state.optimizer import (
     shards_of,
     trained_names,
 )
-from dcp_plugin.state.union import joint_module
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue
 
@@ -92,7 +92,7 @@ class Unapplied:
     """Everything that is stored for the module, by clean FQN, once it is loaded."""
 
 
-class Part(Protocol):
+class StateAdapter(Protocol):
     """One named object of the state."""
 
     name: str
@@ -127,7 +127,7 @@ class Part(Protocol):
         """
 
 
-def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]:
+def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[StateAdapter]:
     """The parts of a state, modules before what may need them.
 
     Args:
@@ -144,11 +144,11 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
     if len(set(named)) < len(named):
         raise CheckpointMismatch(f"two objects of the state have the name {max(named, key=named.count)!r}: rename one")
     modules = {name: value for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, nn.Module)}
-    parts: list[Part] = [_ModulePart(name, module) for name, module in modules.items()]
+    parts: list[StateAdapter] = [ModuleAdapter(name, module) for name, module in modules.items()]
     for name, (_, _, value) in zip(named, found, strict=True):
         if isinstance(value, Unapplied):
             modules[name] = value.module
-            parts.append(_ModulePart(name, value.module, value))
+            parts.append(ModuleAdapter(name, value.module, value))
     modules.update(
         {name: value.module for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, NamesOnly)}
     )
@@ -158,17 +158,17 @@ def parts_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[Part]
         if name in modules:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            parts.append(_OptimizerPart(name, _trained(name, value, modules, state), value, stock_aliases))
+            parts.append(OptimizerAdapter(name, _trained(name, value, modules, state), value, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
-            parts.append(_ValuePart(name, owner, path[-1]))
+            parts.append(ValueAdapter(name, owner, path[-1]))
         elif isinstance(value, Mapping):
-            parts.append(_MappingPart(name, value))
+            parts.append(MappingAdapter(name, value))
         else:
-            parts.append(_StatefulPart(name, value))
+            parts.append(StatefulAdapter(name, value))
     return parts
 
 
-def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+def gather_state(parts: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """All leaves by key, and the paths of those that are not at the one that their key suggests
     (:func:`~dcp_plugin.format.columns.default_path`). Collective if a module contains FSDP1.
 
@@ -195,14 +195,14 @@ def gather_state(parts: list[Part]) -> tuple[dict[str, Any], dict[str, KeyPath]]
     return leaves, paths
 
 
-def shards_in(parts: list[Part], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, dict[str, Box]]:
+def shards_in(parts: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, dict[str, Box]]:
     """The parts of sharded parameters that this rank has, by the name of their optimizer.
 
     Args:
         kinds: Names of parts that are state dicts. Those of optimizers are of the optimizers in ``owners``, in their
             order, and these train its only module.
     """
-    found = {part.name: part.shards() for part in parts if isinstance(part, _OptimizerPart)}
+    found = {part.name: part.shards() for part in parts if isinstance(part, OptimizerAdapter)}
     owners = list(owners)
     modules = [one for one in owners if isinstance(one, nn.Module)]
     optimizers = [one for one in owners if isinstance(one, torch.optim.Optimizer)]
@@ -271,7 +271,7 @@ def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str,
     )
 
 
-class _ModulePart:
+class ModuleAdapter:
     kind = "module"
 
     def __init__(self, name: str, module: nn.Module, unapplied: Unapplied | None = None) -> None:
@@ -313,7 +313,7 @@ class _ModulePart:
         return found
 
 
-class _OptimizerPart:
+class OptimizerAdapter:
     kind = "optimizer"
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
@@ -361,7 +361,7 @@ class _OptimizerPart:
         self._load.commit(filled)
 
 
-class _TreePart:
+class TreeAdapter:
     """Common to data and Stateful objects: the checkpoint says what is there, the object only offers memory for it."""
 
     kind = "value"
@@ -436,7 +436,7 @@ def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, 
     return flatten(tree, walks) if tree else ({"": {}}, {"": ()})
 
 
-class _StatefulPart(_TreePart):
+class StatefulAdapter(TreeAdapter):
     kind = "stateful"
     may_grow = True
 
@@ -453,7 +453,7 @@ class _StatefulPart(_TreePart):
         self._value.load_state_dict(with_types_of(self._current, self.tree(filled)))
 
 
-class _MappingPart(_TreePart):
+class MappingAdapter(TreeAdapter):
     def __init__(self, name: str, value: Mapping[str, Any]) -> None:
         super().__init__(name)
         self._value = value
@@ -509,7 +509,7 @@ def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
             target[key] = value
 
 
-class _ValuePart(_TreePart):
+class ValueAdapter(TreeAdapter):
     """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
 
     def __init__(self, name: str, owner: Any, key: Any) -> None:

@@ -13,31 +13,29 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin._torch import (
-    DTensor,
-    ShardedTensor,
+from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_like
+from dcp_plugin._torch_modules import (
+    Incompatible,
     call_post_load_hooks,
     has_extra_state,
     has_post_load_hooks,
-    is_tensor,
     load_from_state_dict,
     overrides_load_state_dict,
     own_modules,
     own_state,
-    sharded_like,
     takes_state_dict,
 )
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.state import fsdp1
 from dcp_plugin.state.module import ModuleState, apply_module, own_tensors, same_memory, same_parameter
+from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath
 
@@ -75,15 +73,6 @@ class Deferred:
         return torch.empty(shape, dtype=dtype, device=like.device if on_device else None)
 
 
-@dataclass
-class Incompatible:
-    """What a load has noted: keys that were missing and unexpected, and errors in words."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-
 class ModuleLoad:
     """One load into one module.
 
@@ -97,7 +86,7 @@ class ModuleLoad:
         self._module = module
         self._apply = apply
         self.state = ModuleState.of(module)
-        self._fsdp1 = fsdp1.contains_fsdp1(module)
+        self._fsdp1 = contains_fsdp1(module)
         self._overridden = not self._fsdp1 and overrides_load_state_dict(module)
         self._hooked: set[str] = set()
         if not apply or self._overridden:
@@ -263,12 +252,12 @@ class _Taking:
             found.missing += [f"{prefix}{name}" for name in absent]
             self.missing_in_place.update(f"{clean}{name}" for name in absent)
         if handed is not None:
-            load_from_state_dict(module, handed, prefix, metadata, found.missing, found.unexpected, found.errors)
+            load_from_state_dict(module, handed, prefix, metadata, found)
         for name, child in own_modules(module):
             below = f"{prefix}{name}."
             part = None if state is None else {key: value for key, value in state.items() if key.startswith(below)}
             self.walk(child, below, part, found)
-        call_post_load_hooks(module, found.missing, found.unexpected, of_torch_too=state is not None)
+        call_post_load_hooks(module, found, of_torch_too=state is not None)
 
     def whole(self) -> OrderedDict[str, Any]:
         """The state dict of the whole module, for a ``load_state_dict`` of its own."""

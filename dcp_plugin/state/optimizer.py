@@ -14,12 +14,20 @@ State that an optimizer keeps under a key that is no parameter is ``global_state
 
 Stock code that does not flatten looks for the groups as a list, ``param_groups.<number>.<field>``. Those keys are
 stored too (:func:`group_list`). We read them only from checkpoints that have nothing else.
+
+Optimizers whose own code makes or takes their state dict: overridden methods, and the user's hooks.
+
+Of other optimizers the state is read and written directly, exactly and in place. Here only the optimizer knows what is
+to be saved (a hook may save roots of second moments, say) and what a load has to put right. So it is asked as
+``torch.distributed.checkpoint`` asks it: one ``state_dict()`` for a save, one for a load, to see what is there, and one
+``load_state_dict()`` with the parameters numbered as in the first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +35,19 @@ import torch.distributed as dist
 from torch import nn
 
 from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
+from dcp_plugin._torch_modules import has_own_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.planning.rank_local import Box, LocalSlot
-from dcp_plugin.state import fsdp1
-from dcp_plugin.state.module import reshard
-from dcp_plugin.state.names import parameter_names, parameters_by_name
-from dcp_plugin.state.own_state_dict import OwnStateDict
+from dcp_plugin.planning.local_inventory import Box, LocalSlot
+from dcp_plugin.state.module import (
+    apply_fsdp1_optimizer,
+    flat_parameter_names,
+    gather_fsdp1_module,
+    gather_fsdp1_optimizer,
+    reshard,
+)
+from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath
 
@@ -52,8 +65,8 @@ def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nes
     Raises:
         CheckpointMismatch: The optimizer has a parameter that the module has not.
     """
-    if fsdp1.contains_fsdp1(module):
-        return fsdp1.gather_optimizer(module, optimizer)
+    if contains_fsdp1(module):
+        return gather_fsdp1_optimizer(module, optimizer)
     reshard(module)
     names = _names_of(module, optimizer)
     own = OwnStateDict.of(optimizer, names)
@@ -128,8 +141,8 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The clean FQNs of the parameters of each group."""
-    if fsdp1.contains_fsdp1(module):
-        names = fsdp1.flat_parameter_names(module)
+    if contains_fsdp1(module):
+        names = flat_parameter_names(module)
         return [[name for p in group["params"] for name in names[id(p)]] for group in optimizer.param_groups]
     single = _names_of(module, optimizer)
     return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -143,7 +156,7 @@ def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
     """The parts that this rank has of the sharded parameters of an optimizer, by clean FQN. None under FSDP1, whose
     state dicts have no state of a rank's own."""
-    if fsdp1.contains_fsdp1(module):
+    if contains_fsdp1(module):
         return {}
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = {fqn: shard_of(parameter) for fqn, parameter in parameters_by_name(module).items() if id(parameter) in mine}
@@ -169,13 +182,13 @@ class OptimizerLoad:
     ) -> None:
         self._module = module
         self._optimizer = optimizer
-        self._fsdp1 = fsdp1.contains_fsdp1(module)
+        self._fsdp1 = contains_fsdp1(module)
         reshard(module)
         self._own = None if self._fsdp1 else OwnStateDict.of(optimizer, _names_of(module, optimizer))
         self._global: dict[str, Entry] = {}
         self._paths = dict(paths or {})
         # What has the shape of a parameter is sharded like it.
-        self._layouts = fsdp1.gather_module(module) if self._fsdp1 else parameters_by_name(module)
+        self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
@@ -274,9 +287,9 @@ class OptimizerLoad:
                 for group, new, names in zip(self._optimizer.param_groups, groups, self._groups, strict=True)
             ]
             if touched != self._here:
-                now = fsdp1.gather_optimizer(self._module, self._optimizer)["state"]
+                now = gather_fsdp1_optimizer(self._module, self._optimizer)["state"]
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
-            fsdp1.apply_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
+            apply_fsdp1_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
             return
         others = self._global_of(filled)
         if self._own is not None:
@@ -462,3 +475,65 @@ def _keep_tensor(current: Any, value: Any) -> Any:
 
 def _fields(group: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in group.items() if field != "params"}
+
+
+@dataclass(frozen=True)
+class OwnStateDict:
+    """What ``optimizer.state_dict()`` has returned."""
+
+    state: dict[str, dict[str, Any]]
+    """The slots of each parameter, by FQN."""
+    others: dict[Any, Any]
+    """State that is of no parameter."""
+    groups: list[dict[str, Any]]
+    """As they were returned, with numbers for parameters."""
+    names: dict[Any, str]
+    """The FQN of each number."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnStateDict | None:
+        """None if no code of its own makes or takes it, or if that makes something else of it than optimizers have.
+
+        Args:
+            names: The FQN of each parameter by ``id``.
+        """
+        found = optimizer.state_dict() if has_own_state_dict(optimizer) else {}
+        if not isinstance(found, Mapping) or not {"state", "param_groups"} <= found.keys():
+            return None
+        groups = [dict(group) for group in found["param_groups"]]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+            return None
+        numbers = {
+            number: names[id(parameter)]
+            for group, live in zip(groups, optimizer.param_groups, strict=True)
+            for number, parameter in zip(group["params"], live["params"], strict=True)
+        }
+        state = {numbers[number]: dict(slots) for number, slots in found["state"].items() if number in numbers}
+        others = {key: value for key, value in found["state"].items() if key not in numbers}
+        return cls(state, others, groups, numbers)
+
+    @property
+    def named_groups(self) -> list[dict[str, Any]]:
+        return [{**group, "params": [self.names[number] for number in group["params"]]} for group in self.groups]
+
+    def load_into(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, dict[str, Any]],
+        others: Mapping[Any, Any],
+        fields: list[dict[str, Any]],
+    ) -> None:
+        """Have the optimizer load slots by FQN, other state, and these fields of its groups beside those it has."""
+        numbered: dict[Any, Any] = {number: state[fqn] for number, fqn in self.names.items() if fqn in state}
+        groups = [
+            {**group, **{field: _of_type(group.get(field), value) for field, value in new.items()}}
+            for group, new in zip(self.groups, fields, strict=True)
+        ]
+        optimizer.load_state_dict({"state": {**numbered, **others}, "param_groups": groups})
+
+
+def _of_type(current: Any, value: Any) -> Any:
+    """A tensor where there was one, and a number where there was one."""
+    if isinstance(current, torch.Tensor):
+        return torch.as_tensor(value, dtype=current.dtype, device=current.device)
+    return value.item() if isinstance(value, torch.Tensor) and isinstance(current, (int, float)) else value

@@ -43,8 +43,7 @@ from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import gather_module
-from dcp_plugin.state.fsdp1 import contains_fsdp1
-from dcp_plugin.state.names import parameters_by_name
+from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.transformers._transformers import is_adapted, unwrapped
 from dcp_plugin.types import CheckpointState
 

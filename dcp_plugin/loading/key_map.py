@@ -17,17 +17,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.loading.partial import PATTERN
+from dcp_plugin.planning.flatten import join
+from dcp_plugin.state.adapters import StateAdapter
 from dcp_plugin.types import KeyPath
-
-if TYPE_CHECKING:
-    from dcp_plugin.state.adapters import Part
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,6 @@ def _prefixes(part: dict[str, None], whole: dict[str, None]) -> list[str]:
     return [prefix for prefix in candidates if all(prefix + name in whole for name in part)]
 
 
-def join(name: str, key: str) -> str:
-    return f"{name}.{key}" if key else name
-
-
 @dataclass(frozen=True)
 class Rename:
     """``PartialLoad.rename``, read: prefixes longest first, patterns in the order given."""
@@ -196,10 +190,10 @@ def _without_name(key: str, names: Iterable[str]) -> str:
 
 
 class RenamedSource:
-    """A part whose keys have other names in the checkpoint; used like :class:`~dcp_plugin.state.key_map.Source`.
+    """A part whose keys have other names in the checkpoint; used like :class:`~dcp_plugin.loading.key_map.Source`.
 
     Args:
-        names: What the part calls its keys, see :meth:`Part.names <dcp_plugin.state.adapters.Part.names>`.
+        names: The adapter's keys (:meth:`StateAdapter.names`).
         rules: The prefixes of the part.
         special: The keys whose place a regular expression decides: ours -> the full key in the checkpoint. An
             optimizer gives prefixes up to the dot on both sides.
@@ -318,13 +312,13 @@ class Renaming:
         self._modules = list(modules)
         self._followed: dict[nn.Module, tuple[str, Prefixes]] = {}
 
-    def is_about(self, part: Part) -> bool:
+    def is_about(self, part: StateAdapter) -> bool:
         """Whether a prefix is about keys of this part, so that it says where the part is."""
         rename = self._rename.without_empty if part.kind == "optimizer" else self._rename
         front = f"{part.name}."
         return any(here.startswith(front) or front.startswith(here) for here, _ in rename.prefixes)
 
-    def place(self, part: Part, source: str) -> RenamedSource | None:
+    def place(self, part: StateAdapter, source: str) -> RenamedSource | None:
         """Where the part is if some of its keys are renamed; None if none are. Collective if it contains FSDP1.
 
         Args:
@@ -346,7 +340,7 @@ class Renaming:
         paths = part.gather()[1] if part.kind not in ("module", "optimizer") else {}
         return RenamedSource(part.kind, source, names, rules, special, paths)
 
-    def _of_optimizer(self, part: Part, source: str, names: list[str]) -> tuple[Prefixes, dict[str, str]]:
+    def _of_optimizer(self, part: StateAdapter, source: str, names: list[str]) -> tuple[Prefixes, dict[str, str]]:
         if part.module not in self._followed:
             return prefixes_of(part.name, source, self._rename.without_empty), {}
         module, followed = self._followed[part.module]
