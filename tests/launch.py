@@ -1,11 +1,22 @@
-"""Run a function on several real ranks (processes, gloo) and get its results, or the failing rank's traceback.
+"""Run a test, or a function, on several real ranks: processes in a gloo group, or the failing rank's traceback.
 
-Ranks are forked from a server that has imported torch once, so a launch costs tenths of a second.
+Each launch has processes of its own. They are forked from a server that has imported torch, the test modules and the
+frameworks they need once, and that has no thread and no process group: a launch costs tenths of a second.
+
+A test whose whole body runs on every rank is marked::
+
+    @on_ranks(2)
+    def test_both_ranks_see_the_same(tmp_path: Path) -> None:
+        ...
+
+A test that does more than that, as one that saves on two ranks and loads on four, calls :func:`run` itself.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import os
 import random
@@ -21,17 +32,68 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcp_plugin.checkpointer"]
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "dcp_plugin.checkpointer",
+]
 
 
 def preload(module: str) -> None:
     """Have the server import a module, too. It starts with the first launch, so call this from a conftest."""
-    _PRELOAD.append(module)
+    if module not in _PRELOAD:
+        _PRELOAD.append(module)
     _CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
-_CONTEXT.set_forkserver_preload(_PRELOAD)
+preload("tests.layouts")
+
+
+def on_ranks(
+    *world_sizes: int, of: Callable[..., int] | None = None, timeout: float = 120.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs on every rank of a new process group. It fails with the traceback of each failing rank.
+
+    The body gets what pytest gives the test, parameters and fixtures, which are sent to the ranks and have to be
+    picklable. It is the module's own function, so it is written as any test is, beneath ``parametrize``.
+
+    Args:
+        world_sizes: The number of ranks. For several the test runs once with each, and has to have a parameter
+            ``world_size``. For none, this parameter says how many.
+        of: Gives the number of ranks by parameters of the test that it names, instead of ``world_sizes``.
+        timeout: Seconds after which a rank that has not ended has failed.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        preload(body.__module__)
+        wanted = inspect.signature(of).parameters if of else ()
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            if of is not None:
+                world_size = of(**{name: arguments[name] for name in wanted})
+            else:
+                world_size = world_sizes[0] if len(world_sizes) == 1 else arguments["world_size"]
+            run(_Body(test, arguments), world_size, timeout=timeout)
+
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What :func:`on_ranks` has wrapped, sent to the ranks as the test's name."""
+
+    test: Callable[..., None]
+    arguments: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.test.__wrapped__(**self.arguments)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,14 @@ from dcp_plugin import events
 from dcp_plugin.saving import queue
 from tests import launch
 from tests.compare import assert_same, assert_saved
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.memory import extra_peak
 from tests.slowness import Gate, slow_writes
 
 
-def _train_during_saves(root: Path) -> None:
+@on_ranks(2)
+def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def slow(event: events.Event) -> None:
@@ -44,23 +46,19 @@ def _train_during_saves(root: Path) -> None:
         train(model, optimizer, 1, seed=step)
         expected.append(whole_state(model, optimizer))
         gate.clear()
-        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, root / str(step), step)
+        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, tmp_path / str(step), step)
         assert handle.staged() and not handle.done()
         train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
-        assert not (root / str(step)).exists()
+        assert not (tmp_path / str(step)).exists()
         gate.set()
     ours.close()
     unsubscribe()
     for step, state in enumerate(expected, 1):
         other, fresh = build("fsdp2", seed=4)
         extra: dict[str, int] = {}
-        dcp.load({"model": other, "optim": fresh, "extra": extra}, root / str(step))
+        dcp.load({"model": other, "optim": fresh, "extra": extra}, tmp_path / str(step))
         assert_same(whole_state(other, fresh), state)
         assert extra["step"] == step
-
-
-def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
-    launch.run(_train_during_saves, 2, tmp_path)
 
 
 def test_the_host_copy_is_reused_grown_shrunk_and_freed_and_ties_are_kept(tmp_path: Path) -> None:
@@ -121,22 +119,18 @@ def test_removing_the_checkpoint_in_flight_waits_for_it(tmp_path: Path) -> None:
     assert not (tmp_path / "ck").exists()
 
 
-def _events(root: Path) -> list[str]:
+@on_ranks(2)
+def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
     seen: list[events.Event] = []
     events.subscribe(seen.append)
     model, optimizer = build("fsdp2")
-    dcp.save({"model": model, "optim": optimizer}, root / "ck", step=5)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck", step=5)
     assert isinstance(seen[0], events.SaveStarted) and seen[0].step == 5
     assert isinstance(seen[-1], events.SaveFinished) and seen[-1].bytes > 0
     written = [event for event in seen if isinstance(event, events.BytesWritten)]
     assert written[-1].written == written[-1].total
-    files = [name for name in (root / "ck").iterdir() if name.name.startswith(f"__{dist.get_rank()}_")]
+    files = [name for name in (tmp_path / "ck").iterdir() if name.name.startswith(f"__{dist.get_rank()}_")]
     assert seen[-1].bytes == sum(file.stat().st_size for file in files)
-    return [type(event).__name__ for event in seen]
-
-
-def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
-    launch.run(_events, 2, tmp_path)
 
 
 @pytest.mark.parametrize("fails", [False, True])

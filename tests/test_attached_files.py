@@ -16,6 +16,7 @@ import dcp_plugin as dcp
 from dcp_plugin.media.disk import commit, posix
 from tests import launch
 from tests.compare import assert_same, full_state
+from tests.launch import on_ranks
 from tests.layouts import build, train
 
 
@@ -102,11 +103,9 @@ def test_numbered_checkpoints_of_accelerate_are_made_outside_of_their_folder(tmp
     assert os.listdir(tmp_path / "checkpoints") == []
 
 
+@on_ranks(2)
 def test_stock_loads_model_and_optimizer_through_a_view_of_the_same_bytes(tmp_path: Path) -> None:
-    launch.run(_save_and_load_views, 2, tmp_path / "ck")
-
-
-def _save_and_load_views(path: Path) -> None:
+    path = tmp_path / "ck"
     model, optimizer = build("fsdp2")
     train(model, optimizer, 2)
     views = {"weights_0": {"model": "theirs"}, "optimizer_0": {"optim": "optimizer"}}

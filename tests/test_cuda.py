@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDat
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.layouts import Net, whole_state
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -57,24 +57,25 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed:
         optimizer.zero_grad()
 
 
-def _with_nccl(function: Callable[..., None], *args: Any) -> None:
+def _use_nccl() -> None:
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
     warnings.simplefilter("ignore")
-    function(*args)
 
 
-def _matrix(root: Path) -> None:
+@on_ranks(1, timeout=170)
+def test_every_wrapper_on_a_gpu_loads_what_any_other_saved(tmp_path: Path) -> None:
+    _use_nccl()
     saved = {}
     for kind in WRAPS:
         model, optimizer = _make(kind, 0)
         _train(model, optimizer, 3)
-        dcp.save({"model": model, "optim": optimizer}, root / kind)
+        dcp.save({"model": model, "optim": optimizer}, tmp_path / kind)
         saved[kind] = whole_state(model, optimizer)
     for kind in WRAPS:
         for source in WRAPS:
             model, optimizer = _make(kind, 1)
-            dcp.load({"model": model, "optim": optimizer}, root / source)
+            dcp.load({"model": model, "optim": optimizer}, tmp_path / source)
             state = whole_state(model, optimizer)
             hyper = [key for key in state if key.endswith(".fused")]  # differs for the offloaded ones
             assert_same(
@@ -87,29 +88,23 @@ def _matrix(root: Path) -> None:
                 _train(model, optimizer, 1)
 
 
-def test_every_wrapper_on_a_gpu_loads_what_any_other_saved(tmp_path: Path) -> None:
-    launch.run(_with_nccl, 1, _matrix, tmp_path, timeout=170)
-
-
-def _async(root: Path, staging: str) -> None:
+@pytest.mark.parametrize("staging", ["blocking", "lazy"])
+@on_ranks(1)
+def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path, staging: str) -> None:
+    _use_nccl()
     ours = dcp.Checkpointer(async_save=True, staging=staging)
     model, optimizer = _make("fsdp2", 0)
     expected = []
     for step in range(3):
         _train(model, optimizer, 1, seed=step)
         expected.append(whole_state(model, optimizer))
-        ours.save({"model": model, "optim": optimizer}, root / str(step), step)
+        ours.save({"model": model, "optim": optimizer}, tmp_path / str(step), step)
         _train(model, optimizer, 3, seed=step)
     ours.close()
     for step, state in enumerate(expected):
         other, fresh = _make("fsdp2", 1)
-        dcp.load({"model": other, "optim": fresh}, root / str(step))
+        dcp.load({"model": other, "optim": fresh}, tmp_path / str(step))
         assert_same(whole_state(other, fresh), state)
-
-
-@pytest.mark.parametrize("staging", ["blocking", "lazy"])
-def test_background_saves_from_a_gpu_hold_the_state_of_their_call(tmp_path: Path, staging: str) -> None:
-    launch.run(_with_nccl, 1, _async, tmp_path, staging)
 
 
 def test_the_host_copy_of_device_memory_is_pinned_and_reused(tmp_path: Path) -> None:

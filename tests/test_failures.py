@@ -24,6 +24,7 @@ from dcp_plugin import events
 from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import commit
 from tests import launch
+from tests.launch import on_ranks
 from tests.layouts import build, train
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
@@ -38,7 +39,9 @@ def _raises(kind: type[Exception], call: Any, *words: str) -> str:
     return said
 
 
-def _disk_fails_on_rank_1(path: Path) -> None:
+@on_ranks(2)
+def test_a_full_disk_on_one_rank_fails_the_save_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
     model, optimizer = build("fsdp2")
     state = {"model": model, "optim": optimizer}
 
@@ -54,11 +57,9 @@ def _disk_fails_on_rank_1(path: Path) -> None:
     dcp.save(state, path)  # the group of ranks has survived
 
 
-def test_a_full_disk_on_one_rank_fails_the_save_everywhere(tmp_path: Path) -> None:
-    launch.run(_disk_fails_on_rank_1, 2, tmp_path / "ck")
-
-
-def _unsafe_value_on_rank_1(path: Path) -> None:
+@on_ranks(2)
+def test_values_that_only_pickle_could_restore_are_all_named_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
     value: Any = Path if dist.get_rank() == 1 else 1
     state = {"extra": {"fine": 1, "bad": value, "worse": value}}
     said = _raises(dcp.UnsafeCheckpoint, lambda: dcp.save(state, path), "rank 1", "allow_pickle")
@@ -66,11 +67,8 @@ def _unsafe_value_on_rank_1(path: Path) -> None:
     assert not path.exists()
 
 
-def test_values_that_only_pickle_could_restore_are_all_named_on_every_rank(tmp_path: Path) -> None:
-    launch.run(_unsafe_value_on_rank_1, 2, tmp_path / "ck")
-
-
-def _background_failure(path: Path) -> None:
+@on_ranks(2)
+def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
     model, optimizer = build("fsdp2")
     state = {"model": model, "optim": optimizer}
     ours = dcp.Checkpointer(async_save=True)
@@ -80,20 +78,16 @@ def _background_failure(path: Path) -> None:
             raise OSError("bad disk")
 
     unsubscribe = events.subscribe(fail)
-    handle = ours.save(state, path / "a")
+    handle = ours.save(state, tmp_path / "a")
     _raises(dcp.SaveFailed, ours.wait, "rank 0", "bad disk")
     assert handle.done() and isinstance(handle.exception(), dcp.SaveFailed)
     ours.wait()  # raised once
-    ours.save(state, path / "b")
-    _raises(dcp.SaveFailed, lambda: ours.save(state, path / "c"), "bad disk")
+    ours.save(state, tmp_path / "b")
+    _raises(dcp.SaveFailed, lambda: ours.save(state, tmp_path / "c"), "bad disk")
     unsubscribe()
-    ours.save(state, path / "d")
+    ours.save(state, tmp_path / "d")
     ours.close()
-    assert sorted(entry.name for entry in path.iterdir()) == ["d"]
-
-
-def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
-    launch.run(_background_failure, 2, tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["d"]
 
 
 def _hang(path: Path) -> float:
@@ -162,7 +156,9 @@ def test_a_root_that_the_ranks_do_not_share_is_said_so(tmp_path: Path) -> None:
     assert not (tmp_path / "ck").exists()
 
 
-def _corrupt_for_everybody(path: Path) -> None:
+@on_ranks(2)
+def test_a_flipped_bit_is_raised_on_every_rank_naming_file_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
     model, optimizer = build("fsdp2")
     train(model, optimizer, 1)
     dcp.save({"model": model, "optim": optimizer}, path)
@@ -181,11 +177,9 @@ def _corrupt_for_everybody(path: Path) -> None:
     )
 
 
-def test_a_flipped_bit_is_raised_on_every_rank_naming_file_and_key(tmp_path: Path) -> None:
-    launch.run(_corrupt_for_everybody, 2, tmp_path / "ck")
-
-
-def _fresh_optimizer_survives(path: Path) -> None:
+@on_ranks(2)
+def test_a_load_that_does_not_fit_leaves_a_fresh_optimizer_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
     model, optimizer = build("fsdp2")
     train(model, optimizer, 1)
     dcp.save({"model": model, "optim": optimizer}, path)
@@ -193,10 +187,6 @@ def _fresh_optimizer_survives(path: Path) -> None:
     fresh = torch.optim.AdamW(other.parameters())
     _raises(dcp.CheckpointMismatch, lambda: dcp.load({"model": other, "optim": fresh}, path), "weight", "not in the")
     assert not fresh.state
-
-
-def test_a_load_that_does_not_fit_leaves_a_fresh_optimizer_untouched(tmp_path: Path) -> None:
-    launch.run(_fresh_optimizer_survives, 2, tmp_path / "ck")
 
 
 def test_a_mismatch_names_every_key_and_both_shapes(tmp_path: Path) -> None:
@@ -308,80 +298,65 @@ def test_a_file_above_a_save_is_named(tmp_path: Path) -> None:
             assert "full" not in said
 
 
-def _different_checkpoints(root: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_load_different_checkpoints_are_stopped(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        dcp.save({"t": torch.full((3,), ord(name))}, root / name)
-    mine = root / ("a" if dist.get_rank() == 0 else "b")
+        dcp.save({"t": torch.full((3,), ord(name))}, tmp_path / name)
+    mine = tmp_path / ("a" if dist.get_rank() == 0 else "b")
     target = torch.zeros(3, dtype=torch.int64)
     _raises(dcp.CheckpointMismatch, lambda: dcp.load({"t": target}, mine), "rank 1", "another checkpoint")
     assert not target.any()
 
 
-def test_ranks_that_load_different_checkpoints_are_stopped(tmp_path: Path) -> None:
-    launch.run(_different_checkpoints, 2, tmp_path)
-
-
-def _different_paths(root: Path) -> None:
-    mine = root / f"run-{dist.get_rank()}"
+@on_ranks(2)
+def test_ranks_that_save_to_different_paths_are_stopped(tmp_path: Path) -> None:
+    mine = tmp_path / f"run-{dist.get_rank()}"
     with pytest.raises(dcp.CheckpointMismatch, match=r"rank 1 saves .*run-1 and rank 0 .*run-0"):
         dcp.save({"n": 1}, mine)
     assert not mine.exists()
     if dist.get_rank() == 0:
-        (root / "alias").symlink_to(root)
+        (tmp_path / "alias").symlink_to(tmp_path)
     dist.barrier()
-    dcp.save({"n": 1}, (root, root / "alias")[dist.get_rank()] / "same")
+    dcp.save({"n": 1}, (tmp_path, tmp_path / "alias")[dist.get_rank()] / "same")
     dist.barrier()
-    assert dcp.verify(root / "same").ok
+    assert dcp.verify(tmp_path / "same").ok
 
 
-def test_ranks_that_save_to_different_paths_are_stopped(tmp_path: Path) -> None:
-    launch.run(_different_paths, 2, tmp_path)
-
-
-def _different_configurations(root: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_path: Path) -> None:
     first = dist.get_rank() == 0
     for options in ({"trainable_only": first}, {"exclude": ["u"] if first else []}, {"async_save": first}):
         ours = dcp.Checkpointer(timeout=600, **options)  # who waits for the others waits longer than the test may
         for _ in range(2):
             with pytest.raises(dcp.CheckpointMismatch, match="configured differently: " + next(iter(options))):
-                ours.save({"t": torch.ones(3), "u": 1}, root / "ck")
-    dcp.save({"t": torch.ones(3)}, root / "ck", progress=first, io_threads=1 + first)
+                ours.save({"t": torch.ones(3), "u": 1}, tmp_path / "ck")
+    dcp.save({"t": torch.ones(3)}, tmp_path / "ck", progress=first, io_threads=1 + first)
 
 
-def test_ranks_that_are_configured_differently_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    launch.run(_different_configurations, 2, tmp_path)
-
-
-def _told_through_the_handle_on_one_rank(root: Path) -> None:
+@on_ranks(2)
+def test_a_failure_that_one_rank_knows_already_stops_the_next_save_on_all(tmp_path: Path) -> None:
     def fail(event: events.Event) -> None:
         if isinstance(event, events.BytesWritten):
             raise OSError("bad disk")
 
     ours = dcp.Checkpointer(async_save=True, timeout=600)  # who waits for the others waits longer than the test may
     unsubscribe = events.subscribe(fail)
-    handle = ours.save({"t": torch.ones(3)}, root / "a")
+    handle = ours.save({"t": torch.ones(3)}, tmp_path / "a")
     if dist.get_rank() == 0:
         _raises(dcp.SaveFailed, handle.wait, "bad disk")
     handle.wait_done()
     unsubscribe()
-    _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, root / "b"), "bad disk")
-    ours.save({"t": torch.ones(3)}, root / "c")
+    _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, tmp_path / "b"), "bad disk")
+    ours.save({"t": torch.ones(3)}, tmp_path / "c")
     ours.close()
 
 
-def test_a_failure_that_one_rank_knows_already_stops_the_next_save_on_all(tmp_path: Path) -> None:
-    launch.run(_told_through_the_handle_on_one_rank, 2, tmp_path)
-
-
-def _subscriber_fails_at_the_end(root: Path) -> None:
+@on_ranks(2)
+def test_a_subscriber_that_fails_after_the_commit_fails_no_rank(tmp_path: Path) -> None:
     def fail(event: events.Event) -> None:
         if isinstance(event, events.SaveFinished) and dist.get_rank() == 1:
             raise RuntimeError("a bug of somebody's")
 
     events.subscribe(fail)
-    dcp.save({"t": torch.ones(3)}, root / "ck")
-    assert (root / "ck").is_dir()
-
-
-def test_a_subscriber_that_fails_after_the_commit_fails_no_rank(tmp_path: Path) -> None:
-    launch.run(_subscriber_fails_at_the_end, 2, tmp_path)
+    dcp.save({"t": torch.ones(3)}, tmp_path / "ck")
+    assert (tmp_path / "ck").is_dir()

@@ -26,8 +26,8 @@ from dcp_plugin.planning.save import encode_state
 from dcp_plugin.staging import guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.types import ShardedValue
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.slowness import at_random, slow_copies, slow_writes
 
@@ -68,18 +68,15 @@ def _every_step(root: Path, layout: str, staging: str, steps: int) -> None:
         assert_same(_tensors(_saved(root / str(step))), _tensors(expected[step]))
 
 
-def _a_save_per_step(root: Path, steps: int) -> None:
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@on_ranks(2, timeout=600)
+def test_saves_one_per_step_equal_the_state_at_their_call_and_change_no_loss(tmp_path: Path, steps: int) -> None:
     warnings.simplefilter("ignore")
     for layout, staging, part in (
         ("fsdp2", "lazy", 0.7), ("ddp", "lazy", 0.1), ("fsdp1", "lazy", 0.05), ("tp", "lazy", 0.05),
         ("fsdp2", "blocking", 0.1),
     ):  # fmt: skip
-        _every_step(root / f"{layout}-{staging}", layout, staging, int(part * steps))
-
-
-@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
-def test_saves_one_per_step_equal_the_state_at_their_call_and_change_no_loss(tmp_path: Path, steps: int) -> None:
-    launch.run(_a_save_per_step, 2, tmp_path, steps, timeout=600)
+        _every_step(tmp_path / f"{layout}-{staging}", layout, staging, int(part * steps))
 
 
 class _Held:
@@ -271,19 +268,16 @@ def test_state_dicts_are_copied_later_if_their_owners_are_named(tmp_path: Path) 
     ours.close()
 
 
-def _all_that_is_trained_is_copied_later(root: Path) -> None:
+@on_ranks(2)
+def test_under_ddp_too_parameters_and_the_optimizers_state_are_copied_later(tmp_path: Path) -> None:
     model, optimizer = build("ddp")
     train(model, optimizer, 1)
     later: list[None] = []
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
     with slow_copies(lambda: later.append(None)):
-        ours.save({"model": model, "optim": optimizer}, root / "ck")
+        ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         ours.close()
     assert len(later) == len(list(model.parameters())) + sum(map(len, optimizer.state.values()))
-
-
-def test_under_ddp_too_parameters_and_the_optimizers_state_are_copied_later(tmp_path: Path) -> None:
-    launch.run(_all_that_is_trained_is_copied_later, 2, tmp_path)
 
 
 def test_what_shares_memory_with_what_may_change_may_change_too(tmp_path: Path) -> None:
@@ -318,16 +312,17 @@ def test_a_model_can_be_copied_and_pickled_while_it_is_being_saved(tmp_path: Pat
         one.load_state_dict(model.state_dict())
 
 
-def _forbidden_change(root: Path) -> None:
+@on_ranks(2)
+def test_a_change_while_copying_fails_that_save_on_every_rank_naming_the_key_and_nothing_else(tmp_path: Path) -> None:
     model, optimizer = build("fsdp2")
     train(model, optimizer, 1)
     state = {"model": model, "optim": optimizer}
     ours = dcp.Checkpointer(async_save=True, staging="lazy")
-    ours.save(state, root / "ck", 1)
+    ours.save(state, tmp_path / "ck", 1)
     ours.wait()
     before = whole_state(model, optimizer)
     with slow_copies(held := _Held()):
-        handle = ours.save(state, root / "ck", 2)
+        handle = ours.save(state, tmp_path / "ck", 2)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 for parameter in model.block.parameters():
@@ -337,15 +332,11 @@ def _forbidden_change(root: Path) -> None:
             handle.wait()
     train(model, optimizer, 1)  # nothing waits for a copy that has failed
     other, fresh = build("fsdp2", seed=1)
-    dcp.load({"model": other, "optim": fresh}, root / "ck")
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck")
     assert_same(whole_state(other, fresh), before)
-    ours.save(state, root / "ck", 4).wait_staged(30)
+    ours.save(state, tmp_path / "ck", 4).wait_staged(30)
     ours.close()
-    assert dcp.inspect(root / "ck").step == 4
-
-
-def test_a_change_while_copying_fails_that_save_on_every_rank_naming_the_key_and_nothing_else(tmp_path: Path) -> None:
-    launch.run(_forbidden_change, 2, tmp_path)
+    assert dcp.inspect(tmp_path / "ck").step == 4
 
 
 def test_a_change_that_no_version_counts_fails_that_save_and_the_next_ones_copy_at_once(

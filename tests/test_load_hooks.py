@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import dcp_plugin as dcp
 from dcp_plugin.state.module_load import ModuleLoad
-from tests import launch
 from tests.compare import assert_same, full_state, same_bytes
+from tests.launch import on_ranks
 
 
 class Migrating(nn.Module):
@@ -194,11 +194,8 @@ def test_tied_weights_below_a_hook_are_found_under_their_other_name(tmp_path: Pa
     assert same_bytes(target.embed.weight.detach(), saved.embed.weight.detach())
 
 
+@on_ranks(2)
 def test_hooks_get_sharded_tensors_under_fsdp2(tmp_path: Path) -> None:
-    launch.run(_load_under_fsdp2, 2, tmp_path)
-
-
-def _load_under_fsdp2(root: Path) -> None:
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = nn.Sequential(Cached(), Migrating(), nn.Linear(2, 2))
@@ -208,20 +205,17 @@ def _load_under_fsdp2(root: Path) -> None:
 
     kinds: list[type] = []
     saved, target = build(0), build(1)
-    dcp.save({"model": saved}, root / "c")
-    dcp.load({"model": target}, root / "c")
+    dcp.save({"model": saved}, tmp_path / "c")
+    dcp.load({"model": target}, tmp_path / "c")
     assert kinds == [DTensor]
     assert_same(full_state(target.state_dict()), full_state(saved.state_dict()))
     assert target[0].calls == 1
     assert same_bytes(target[0].total.full_tensor(), saved[0].inner.weight.detach().sum().full_tensor())
 
 
+@on_ranks(2)
 def test_a_save_and_a_load_after_an_evaluation_under_fsdp2(tmp_path: Path) -> None:
     """The root of FSDP2 stays unsharded after a forward without gradients."""
-    launch.run(_save_after_an_evaluation, 2, tmp_path)
-
-
-def _save_after_an_evaluation(root: Path) -> None:
     for again in (True, False, None):
         for moment in ("no_grad", "inference", "unshard"):
             torch.manual_seed(0)
@@ -236,7 +230,7 @@ def _save_after_an_evaluation(root: Path) -> None:
             before = full_state(model.state_dict())
             _evaluate(model, moment)
             state = {"model": model, "optim": optimizer}
-            path = root / f"{again}-{moment}"
+            path = tmp_path / f"{again}-{moment}"
             dcp.save(state, path)
             _evaluate(model, moment)
             dcp.load(state, path)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.format.metadata import metadata_of, stock_path
-from tests import launch
 from tests.compare import same_bytes
+from tests.launch import on_ranks
 from tests.layouts import build, train
 
 State = dict[str, Any]
@@ -126,14 +126,11 @@ class dcp_checkpointer:  # noqa: N801 - reads as a function
         self._ours.close()
 
 
-def _both(root: Path) -> None:
-    _save_with_changes(root)
-    _repeat(root)
-    _training(root)
-
-
+@on_ranks(2)
 def test_a_plan_is_used_again_only_while_nothing_of_it_has_changed_on_any_rank(tmp_path: Path) -> None:
-    launch.run(_both, 2, tmp_path)
+    _save_with_changes(tmp_path)
+    _repeat(tmp_path)
+    _training(tmp_path)
 
 
 def test_the_stock_metadata_is_what_pickling_the_objects_would_give(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dcp_plugin as dcp
 from dcp_plugin.planning.local_inventory import LocalSlot
 from tests import launch
+from tests.launch import on_ranks
 
 
 class Codes(torch.optim.Optimizer):
@@ -161,7 +162,10 @@ class Dotted(Codes):
             state["inner.codes"], state["inner.deep.scale"] = state["codes"] + 1, state["scale"] + 1
 
 
-def _two_models(path: Path) -> None:
+@on_ranks(2)
+def test_models_with_the_same_names_slots_with_dots_and_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+
     def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         gen, disc = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
@@ -190,11 +194,9 @@ def _two_models(path: Path) -> None:
     assert not [key for key in keys if key.startswith("optim_d.") and ".rank" in key]
 
 
-def test_models_with_the_same_names_slots_with_dots_and_one_row(tmp_path: Path) -> None:
-    launch.run(_two_models, 2, tmp_path / "c")
-
-
-def _without_the_model(path: Path) -> None:
+@on_ranks(2)
+def test_a_save_without_the_model_and_a_load_of_one_slot(tmp_path: Path) -> None:
+    path = tmp_path / "c"
     model, optimizer = _build(0)
     _train(model, optimizer)
     dcp.save({"model": model, "optim": optimizer}, path, exclude=("model.*",))
@@ -207,10 +209,6 @@ def _without_the_model(path: Path) -> None:
     assert {key.rpartition(".")[2] for key in dcp.load({"model": model, "optim": optimizer}, path, codes).loaded} == {
         "codes"
     }
-
-
-def test_a_save_without_the_model_and_a_load_of_one_slot(tmp_path: Path) -> None:
-    launch.run(_without_the_model, 2, tmp_path / "c")
 
 
 def test_under_ddp_the_state_of_rank_0_is_that_of_all(tmp_path: Path) -> None:

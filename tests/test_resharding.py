@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as stock
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, put_in_memory, train, whole_state
 
 
@@ -26,31 +27,9 @@ def _save(root: Path, layouts: list[str]) -> None:
             torch.save(state, root / f"{layout}.pt")
 
 
-def _load(root: Path, layouts: list[str]) -> None:
-    for layout in layouts:
-        for source in WORLD_SIZE:
-            model, optimizer = build(layout, seed=1)
-            report = dcp.load({"model": model, "optim": optimizer}, root / source)
-            assert not report.missing and not report.unexpected and not report.cast
-            saved = torch.load(root / f"{source}.pt", weights_only=True)
-            assert_same(saved, whole_state(model, optimizer))
-            reference = build(layout, seed=2)
-            put_in_memory(layout, *reference, saved)
-            assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
-            assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
-
-
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
     """Stock's in-memory loading makes lists of the betas."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _load_over_trained_state(root: Path, layouts: list[str]) -> None:
-    for layout in layouts:
-        model, optimizer = build(layout, seed=1)
-        train(model, optimizer, 2, seed=9)
-        dcp.load({"model": model, "optim": optimizer}, root / "fsdp2_hsdp")
-        assert_same(torch.load(root / "fsdp2_hsdp.pt", weights_only=True), whole_state(model, optimizer))
 
 
 def _by_world_size() -> dict[int, list[str]]:
@@ -69,13 +48,29 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
+@on_ranks()
 def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int) -> None:
-    launch.run(_load, world_size, saved, _by_world_size()[world_size])
+    for layout in _by_world_size()[world_size]:
+        for source in WORLD_SIZE:
+            model, optimizer = build(layout, seed=1)
+            report = dcp.load({"model": model, "optim": optimizer}, saved / source)
+            assert not report.missing and not report.unexpected and not report.cast
+            wanted = torch.load(saved / f"{source}.pt", weights_only=True)
+            assert_same(wanted, whole_state(model, optimizer))
+            reference = build(layout, seed=2)
+            put_in_memory(layout, *reference, wanted)
+            assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
+            assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
 
 
-@pytest.mark.parametrize("world_size", sorted(_by_world_size()))
+@on_ranks(*sorted(_by_world_size()))
 def test_a_load_replaces_the_state_of_a_trained_optimizer(saved: Path, world_size: int) -> None:
-    launch.run(_load_over_trained_state, world_size, saved, _by_world_size()[world_size])
+    layouts = _by_world_size()[world_size]
+    for layout in layouts:
+        model, optimizer = build(layout, seed=1)
+        train(model, optimizer, 2, seed=9)
+        dcp.load({"model": model, "optim": optimizer}, saved / "fsdp2_hsdp")
+        assert_same(torch.load(saved / "fsdp2_hsdp.pt", weights_only=True), whole_state(model, optimizer))
 
 
 @pytest.mark.parametrize("layout", WORLD_SIZE)

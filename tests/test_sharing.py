@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
 from dcp_plugin.planning import broadcast_read
-from tests import launch
 from tests.compare import full_state, same_bytes
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 
 
@@ -91,11 +91,8 @@ def _damaged(root: Path) -> None:
     dcp.save({"t": target}, root / "again")  # the group of ranks has survived
 
 
-def _all(root: Path) -> None:
-    _share(root)
-    _targets_of_every_kind(root)
-    _damaged(root)
-
-
+@on_ranks(4)
 def test_replicas_read_every_byte_once_and_a_failing_read_fails_everywhere(tmp_path: Path) -> None:
-    launch.run(_all, 4, tmp_path)
+    _share(tmp_path)
+    _targets_of_every_kind(tmp_path)
+    _damaged(tmp_path)

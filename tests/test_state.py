@@ -21,6 +21,7 @@ from dcp_plugin.state import apply_module, flatten_optimizer, gather_module, gat
 from dcp_plugin.state.module import materialise
 from tests import launch
 from tests.compare import assert_same, full_state, same_bytes
+from tests.launch import on_ranks
 from tests.layouts import Net, train, whole_state
 
 NAMES = list(Net().state_dict())
@@ -41,7 +42,8 @@ def _round_trip(path: Path, state: dict[str, Any], target: dict[str, Any], **opt
 # Names
 
 
-def _wrapped_names() -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_unwrapped_module_whatever_the_nesting() -> None:
     cpu = torch.device("cpu")
 
     def fsdp1(module: nn.Module) -> nn.Module:
@@ -78,10 +80,6 @@ def _wrapped_names() -> None:
                 assert_same(full_state(gather_module(model)), values)
 
 
-def test_names_are_those_of_the_unwrapped_module_whatever_the_nesting() -> None:
-    launch.run(_wrapped_names, 2)
-
-
 def test_a_module_of_ones_own_called_module_keeps_its_name(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
     assert list(gather_module(model)) == ["module.module.weight", "module.module.bias"]
@@ -90,7 +88,8 @@ def test_a_module_of_ones_own_called_module_keeps_its_name(tmp_path: Path) -> No
 # Meshes and wrappers beyond the matrix
 
 
-def _more_wrappers(root: Path) -> None:
+@on_ranks(2)
+def test_every_sharding_strategy_of_fsdp1_and_partial_fsdp2_interchange(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     mesh = init_device_mesh("cpu", (2,))
 
@@ -120,17 +119,13 @@ def _more_wrappers(root: Path) -> None:
     for name in wraps:
         model, optimizer = make(name, 0)
         train(model, optimizer, 2)
-        dcp.save({"model": model, "optim": optimizer}, root / name)
+        dcp.save({"model": model, "optim": optimizer}, tmp_path / name)
         saved[name] = whole_state(model, optimizer)
     for name in wraps:
         for source in wraps:
             model, optimizer = make(name, 1)
-            dcp.load({"model": model, "optim": optimizer}, root / source)
+            dcp.load({"model": model, "optim": optimizer}, tmp_path / source)
             assert_same(saved[source], whole_state(model, optimizer))
-
-
-def test_every_sharding_strategy_of_fsdp1_and_partial_fsdp2_interchange(tmp_path: Path) -> None:
-    launch.run(_more_wrappers, 2, tmp_path)
 
 
 # Optimizers
@@ -266,15 +261,12 @@ def test_a_save_changes_nothing_not_even_a_fresh_optimizer(tmp_path: Path) -> No
     assert not optimizer.state, "the checkpoint's optimizer had no state"
 
 
-def _fsdp1_save_changes_nothing(root: Path) -> None:
+@on_ranks(2)
+def test_a_save_of_a_fresh_optimizer_under_fsdp1_does_not_step_it(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
-    dcp.save({"model": model, "optim": optimizer}, root / "ck")
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
     assert not optimizer.state
-
-
-def test_a_save_of_a_fresh_optimizer_under_fsdp1_does_not_step_it(tmp_path: Path) -> None:
-    launch.run(_fsdp1_save_changes_nothing, 2, tmp_path)
 
 
 def test_an_optimizer_without_its_module_says_what_to_do(tmp_path: Path) -> None:
@@ -449,7 +441,12 @@ def test_ties_buffers_extra_state_and_odd_shapes(tmp_path: Path) -> None:
     assert "model.scratch" not in [tensor.key for tensor in dcp.inspect(tmp_path / "ck").tensors]
 
 
-def _odd_sharded(root: Path) -> None:
+def _tensors_of(model: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in full_state(gather_module(model)).items() if isinstance(v, torch.Tensor)}
+
+
+@on_ranks(3)
+def test_odd_modules_sharded_over_more_ranks_than_rows(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (3,))
 
     def make(seed: int) -> nn.Module:
@@ -460,19 +457,11 @@ def _odd_sharded(root: Path) -> None:
 
     model, other = make(0), make(1)
     model[0].extra = {"calls": 3}
-    dcp.save({"model": model}, root / "ck")
-    dcp.load({"model": other}, root / "ck")
+    dcp.save({"model": model}, tmp_path / "ck")
+    dcp.load({"model": other}, tmp_path / "ck")
     assert_same(_tensors_of(other), _tensors_of(model))
     assert other[0].extra == {"calls": 3}
     assert other[0].head.weight is other[0].embed.weight
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in full_state(gather_module(model)).items() if isinstance(v, torch.Tensor)}
-
-
-def test_odd_modules_sharded_over_more_ranks_than_rows(tmp_path: Path) -> None:
-    launch.run(_odd_sharded, 3, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -516,33 +505,27 @@ def test_a_meta_buffer_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None
     assert other.head.weight is other.embed.weight
 
 
-def _meta_sharded(root: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = fully_shard(Net(), mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    dcp.save({"model": model, "optim": optimizer}, root / "ck")
-    with torch.device("meta"):
-        other = Net()
-    fully_shard(other.block, mesh=mesh)
-    fully_shard(other, mesh=mesh)
-    fresh = torch.optim.AdamW(other.parameters())
-    dcp.load({"model": other, "optim": fresh}, root / "ck")
-    assert train(model, optimizer, 2) == train(other, fresh, 2)
-    assert_same(whole_state(other, fresh), whole_state(model, optimizer))
-
-
-def _materialise_on_one_rank(root: Path) -> None:
+@on_ranks(2, timeout=60)
+def test_a_load_without_meta_tensors_gathers_no_full_model_under_fsdp1(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     if torch.distributed.get_rank() == 0:
         materialise(model)
 
 
-def test_a_load_without_meta_tensors_gathers_no_full_model_under_fsdp1(tmp_path: Path) -> None:
-    launch.run(_materialise_on_one_rank, 2, tmp_path, timeout=60)
-
-
+@on_ranks(2)
 def test_a_meta_model_under_fsdp2_is_materialised_by_the_load(tmp_path: Path) -> None:
-    launch.run(_meta_sharded, 2, tmp_path)
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(Net(), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    with torch.device("meta"):
+        other = Net()
+    fully_shard(other.block, mesh=mesh)
+    fully_shard(other, mesh=mesh)
+    fresh = torch.optim.AdamW(other.parameters())
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck")
+    assert train(model, optimizer, 2) == train(other, fresh, 2)
+    assert_same(whole_state(other, fresh), whole_state(model, optimizer))
 
 
 # Whole states
@@ -714,30 +697,28 @@ def test_state_that_is_only_a_copy_in_the_state_dict_is_restored_too(tmp_path: P
 # What differs between ranks
 
 
-def _batch_norm(root: Path) -> None:
+@on_ranks(2)
+def test_buffers_under_ddp_are_those_of_rank_0_and_parameters_are_shared_out(tmp_path: Path) -> None:
     rank = torch.distributed.get_rank()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.BatchNorm1d(400)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 400, generator=torch.Generator().manual_seed(rank))).sum().backward()
     optimizer.step()
     mine = torch.full((200_000,), float(rank))
-    dcp.save({"model": model, "optim": optimizer, "mine": mine}, root / "ck")
+    dcp.save({"model": model, "optim": optimizer, "mine": mine}, tmp_path / "ck")
     buffers = [full_state(dict(model.module.named_buffers()))]
     torch.distributed.broadcast_object_list(buffers)
     other = nn.Sequential(nn.Linear(400, 400), nn.BatchNorm1d(400))
     state = {"model": other, "mine": torch.ones(200_000)}
-    dcp.load(state, root / "ck")
+    dcp.load(state, tmp_path / "ck")
     assert_same(dict(other.named_buffers()), buffers[0])
     assert same_bytes(state["mine"], torch.zeros(200_000)), "rank 0's, and no mixture"
-    sizes = [sum(f.stat().st_size for f in (root / "ck").glob(f"__{writer}_*.distcp")) for writer in (0, 1)]
+    sizes = [sum(f.stat().st_size for f in (tmp_path / "ck").glob(f"__{writer}_*.distcp")) for writer in (0, 1)]
     assert sizes[1] > 900_000, f"parameters and their optimizer state are equal: both write, {sizes}"
 
 
-def test_buffers_under_ddp_are_those_of_rank_0_and_parameters_are_shared_out(tmp_path: Path) -> None:
-    launch.run(_batch_norm, 2, tmp_path)
-
-
-def _small_head(root: Path) -> None:
+@on_ranks(2)
+def test_a_trainable_part_that_lies_on_one_fsdp1_rank_hangs_nobody(tmp_path: Path) -> None:
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 1))
@@ -748,15 +729,11 @@ def _small_head(root: Path) -> None:
     model(torch.randn(4, 16, generator=torch.Generator().manual_seed(0))).sum().backward()
     optimizer.step()
     states = [len(optimizer.state)]
-    dcp.save({"model": model, "optim": optimizer}, root / "ck", timeout=30)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck", timeout=30)
     assert states == [len(optimizer.state)], "a save changes nothing"
     other, fresh = make(1)
-    dcp.load({"model": other, "optim": fresh}, root / "ck", timeout=30)
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck", timeout=30)
     assert_same(whole_state(other, fresh), whole_state(model, optimizer))
-
-
-def test_a_trainable_part_that_lies_on_one_fsdp1_rank_hangs_nobody(tmp_path: Path) -> None:
-    launch.run(_small_head, 2, tmp_path)
 
 
 # Optimizers that are odd
@@ -781,16 +758,13 @@ def test_slots_with_dots_in_their_names_and_nested_plain_slots(tmp_path: Path) -
     assert same_bytes(state["history"][0], torch.ones(2)) and state["history"][1] == {"deep": 1}
 
 
-def _sharded_inside_a_slot(root: Path) -> None:
+@on_ranks(2)
+def test_sharded_tensors_inside_of_a_slots_list_are_refused_and_not_lost(tmp_path: Path) -> None:
     model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
     optimizer = Slots(model.parameters(), lr=0.1)
     optimizer.put(history=lambda p: [torch.ones_like(p.detach())])
     with pytest.raises(dcp.CheckpointMismatch, match=r"history is a list with sharded tensors inside"):
-        dcp.save({"model": model, "optim": optimizer}, root / "ck")
-
-
-def test_sharded_tensors_inside_of_a_slots_list_are_refused_and_not_lost(tmp_path: Path) -> None:
-    launch.run(_sharded_inside_a_slot, 2, tmp_path)
+        dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
 
 
 def test_groups_that_do_not_fit_are_found_before_a_weight_is_overwritten(tmp_path: Path) -> None:
@@ -868,7 +842,8 @@ def test_a_dtype_that_cannot_hold_the_values_is_refused(tmp_path: Path) -> None:
         _round_trip(tmp_path / "ck", {"t": torch.tensor(0.7)}, {"t": torch.tensor(0)})
 
 
-def _offloaded(root: Path) -> None:
+@on_ranks(2)
+def test_fsdp2_with_cpu_offload(tmp_path: Path) -> None:
     """FSDP1 offloads to pinned memory only, which needs a GPU: that case is in test_cuda.py."""
     policy = CPUOffloadPolicy(pin_memory=False)
 
@@ -881,18 +856,15 @@ def _offloaded(root: Path) -> None:
 
     model, optimizer = make(0)
     train(model, optimizer, 2)
-    dcp.save({"model": model, "optim": optimizer}, root / "ck")
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
     other, fresh = make(1)
-    dcp.load({"model": other, "optim": fresh}, root / "ck")
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck")
     assert_same(whole_state(other, fresh), whole_state(model, optimizer))
     assert train(model, optimizer, 2) == train(other, fresh, 2)
 
 
-def test_fsdp2_with_cpu_offload(tmp_path: Path) -> None:
-    launch.run(_offloaded, 2, tmp_path)
-
-
-def _two_optimizers_under_fsdp1(root: Path) -> None:
+@on_ranks(2)
+def test_several_optimizers_under_fsdp1_one_unit_each(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
 
     def fsdp1(module: nn.Module) -> nn.Module:
@@ -911,17 +883,13 @@ def _two_optimizers_under_fsdp1(root: Path) -> None:
 
     model, one, two = make(0, units=True)
     _step(model, one, two)
-    dcp.save({"model": model, "one": one, "two": two}, root / "ck")
+    dcp.save({"model": model, "one": one, "two": two}, tmp_path / "ck")
     other, fresh_one, fresh_two = make(1, units=True)
-    dcp.load({"model": other, "one": fresh_one, "two": fresh_two}, root / "ck")
+    dcp.load({"model": other, "one": fresh_one, "two": fresh_two}, tmp_path / "ck")
     assert_same(whole_state(other, fresh_one), whole_state(model, one))
     assert_same(whole_state(other, fresh_two), whole_state(model, two))
 
     model, one, two = make(0, units=False)
     _step(model, one, two)
     with pytest.raises(dcp.CheckpointMismatch, match="several optimizers"):
-        dcp.save({"model": model, "one": one, "two": two}, root / "mixed")
-
-
-def test_several_optimizers_under_fsdp1_one_unit_each(tmp_path: Path) -> None:
-    launch.run(_two_optimizers_under_fsdp1, 2, tmp_path)
+        dcp.save({"model": model, "one": one, "two": two}, tmp_path / "mixed")

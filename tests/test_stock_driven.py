@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same, full_state
+from tests.launch import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -80,7 +81,8 @@ def test_plans_are_cached_without_a_process_group_too(tmp_path: Path) -> None:
         SavePlanner._cached_metadata.clear()
 
 
-def _ours_after_stock_failed(root: Path) -> None:
+@on_ranks(2)
+def test_a_save_after_one_that_failed_goes_to_its_own_directory(tmp_path: Path) -> None:
     """A save of stock's that fails after the plans are out leaves nothing behind that a later one takes for its own."""
     warnings.simplefilter("ignore")
 
@@ -90,17 +92,13 @@ def _ours_after_stock_failed(root: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(BaseException, match="it fails"):
-            stock.save(_state(1), storage_writer=dcp.ShardedWriter(root / "failed"), planner=Fails())
-        dcp.save(_state(2), root / "ours")
-        stock.save(_state(3), storage_writer=dcp.ShardedWriter(root / "stock"))
+            stock.save(_state(1), storage_writer=dcp.ShardedWriter(tmp_path / "failed"), planner=Fails())
+        dcp.save(_state(2), tmp_path / "ours")
+        stock.save(_state(3), storage_writer=dcp.ShardedWriter(tmp_path / "stock"))
     for name, step in (("ours", 2), ("stock", 3)):
         found = _state(0)
-        dcp.load(found, root / name)
+        dcp.load(found, tmp_path / name)
         assert_same(full_state(found), full_state(_state(step)))
-
-
-def test_a_save_after_one_that_failed_goes_to_its_own_directory(tmp_path: Path) -> None:
-    launch.run(_ours_after_stock_failed, 2, tmp_path)
 
 
 class _Extra(stock.DefaultSavePlanner):
@@ -202,9 +200,10 @@ def test_metadata_of_torch_before_2_3_is_read(tmp_path: Path, monkeypatch: pytes
     assert_same(found, _state(1))
 
 
-def _does_not_overwrite(root: Path) -> None:
+@on_ranks(2)
+def test_a_checkpoint_is_only_overwritten_if_that_is_allowed(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
-    path = root / "checkpoint"
+    path = tmp_path / "checkpoint"
     stock.save(_state(1), storage_writer=dcp.ShardedWriter(path, overwrite=False))
     with pytest.raises(BaseException, match=r"Checkpoint already exists and self\.overwrite=False\."):
         stock.save(_state(2), storage_writer=dcp.ShardedWriter(path, overwrite=False))
@@ -214,11 +213,7 @@ def _does_not_overwrite(root: Path) -> None:
     stock.save(_state(2), storage_writer=dcp.ShardedWriter(path))
     dcp.load(found, path)
     assert_same(full_state(found), full_state(_state(2)))
-    assert not list(root.glob(".dcp_plugin/*"))
-
-
-def test_a_checkpoint_is_only_overwritten_if_that_is_allowed(tmp_path: Path) -> None:
-    launch.run(_does_not_overwrite, 2, tmp_path)
+    assert not list(tmp_path.glob(".dcp_plugin/*"))
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dcp_plugin as dcp
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
-from tests import launch
 from tests.compare import same_tree
+from tests.launch import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -167,7 +167,8 @@ def test_what_is_wanted_and_not_there_is_still_missing(tmp_path: Path) -> None:
                     LOADS[loader](dict(wanted), path)
 
 
-def _on_meta(directory: Path) -> None:
+@on_ranks(1, 2)
+def test_what_is_on_the_meta_device_gets_memory_and_the_values(tmp_path: Path, world_size: int) -> None:
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
@@ -184,20 +185,15 @@ def _on_meta(directory: Path) -> None:
         return {"a": empty, "l": [empty.clone(), {"q": empty.clone()}], "t": (empty.clone(), 0), "d": {"s": on_meta}}
 
     for saver, save in SAVES.items():
-        save(state(1), directory / saver)
+        save(state(1), tmp_path / saver)
         for loader, load in LOADS.items():
             found = meta()
-            load(found, directory / saver)
+            load(found, tmp_path / saver)
             assert same_tree(found, state(1)), f"saved by {saver}, loaded by {loader}: {found}"
-    dcp.save({"one": Saved(state(1))}, directory / "stateful")
+    dcp.save({"one": Saved(state(1))}, tmp_path / "stateful")
     one = Saved(meta())
-    dcp.load({"one": one}, directory / "stateful")
+    dcp.load({"one": one}, tmp_path / "stateful")
     assert same_tree(one.given, state(1))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_on_the_meta_device_gets_memory_and_the_values(tmp_path: Path, world_size: int) -> None:
-    launch.run(_on_meta, world_size, tmp_path)
 
 
 def test_a_default_device_of_meta_is_no_memory(tmp_path: Path) -> None:

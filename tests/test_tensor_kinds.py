@@ -26,8 +26,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
 from dcp_plugin import _torch
-from tests import launch
 from tests.compare import same_bytes
+from tests.launch import on_ranks
 
 Make = Callable[[int], torch.Tensor]
 """A tensor of a kind; another number, other values."""
@@ -305,14 +305,15 @@ def _trusting(load: str) -> AbstractContextManager[Any]:
     return torch.serialization.safe_globals(classes) if "stock reader" in load or load == "stock" else nullcontext()
 
 
-def _come_back(directory: Path) -> None:
+@on_ranks(1, timeout=300)
+def test_every_kind_comes_back_through_every_door(tmp_path: Path) -> None:
     _quiet()
     for save, load in itertools.product(SAVES, LOADS):
         by_stock = "stock" in save or "stock" in load
         kinds = {name: make for name, make in KINDS.items() if not (by_stock and name in ONLY_OURS)}
         if save in ("stock", "stock planner, our writer"):
             del kinds["collective"]  # stored as an object of a class that the target does not need
-        path = directory / save
+        path = tmp_path / save
         state = {"s": {name: make(1) for name, make in kinds.items()}}
         if not path.exists():
             SAVES[save](state, path)
@@ -326,55 +327,47 @@ def _come_back(directory: Path) -> None:
         _assert_same(found["s"], state["s"], f"{save} -> {load}")
 
 
-def test_every_kind_comes_back_through_every_door(tmp_path: Path) -> None:
-    launch.run(_come_back, 1, tmp_path, timeout=300)
-
-
-def _refused(directory: Path) -> None:
-    """Each by name, at every save and as a target; and all at once."""
-    _quiet()
-    dcp.save({"s": {"x": _numbers(1)}}, directory / "good")
-    for name, (make, reason) in REFUSED.items():
-        for save in ("save", "async", "lazy", "our planner, our writer"):
-            with pytest.raises(_any_of(dcp.CheckpointMismatch), match=reason) as said:
-                SAVES[save]({"s": {"x": make(1)}}, directory / "new")
-            assert "s.x is" in str(said.value), name
-            assert not (directory / "new").exists()
-        for load in ("load", "our planner, our reader"):
-            with pytest.raises(_any_of(dcp.CheckpointMismatch)) as said:
-                LOADS[load]({"s": {"x": make(1)}}, directory / "good")
-            assert "s.x" in str(said.value), name
-    with pytest.raises(dcp.CheckpointMismatch) as all_of_them:
-        dcp.save({"s": {name: make(1) for name, (make, _) in REFUSED.items()}}, directory / "new")
-    assert all(f"s.{name} is" in str(all_of_them.value) for name in REFUSED)
-
-
 def _any_of(cls: type[Exception]) -> tuple[type[BaseException], ...]:
     """What stock raises has ours in it, as text."""
     return cls, stock.CheckpointException
 
 
+@on_ranks(1, timeout=300)
 def test_what_has_nothing_to_store_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
-    launch.run(_refused, 1, tmp_path, timeout=300)
+    """Each by name, at every save and as a target; and all at once."""
+    _quiet()
+    dcp.save({"s": {"x": _numbers(1)}}, tmp_path / "good")
+    for name, (make, reason) in REFUSED.items():
+        for save in ("save", "async", "lazy", "our planner, our writer"):
+            with pytest.raises(_any_of(dcp.CheckpointMismatch), match=reason) as said:
+                SAVES[save]({"s": {"x": make(1)}}, tmp_path / "new")
+            assert "s.x is" in str(said.value), name
+            assert not (tmp_path / "new").exists()
+        for load in ("load", "our planner, our reader"):
+            with pytest.raises(_any_of(dcp.CheckpointMismatch)) as said:
+                LOADS[load]({"s": {"x": make(1)}}, tmp_path / "good")
+            assert "s.x" in str(said.value), name
+    with pytest.raises(dcp.CheckpointMismatch) as all_of_them:
+        dcp.save({"s": {name: make(1) for name, (make, _) in REFUSED.items()}}, tmp_path / "new")
+    assert all(f"s.{name} is" in str(all_of_them.value) for name in REFUSED)
 
 
-def _through_stock_planners(directory: Path) -> None:
+@on_ranks(1)
+def test_our_writer_and_reader_do_not_trust_the_planner_of_somebody_else(tmp_path: Path) -> None:
     """Stock planners hand over what they have: our writer and reader look at it themselves."""
     _quiet()
-    dcp.save({"x": _numbers(1)}, directory / "good")
+    dcp.save({"x": _numbers(1)}, tmp_path / "good")
     for name in ("fake", "freed", "freed_in_part", "closed", "zero"):
         with pytest.raises(BaseException):  # noqa: B017, PT011 - some are refused by stock's own planner
-            SAVES["stock planner, our writer"]({"x": REFUSED[name][0](1)}, directory / "new")
-        assert not (directory / "new").exists(), name
+            SAVES["stock planner, our writer"]({"x": REFUSED[name][0](1)}, tmp_path / "new")
+        assert not (tmp_path / "new").exists(), name
         with pytest.raises(BaseException):  # noqa: B017, PT011
-            LOADS["stock planner, our reader"]({"x": REFUSED[name][0](1)}, directory / "good")
+            LOADS["stock planner, our reader"]({"x": REFUSED[name][0](1)}, tmp_path / "good")
 
 
-def test_our_writer_and_reader_do_not_trust_the_planner_of_somebody_else(tmp_path: Path) -> None:
-    launch.run(_through_stock_planners, 1, tmp_path)
-
-
-def _other_targets(directory: Path) -> None:
+@on_ranks(1)
+def test_a_tensor_of_a_class_is_only_loaded_into_one_of_that_class(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
     _quiet()
     saved = {"two": _two(1), "plain": _numbers(1), "wide": _numbers(1).double()}
     dcp.save({"s": saved}, directory)
@@ -412,11 +405,9 @@ def _other_targets(directory: Path) -> None:
         dcp.load({"s": {"plain": torch.ones(1).expand(4, 6)}}, directory)
 
 
-def test_a_tensor_of_a_class_is_only_loaded_into_one_of_that_class(tmp_path: Path) -> None:
-    launch.run(_other_targets, 1, tmp_path / "checkpoint")
-
-
-def _damaged(directory: Path) -> None:
+@on_ranks(1)
+def test_a_flipped_bit_in_what_is_stored_whole_is_noticed(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
     _quiet()
     dcp.save({"s": {"two": _two(1)}}, directory)
     (file,) = directory.glob("*.distcp")
@@ -427,10 +418,6 @@ def _damaged(directory: Path) -> None:
     assert [line for line in dcp.verify(directory).errors if "s.two" in line]
     with pytest.raises(dcp.CheckpointCorrupt, match=r"s\.two"):
         dcp.load({"s": {"two": _two(2)}}, directory)
-
-
-def test_a_flipped_bit_in_what_is_stored_whole_is_noticed(tmp_path: Path) -> None:
-    launch.run(_damaged, 1, tmp_path / "checkpoint")
 
 
 class _Model(nn.Module):
@@ -459,20 +446,21 @@ def _flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {**model.state_dict(), **slots}
 
 
-def _models(directory: Path) -> None:
+@on_ranks(1)
+def test_models_and_optimizers_with_such_tensors_at_every_staging(tmp_path: Path) -> None:
     _quiet()
     model, optimizer = _trained(1)
     wanted = {key: _content(value) for key, value in _flat(model, optimizer).items()}
     for staging in ("", "blocking", "lazy"):
         checkpointer = dcp.Checkpointer(async_save=bool(staging), staging=staging or "blocking")
         for number in range(3):  # the third links what has not changed
-            path = directory / f"{staging}{number}"
+            path = tmp_path / f"{staging}{number}"
             checkpointer.save({"model": model, "optim": optimizer}, path).wait()
         if staging:
             values = [*model.parameters(), *(value for slots in optimizer.state.values() for value in slots.values())]
             parts = [part for v in values for part in ((v.a, v.b) if isinstance(v, TwoTensor) else (v,))]
             before = [part.detach().clone() for part in parts]
-            later = checkpointer.save({"model": model, "optim": optimizer}, directory / f"{staging}later")
+            later = checkpointer.save({"model": model, "optim": optimizer}, tmp_path / f"{staging}later")
             later.wait_staged()
             with torch.no_grad():  # the copy shares nothing
                 for part in parts:
@@ -481,7 +469,7 @@ def _models(directory: Path) -> None:
                 for part, old in zip(parts, before, strict=True):
                     part.copy_(old)
         checkpointer.close()
-        for path in directory.glob(f"{staging or '[0-9]'}*"):
+        for path in tmp_path.glob(f"{staging or '[0-9]'}*"):
             other, others = _trained(2)
             dcp.load({"model": other, "optim": others}, path)
             found = _flat(other, others)
@@ -490,19 +478,15 @@ def _models(directory: Path) -> None:
             assert other.frozen is other.again and dcp.verify(path).ok
     quantized = torch.optim.SGD(other.parameters(), momentum=0.9)
     quantized.state[other.plain]["momentum_buffer"] = _scaled(1)
-    dcp.save({"model": other, "optim": quantized}, directory / "slots")
+    dcp.save({"model": other, "optim": quantized}, tmp_path / "slots")
     quantized.state.clear()
     with pytest.raises(dcp.CheckpointMismatch, match=r"plain\.momentum_buffer is stored as .* take one step"):
-        dcp.load({"model": other, "optim": quantized}, directory / "slots")
+        dcp.load({"model": other, "optim": quantized}, tmp_path / "slots")
     fresh = _Model(3)
     unstepped = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=9)
-    dcp.load({"model": fresh, "optim": unstepped}, directory / "0")
+    dcp.load({"model": fresh, "optim": unstepped}, tmp_path / "0")
     found = _flat(fresh, unstepped)
     assert not [key for key in wanted if _differ(_content(found[key]), wanted[key])]
-
-
-def test_models_and_optimizers_with_such_tensors_at_every_staging(tmp_path: Path) -> None:
-    launch.run(_models, 1, tmp_path)
 
 
 def _rows_of(tensor: torch.Tensor, parts: int) -> torch.Tensor:
@@ -542,27 +526,6 @@ def _distributed(at: int, rank: int) -> dict[str, Any]:
 STOCK_CANNOT_LOAD = {"sealed"}
 if not hasattr(stock, "CheckpointableTensor"):
     STOCK_CANNOT_LOAD |= {"checkpointable", "checkpointable_parameter"}
-
-
-def _sharded(directory: Path) -> None:
-    _quiet()
-    rank = dist.get_rank()
-    for save, load in itertools.product(SAVES, LOADS):
-        by_stock = "stock" in save or "stock" in load
-        state = {k: v for k, v in _distributed(1, rank).items() if not (by_stock and k in STOCK_CANNOT_LOAD)}
-        if save in ("stock", "stock planner, our writer"):
-            del state["pending"]
-        path = directory / save
-        if not path.exists():
-            dist.barrier()
-            SAVES[save]({"s": state}, path)
-        dist.barrier()
-        found = {"s": {key: value for key, value in _distributed(2, rank).items() if key in state}}
-        with _trusting(load):
-            LOADS[load](found, path)
-        _assert_same(found["s"], state, f"{save} -> {load}, rank {rank}")
-        dist.barrier()
-    _reshard(directory / "save", rank)
 
 
 def _reshard(path: Path, rank: int) -> None:
@@ -621,8 +584,10 @@ def _rows_trained(at: int) -> tuple[_Rows, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _strided(directory: Path) -> None:
+@on_ranks(4)
+def test_shards_of_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     """As FSDP2 over tensor parallelism has it."""
+    directory = tmp_path / "checkpoint"
     _quiet()
     mesh = init_device_mesh("cpu", (2, 2))
     whole = _numbers(1, 8, 6)
@@ -640,37 +605,48 @@ def _strided(directory: Path) -> None:
     assert same_bytes(parts[0], mine) and same_bytes(parts[1], mine + 1)
 
 
-def test_shards_of_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
-    launch.run(_strided, 4, tmp_path / "checkpoint")
-
-
-def _module_of_rows(directory: Path) -> None:
+@on_ranks(2)
+def test_a_module_of_local_rows_and_its_optimizer_are_saved_and_loaded_whole(tmp_path: Path) -> None:
     _quiet()
     rank = dist.get_rank()
     model, optimizer = _rows_trained(1)
     slots = optimizer.state[model.weight]
     for staging in ("blocking", "lazy"):
-        _save_async({"model": model, "optim": optimizer}, directory / staging, staging)
+        _save_async({"model": model, "optim": optimizer}, tmp_path / staging, staging)
         (other, stepped), fresh = _rows_trained(2), _Rows(3)
         unstepped = torch.optim.AdamW(fresh.parameters())
         for target, its in ((other, stepped), (fresh, unstepped)):
             before = target.weight.detach()[0].clone()
-            dcp.load({"model": target, "optim": its}, directory / staging)
+            dcp.load({"model": target, "optim": its}, tmp_path / staging)
             assert same_bytes(target.weight.detach()[1:], model.weight.detach()[1:])
             assert same_bytes(target.weight.detach()[0], before), "padding is nobody's"
             assert same_bytes(its.state[target.weight]["exp_avg"][1:], slots["exp_avg"][1:])
     whole = {"model": {"weight": torch.zeros(8, 6)}}
-    stock.load(whole, checkpoint_id=directory / "lazy")
+    stock.load(whole, checkpoint_id=tmp_path / "lazy")
     assert same_bytes(whole["model"]["weight"][4 * rank : 4 * rank + 4], model.weight.detach()[1:])
-
-
-def test_a_module_of_local_rows_and_its_optimizer_are_saved_and_loaded_whole(tmp_path: Path) -> None:
-    launch.run(_module_of_rows, 2, tmp_path)
 
 
 def _sealed_columns() -> _Sealed:
     return _Sealed(_numbers(1, 8, 3, dtype=torch.int8), _numbers(1, 4), 8)
 
 
+@on_ranks(2, timeout=300)
 def test_sharded_kinds_come_back_through_every_door_and_in_other_layouts(tmp_path: Path) -> None:
-    launch.run(_sharded, 2, tmp_path, timeout=300)
+    _quiet()
+    rank = dist.get_rank()
+    for save, load in itertools.product(SAVES, LOADS):
+        by_stock = "stock" in save or "stock" in load
+        state = {k: v for k, v in _distributed(1, rank).items() if not (by_stock and k in STOCK_CANNOT_LOAD)}
+        if save in ("stock", "stock planner, our writer"):
+            del state["pending"]
+        path = tmp_path / save
+        if not path.exists():
+            dist.barrier()
+            SAVES[save]({"s": state}, path)
+        dist.barrier()
+        found = {"s": {key: value for key, value in _distributed(2, rank).items() if key in state}}
+        with _trusting(load):
+            LOADS[load](found, path)
+        _assert_same(found["s"], state, f"{save} -> {load}, rank {rank}")
+        dist.barrier()
+    _reshard(tmp_path / "save", rank)

@@ -26,6 +26,7 @@ from dcp_plugin import _torch, _torch_modules
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from tests import launch
 from tests.compare import full, same_bytes
+from tests.launch import on_ranks
 
 
 def test_storage_info_has_the_fields_that_stock_readers_use() -> None:
@@ -113,7 +114,8 @@ def test_dtensor_tells_where_its_shard_is() -> None:
     assert launch.run(_dtensor_chunks, 4)[3] == []
 
 
-def _fsdp1_internals() -> None:
+@on_ranks(2)
+def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
     model = FullyShardedDataParallel(torch.nn.Linear(3, 5), device_id=torch.device("cpu"), use_orig_params=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = flat_parameter_names(model)
@@ -123,10 +125,6 @@ def _fsdp1_internals() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert same_bytes(full(_torch.sharded_like(value, local)), full(value) * 2)
-
-
-def test_fsdp1_names_its_flat_parameters_and_its_shards_can_be_rebuilt() -> None:
-    launch.run(_fsdp1_internals, 2)
 
 
 def test_torch_has_no_address_for_what_has_no_memory() -> None:
@@ -173,7 +171,8 @@ def test_torch_tells_how_to_undo_its_stream_transforms() -> None:
         _torch.transforms_of(["stream.unheard/1"])
 
 
-def _load_hooks_of_fsdp2() -> None:
+@on_ranks(2)
+def test_hooks_of_fsdp2_and_of_normalisations_need_no_state_dict() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     fully_shard(model)
     model(torch.ones(2, 3))  # with the first forward come the hooks
@@ -188,10 +187,6 @@ def _load_hooks_of_fsdp2() -> None:
     assert not called
     _torch_modules.call_post_load_hooks(model[0], _torch_modules.Incompatible(), of_torch_too=True)
     assert called
-
-
-def test_hooks_of_fsdp2_and_of_normalisations_need_no_state_dict() -> None:
-    launch.run(_load_hooks_of_fsdp2, 2)
 
 
 def test_activation_checkpointing_needs_no_state_dict_and_other_hooks_do() -> None:

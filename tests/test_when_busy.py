@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from tests import launch
 from tests.compare import assert_same, assert_saved
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.slowness import Gate, at_random, slow_copies, slow_writes
 
@@ -185,17 +185,14 @@ def _events(root: Path) -> None:
     assert (failed["event"], failed["step"]) == ("failed", 8) and "bad" in failed["error"]
 
 
-def _cases(root: Path) -> None:
-    for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
-        case(root / name)
-    _skip_where_ranks_differ(root / "differ")
-    _queue_with_files(root / "files")
-    _queue(root / "queue", "blocking")
-    _queue(root / "queue lazily", "lazy")
-
-
+@on_ranks(2)
 def test_every_rank_waits_skips_or_stands_in_line_alike(tmp_path: Path) -> None:
-    launch.run(_cases, 2, tmp_path)
+    for name, case in {"wait": _wait, "skip": _skip, "fail": _queue_with_failure, "events": _events}.items():
+        case(tmp_path / name)
+    _skip_where_ranks_differ(tmp_path / "differ")
+    _queue_with_files(tmp_path / "files")
+    _queue(tmp_path / "queue", "blocking")
+    _queue(tmp_path / "queue lazily", "lazy")
 
 
 def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning._lightning import (
-    put_callback_first,
+    put_first,
     step_of_loggers,
-    take_callback_out,
+    take_out,
     trainer_under_construction,
     unwrapped,
 )
@@ -60,7 +60,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if not _has_plugin(trainer):
-                take_callback_out(trainer, self)
+                take_out(trainer, self)
                 return
             _refuse_mixture(trainer, self)
             promote(trainer.strategy)
@@ -119,7 +119,7 @@ def _watch_hooks(trainer: Trainer, mine: Any) -> None:
     io = io_of(trainer)
     io.others = None
     if io.config.staging == "lazy":
-        put_callback_first(trainer, mine)
+        put_first(trainer, mine)
         io.others = OthersHooks(trainer, mine)
 
 

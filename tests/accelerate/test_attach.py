@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same, full_state
+from tests.launch import on_ranks
 
 
 def test_importing_the_door_does_not_import_transformers() -> None:
@@ -24,11 +24,8 @@ def test_importing_the_door_does_not_import_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+@on_ranks(1)
 def test_attaching_twice_is_attaching_once_and_detaching_undoes_it(tmp_path: Path) -> None:
-    launch.run(_attach_and_detach, 1, tmp_path)
-
-
-def _attach_and_detach(root: Path) -> None:
     from dcp_plugin.accelerate import attach
     from tests.accelerate import training as t
 
@@ -46,20 +43,22 @@ def _attach_and_detach(root: Path) -> None:
     assert type(run.loader.base_dataloader) is base
     assert run.loader.batch_sampler.sampler is sampler
     run.train(1)
-    accelerator.save_state(str(root / "native"))
-    assert (root / "native" / "model.safetensors").exists()
+    accelerator.save_state(str(tmp_path / "native"))
+    assert (tmp_path / "native" / "model.safetensors").exists()
     with attach(accelerator):
-        accelerator.save_state(str(root / "ours"))
+        accelerator.save_state(str(tmp_path / "ours"))
     assert accelerator.save_state.__func__ is type(accelerator).save_state
-    assert dcp.verify(root / "ours").ok
+    assert dcp.verify(tmp_path / "ours").ok
 
 
+@on_ranks(2)
 def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(tmp_path: Path) -> None:
-    launch.run(_hooks, 2, tmp_path, "ddp")
+    _hooks(tmp_path, "ddp")
 
 
+@on_ranks(2)
 def test_hooks_under_fsdp(tmp_path: Path) -> None:
-    launch.run(_hooks, 2, tmp_path, "fsdp2")
+    _hooks(tmp_path, "fsdp2")
 
 
 def _hooks(root: Path, layout: str) -> None:
@@ -87,11 +86,9 @@ def _hooks(root: Path, layout: str) -> None:
     assert seen[True] == seen[False]
 
 
+@on_ranks(1)
 def test_a_hook_may_take_a_model_out_and_save_it_itself(tmp_path: Path) -> None:
-    launch.run(_take_out, 1, tmp_path / "ck")
-
-
-def _take_out(path: Path) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     run = t.start("single").train(1)
@@ -110,12 +107,10 @@ def _take_out(path: Path) -> None:
     assert_same({key: whole[key] for key in slots}, {key: loaded[key] for key in slots})
 
 
+@on_ranks(2)
 def test_registered_objects_of_every_kind_come_back(tmp_path: Path) -> None:
     """A model that only the user has sharded, its optimizer, an average of the weights, a plain counter."""
-    launch.run(_registered, 2, tmp_path / "ck")
-
-
-def _registered(path: Path) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
     from tests.accelerate.test_native import Counter
 
@@ -148,11 +143,9 @@ def _registered(path: Path) -> None:
         accelerator.load_state(str(path))
 
 
+@on_ranks(2)
 def test_several_models_are_told_apart(tmp_path: Path) -> None:
-    launch.run(_several_models, 2, tmp_path / "ck")
-
-
-def _several_models(path: Path) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     def build(seed: int) -> tuple[Any, ...]:
@@ -170,11 +163,9 @@ def _several_models(path: Path) -> None:
         assert_same(one.state_dict(), two.state_dict())
 
 
+@on_ranks(2)
 def test_one_optimizer_may_train_several_models(tmp_path: Path) -> None:
-    launch.run(_one_optimizer, 2, tmp_path / "ck")
-
-
-def _one_optimizer(path: Path) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     def build(seed: int) -> tuple[Any, ...]:
@@ -198,45 +189,39 @@ def _one_optimizer(path: Path) -> None:
     assert slots.keys() == restored.keys()
 
 
+@on_ranks(2)
 def test_a_save_in_the_background_is_the_state_at_the_call(tmp_path: Path) -> None:
-    launch.run(_background, 2, tmp_path)
-
-
-def _background(root: Path) -> None:
     from tests.accelerate import training as t
 
-    run = t.start("fsdp2", async_save=True, project=root, limit=1)
+    run = t.start("fsdp2", async_save=True, project=tmp_path, limit=1)
     states = []
     for _ in range(3):
         run.train(1)
         states.append(run.whole_state())
         run.accelerator.save_state()
-    (root / "checkpoints" / "not_one.txt").write_text("")
+    (tmp_path / "checkpoints" / "not_one.txt").write_text("")
     run.attached.wait()
     dist.barrier()
-    assert [name for name in os.listdir(root / "checkpoints") if "checkpoint" in name] == ["checkpoint_2"]
+    assert [name for name in os.listdir(tmp_path / "checkpoints") if "checkpoint" in name] == ["checkpoint_2"]
     other = t.start("fsdp2", seed=9, async_save=True)
-    other.accelerator.save_state(str(root / "mine"))
-    (root / "mine" / "notes.txt").write_text("right after the save")
-    other.accelerator.load_state(str(root / "mine"))  # waits for it
-    assert (root / "mine" / "notes.txt").exists()
-    other.accelerator.load_state(str(root / "checkpoints" / "checkpoint_2"))
+    other.accelerator.save_state(str(tmp_path / "mine"))
+    (tmp_path / "mine" / "notes.txt").write_text("right after the save")
+    other.accelerator.load_state(str(tmp_path / "mine"))  # waits for it
+    assert (tmp_path / "mine" / "notes.txt").exists()
+    other.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_2"))
     assert_same(other.whole_state(), states[-1])
-    other.accelerator.save_state(str(root / "last"))
+    other.accelerator.save_state(str(tmp_path / "last"))
     other.accelerator.end_training()
-    assert dcp.latest(root / "last") == root / "last"
+    assert dcp.latest(tmp_path / "last") == tmp_path / "last"
 
 
+@on_ranks(2)
 def test_a_failed_background_save_is_raised_on_every_rank_once(tmp_path: Path) -> None:
-    launch.run(_failed_in_background, 2, tmp_path)
-
-
-def _failed_in_background(root: Path) -> None:
     from dcp_plugin.storage import writer
     from tests.accelerate import training as t
 
     run = t.start("ddp", async_save=True)
-    run.accelerator.save_state(str(root / "good"))
+    run.accelerator.save_state(str(tmp_path / "good"))
     run.attached.wait()
     resolve = writer._resolve
     if dist.get_rank() == 1:
@@ -245,21 +230,19 @@ def _failed_in_background(root: Path) -> None:
             raise OSError("no space left")
 
         writer._resolve = broken
-    run.accelerator.save_state(str(root / "bad"))
+    run.accelerator.save_state(str(tmp_path / "bad"))
     with pytest.raises(dcp.CheckpointError, match="no space left"):
         run.attached.wait()
     writer._resolve = resolve
-    run.accelerator.load_state(str(root / "good"))
+    run.accelerator.load_state(str(tmp_path / "good"))
     with pytest.raises(dcp.CheckpointError):
-        run.accelerator.load_state(str(root / "bad"))
+        run.accelerator.load_state(str(tmp_path / "bad"))
     run.attached.close()
 
 
+@on_ranks(2)
 def test_in_the_middle_of_an_accumulation_window_it_warns_and_goes_back_to_its_start(tmp_path: Path) -> None:
-    launch.run(_in_a_window, 2, tmp_path / "ck")
-
-
-def _in_a_window(path: Path) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     run = t.start("ddp", samples=48)
@@ -282,28 +265,22 @@ def _in_a_window(path: Path) -> None:
     assert [batch[1].tolist() for batch in other.loader] == seen[4:]
 
 
+@on_ranks(1)
 def test_random_streams_stay_out_if_they_are_not_wanted(tmp_path: Path) -> None:
-    launch.run(_without_rng, 1, tmp_path)
-
-
-def _without_rng(root: Path) -> None:
     from tests.accelerate import training as t
 
     for wanted in (True, False):
-        t.start("single", rng=wanted).accelerator.save_state(str(root / str(wanted)))
-        keys = [tensor.key for tensor in dcp.inspect(root / str(wanted)).tensors]
+        t.start("single", rng=wanted).accelerator.save_state(str(tmp_path / str(wanted)))
+        keys = [tensor.key for tensor in dcp.inspect(tmp_path / str(wanted)).tensors]
         assert any(key.startswith("extra.rng.0.streams") for key in keys) == wanted
 
 
+@on_ranks(2)
 def test_what_fails_on_one_rank_is_raised_on_all_or_on_none(tmp_path: Path) -> None:
-    launch.run(_fails_on_one_rank, 2, tmp_path)
-
-
-def _fails_on_one_rank(root: Path) -> None:
     from dcp_plugin.runs import catalog
     from tests.accelerate import training as t
 
-    run = t.start("ddp", project=root, limit=1, timeout=20.0)
+    run = t.start("ddp", project=tmp_path, limit=1, timeout=20.0)
     accelerator, remove = run.accelerator, catalog.remove
 
     def broken(*args: Any) -> None:
@@ -323,19 +300,16 @@ def _fails_on_one_rank(root: Path) -> None:
         accelerator.load_state()
 
 
+@on_ranks(1)
 def test_a_link_to_a_directory_stays_one(tmp_path: Path) -> None:
-    launch.run(_link, 1, tmp_path)
-
-
-def _link(root: Path) -> None:
     from tests.accelerate import training as t
 
-    (root / "disk").mkdir()
-    (root / "disk" / "args.json").write_text("{}")
-    (root / "out").symlink_to(root / "disk")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "args.json").write_text("{}")
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
     run = t.start("single")
-    run.accelerator.save_state(root / "out")
-    assert (root / "out").is_symlink()
-    assert dcp.verify(root / "disk").ok
-    assert (root / "out" / "args.json").exists()
-    run.accelerator.load_state(root / "out")
+    run.accelerator.save_state(tmp_path / "out")
+    assert (tmp_path / "out").is_symlink()
+    assert dcp.verify(tmp_path / "disk").ok
+    assert (tmp_path / "out" / "args.json").exists()
+    run.accelerator.load_state(tmp_path / "out")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["Accelerate alone", "attached"])
 
@@ -26,11 +27,9 @@ def _fails(native: bool, kind: type[BaseException], match: str) -> Any:
 
 
 @BOTH
+@on_ranks(2)
 def test_a_parameter_that_never_got_a_gradient_does_not_stop_a_resume(tmp_path: Path, native: bool) -> None:
-    launch.run(_never_a_gradient, 2, tmp_path / "ck", native)
-
-
-def _never_a_gradient(path: Path, native: bool) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     run = t.start("fsdp2", native=native).train(1)
@@ -42,11 +41,9 @@ def _never_a_gradient(path: Path, native: bool) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_fsdp1_resumes_its_optimizer(tmp_path: Path, native: bool) -> None:
-    launch.run(_fsdp1_optimizer, 2, tmp_path / "ck", native)
-
-
-def _fsdp1_optimizer(path: Path, native: bool) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     run = t.start("fsdp1", native=native, unused=False).train(1)
@@ -58,11 +55,9 @@ def _fsdp1_optimizer(path: Path, native: bool) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_two_optimizers_of_one_model_are_told_apart(tmp_path: Path, native: bool) -> None:
-    launch.run(_two_optimizers, 2, tmp_path / "ck", native)
-
-
-def _two_optimizers(path: Path, native: bool) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     def build(seed: int) -> tuple[Any, list[Any]]:
@@ -92,11 +87,9 @@ def _two_optimizers(path: Path, native: bool) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_strict_is_heard_under_fsdp(tmp_path: Path, native: bool) -> None:
-    launch.run(_strict, 2, tmp_path / "ck", native)
-
-
-def _strict(path: Path, native: bool) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     t.start("fsdp2", native=native, unused=False).train(1).accelerator.save_state(str(path))
@@ -109,11 +102,9 @@ def _strict(path: Path, native: bool) -> None:
 
 
 @BOTH
+@on_ranks(2)
 def test_flipped_bytes_are_noticed(tmp_path: Path, native: bool) -> None:
-    launch.run(_flipped, 2, tmp_path / "ck", native)
-
-
-def _flipped(path: Path, native: bool) -> None:
+    path = tmp_path / "ck"
     from tests.accelerate import training as t
 
     run = t.start("fsdp2", native=native, unused=False).train(1)
@@ -157,39 +148,33 @@ def _steps_of_two(path: Path, native: bool) -> int:
 
 
 @BOTH
+@on_ranks(1)
 def test_naming_goes_on_after_a_resume(tmp_path: Path, native: bool) -> None:
-    launch.run(_naming, 1, tmp_path, native)
-
-
-def _naming(root: Path, native: bool) -> None:
     from tests.accelerate import training as t
 
-    run = t.start("single", native=native, project=root, stateful=False)
+    run = t.start("single", native=native, project=tmp_path, stateful=False)
     for _ in range(2):
         run.train(1)
         run.accelerator.save_state()
-    resumed = t.start("single", native=native, project=root, stateful=False)
+    resumed = t.start("single", native=native, project=tmp_path, stateful=False)
     resumed.accelerator.load_state()
     with _fails(native, ValueError, "already exists"):
         resumed.accelerator.save_state()
-    assert sorted(os.listdir(root / "checkpoints"))[-1] == ("checkpoint_1" if native else "checkpoint_2")
+    assert sorted(os.listdir(tmp_path / "checkpoints"))[-1] == ("checkpoint_1" if native else "checkpoint_2")
 
 
 @BOTH
+@on_ranks(1)
 def test_what_is_no_committed_checkpoint_is_not_resumed_from(tmp_path: Path, native: bool) -> None:
-    launch.run(_leftovers, 1, tmp_path, native)
-
-
-def _leftovers(root: Path, native: bool) -> None:
     from tests.accelerate import training as t
 
-    run = t.start("single", native=native, project=root, stateful=False).train(1)
+    run = t.start("single", native=native, project=tmp_path, stateful=False).train(1)
     run.accelerator.save_state()
-    torn = root / "checkpoints" / "checkpoint_7"
+    torn = tmp_path / "checkpoints" / "checkpoint_7"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
-    (root / "checkpoints" / "checkpoint_9.tmp").mkdir()
-    resumed = t.start("single", native=native, seed=4, project=root, stateful=False)
+    (tmp_path / "checkpoints" / "checkpoint_9.tmp").mkdir()
+    resumed = t.start("single", native=native, seed=4, project=tmp_path, stateful=False)
     with _fails(native, Exception, ""):
         resumed.accelerator.load_state()
         assert_same(run.whole_state(), resumed.whole_state())
@@ -246,11 +231,8 @@ def _resume_and_save(root: Path) -> None:
         ({}, {}, "trains each on its own"),
     ],
 )
+@on_ranks(2)
 def test_a_silent_fallback_is_an_error(environment: dict[str, str], options: dict[str, Any], said: str) -> None:
-    launch.run(_fall_back, 2, environment, options, said)
-
-
-def _fall_back(environment: dict[str, str], options: dict[str, Any], said: str) -> None:
     from accelerate import Accelerator
 
     from dcp_plugin.accelerate import attach

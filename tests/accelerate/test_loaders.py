@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import launch
+from tests.launch import on_ranks
 
 
 def _batches(loader: Any) -> list[list[int]]:
@@ -68,11 +69,8 @@ def _later_epoch(path: Path, layout: str, options: dict[str, Any]) -> None:
         assert len(third) == len(_batches(other.loader))
 
 
+@on_ranks(2)
 def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip(tmp_path: Path) -> None:
-    launch.run(_skip, 2, tmp_path)
-
-
-def _skip(root: Path) -> None:
     from tests.accelerate import training as t
 
     def epochs(run: Any, count: int) -> list[list[list[int]]]:
@@ -84,13 +82,13 @@ def _skip(root: Path) -> None:
     for number, batch in enumerate(run.loader):
         second.append(batch[1].tolist())
         if number == 4:
-            run.accelerator.save_state(str(root / "ck"))
+            run.accelerator.save_state(str(tmp_path / "ck"))
             drawn = torch.rand(3)
     third = epochs(run, 1)
     assert first[0] != second
 
     other, said = t.start("ddp", seed=4, stateful=False), _Said()
-    other.accelerator.load_state(str(root / "ck"))
+    other.accelerator.load_state(str(tmp_path / "ck"))
     told = [message for message in said.messages if "skip_first_batches" in message]
     assert len(told) == int(other.accelerator.is_main_process)
     assert all("after batch 5 of an epoch" in text and "skip_first_batches(dataloader, 5)" in text for text in told)
@@ -100,17 +98,34 @@ def _skip(root: Path) -> None:
     for number, batch in enumerate(rest):
         resumed.append(batch[1].tolist())
         if number == 1:
-            other.accelerator.save_state(str(root / "again"))
+            other.accelerator.save_state(str(tmp_path / "again"))
     assert resumed == second[5:]
     assert epochs(other, 1) == third
 
     again = t.start("ddp", seed=5, stateful=False)
-    again.accelerator.load_state(str(root / "again"))
+    again.accelerator.load_state(str(tmp_path / "again"))
     assert _batches(again.accelerator.skip_first_batches(again.loader, 8)) == second[8:]
 
 
+@on_ranks(1)
 def test_an_iterable_dataset_that_keeps_its_place_continues_on_the_same_ranks(tmp_path: Path) -> None:
-    launch.run(_iterable, 1, tmp_path / "ck")
+    path = tmp_path / "ck"
+    from tests.accelerate import training as t
+
+    def prepared() -> tuple[Any, Any]:
+        run = t.start("single", data={"dispatch_batches": False})
+        run.accelerator.free_memory()
+        return run.accelerator, run.accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
+
+    accelerator, loader = prepared()
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append((batch[1].tolist(), torch.rand(()).item()))
+        if number == 2:
+            accelerator.save_state(str(path))
+    other, loader = prepared()
+    other.load_state(str(path))
+    assert [(batch[1].tolist(), torch.rand(()).item()) for batch in loader] == seen[3:]
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -132,27 +147,9 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         self._next = state["next"]
 
 
-def _iterable(path: Path) -> None:
-    from tests.accelerate import training as t
-
-    def prepared() -> tuple[Any, Any]:
-        run = t.start("single", data={"dispatch_batches": False})
-        run.accelerator.free_memory()
-        return run.accelerator, run.accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4))
-
-    accelerator, loader = prepared()
-    seen = []
-    for number, batch in enumerate(loader):
-        seen.append((batch[1].tolist(), torch.rand(()).item()))
-        if number == 2:
-            accelerator.save_state(str(path))
-    other, loader = prepared()
-    other.load_state(str(path))
-    assert [(batch[1].tolist(), torch.rand(()).item()) for batch in loader] == seen[3:]
-
-
+@on_ranks(2)
 def test_dispatched_batches_continue_too(tmp_path: Path) -> None:
-    launch.run(_dispatched, 2, tmp_path / "ck")
+    _dispatched(tmp_path / "ck")
 
 
 def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
@@ -171,26 +168,9 @@ def _dispatched(path: Path, samples: int = 48, last: int = 3) -> None:
 
 
 @pytest.mark.parametrize("case", ["no shuffling", "prepared again", "an evaluation left early", "uneven batches"])
+@on_ranks(1)
 def test_a_loop_in_one_process_continues_as_if_it_had_not_stopped(tmp_path: Path, case: str) -> None:
-    launch.run(_one_process, 1, tmp_path / "ck", case)
-
-
-class Buckets(torch.utils.data.Sampler[Any]):
-    """Batches of two or three."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Any:
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if len(batch) >= 2 + index % 2:
-                yield batch
-                batch = []
-
-
-def _one_process(path: Path, case: str) -> None:
+    path = tmp_path / "ck"
     from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
     from tests.accelerate import training as t
@@ -231,15 +211,28 @@ def _one_process(path: Path, case: str) -> None:
     assert train(loader, evaluation) == rest
 
 
+class Buckets(torch.utils.data.Sampler[Any]):
+    """Batches of two or three."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        batch: list[int] = []
+        for index in self.sampler:
+            batch.append(index)
+            if len(batch) >= 2 + index % 2:
+                yield batch
+                batch = []
+
+
+@on_ranks(2)
 def test_the_last_incomplete_group_of_dispatched_batches_is_not_lost(tmp_path: Path) -> None:
-    launch.run(_dispatched, 2, tmp_path / "ck", 22, 4)
+    _dispatched(tmp_path / "ck", samples=22, last=4)
 
 
+@on_ranks(1)
 def test_a_prepared_loader_can_be_pickled() -> None:
-    launch.run(_pickled, 1)
-
-
-def _pickled() -> None:
     import pickle
 
     from tests.accelerate import training as t

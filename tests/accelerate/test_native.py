@@ -16,6 +16,7 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 
 def _save(root: Path, layout: str, native: bool) -> None:
@@ -82,15 +83,12 @@ def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, layout: str) -> N
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False)
 
 
+@on_ranks(1)
 def test_map_location_is_heeded_and_nothing_else_is_taken(tmp_path: Path) -> None:
-    launch.run(_map_location, 1, tmp_path)
-
-
-def _map_location(root: Path) -> None:
     from tests.accelerate import training as t
 
     for saved_by_us in (False, True):
-        path = root / str(saved_by_us)
+        path = tmp_path / str(saved_by_us)
         saved = t.start("single", native=not saved_by_us, stateful=False, unused=False).train(1)
         saved.accelerator.save_state(str(path))
         for native in (True, False) if not saved_by_us else (False,):
@@ -102,12 +100,9 @@ def _map_location(root: Path) -> None:
                     run.accelerator.load_state(str(path), **wrong)
 
 
+@on_ranks(1)
 def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path) -> None:
     """As the scripts of diffusers do it: then Accelerate itself has no weights to save."""
-    launch.run(_with_hooks, 1, tmp_path)
-
-
-def _with_hooks(root: Path) -> None:
     from tests.accelerate import training as t
 
     def start(seed: int, native: bool) -> Any:
@@ -125,13 +120,13 @@ def _with_hooks(root: Path) -> None:
         models.pop().load_state_dict(torch.load(os.path.join(folder, "net", "weights.pt"), weights_only=True))
 
     saved = start(0, native=True).train(2)
-    saved.accelerator.save_state(str(root / "checkpoint-2"))
+    saved.accelerator.save_state(str(tmp_path / "checkpoint-2"))
     for native in (True, False):
         run = start(3, native)
-        run.accelerator.load_state(str(root / "checkpoint-2"))
+        run.accelerator.load_state(str(tmp_path / "checkpoint-2"))
         state, found = saved.whole_state(), run.whole_state()
         assert_same(*({key: one[key] for key in one if isinstance(one[key], torch.Tensor)} for one in (state, found)))
-    assert run.attached.resume_or_init(root).path == root / "checkpoint-2"
+    assert run.attached.resume_or_init(tmp_path).path == tmp_path / "checkpoint-2"
 
 
 def test_a_registered_object_of_stock_accelerate_is_not_executed(tmp_path: Path) -> None:
@@ -158,12 +153,9 @@ def _refuse_planted(root: Path) -> None:
         run.accelerator.load_state(str(root / "ck"))
 
 
+@on_ranks(2)
 def test_optimizers_of_what_was_not_prepared_resume_as_with_accelerate_alone(tmp_path: Path) -> None:
     """A parameter that is in no model, and a discriminator that the script keeps to itself."""
-    launch.run(_not_prepared, 2, tmp_path)
-
-
-def _not_prepared(root: Path) -> None:
     from tests.accelerate import training as t
 
     def start(seed: int, native: bool) -> Any:
@@ -183,7 +175,7 @@ def _not_prepared(root: Path) -> None:
 
     states = []
     for native in (True, False):
-        path = str(root / str(native))
+        path = str(tmp_path / str(native))
         start(1, native).accelerator.save_state(path)
         run = start(2, native)
         run.accelerator.load_state(path)

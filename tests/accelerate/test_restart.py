@@ -14,6 +14,7 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 
 def _model_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -66,16 +67,13 @@ def _resume(root: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layouts", [["single"], ["ddp", "fsdp2", "own_fsdp1"]], ids="+".join)
+@on_ranks(of=lambda layouts: WORLD_SIZE[layouts[0]])
 def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: list[str]) -> None:
-    launch.run(_freeze_and_unfreeze, WORLD_SIZE[layouts[0]], tmp_path, layouts)
-
-
-def _freeze_and_unfreeze(root: Path, layouts: list[str]) -> None:
     from tests.accelerate import training as t
 
     for layout in layouts:
         for before in (True, False):
-            path = root / f"{layout}-{before}"
+            path = tmp_path / f"{layout}-{before}"
             first = t.start(layout, frozen=before, unused=False).train(2)
             first.accelerator.save_state(str(path))
             saved = first.whole_state()
@@ -132,19 +130,16 @@ def _project(root: Path) -> None:
         run.attached.resume_or_init(partial=dcp.PartialLoad())
 
 
+@on_ranks(1)
 def test_nothing_is_resumed_before_the_model_is_prepared(tmp_path: Path) -> None:
-    launch.run(_too_early, 1, tmp_path)
-
-
-def _too_early(root: Path) -> None:
     from accelerate import Accelerator
 
     from dcp_plugin.accelerate import attach
     from tests.accelerate import training as t
 
-    t.start("single").accelerator.save_state(str(root / "step-1"))
+    t.start("single").accelerator.save_state(str(tmp_path / "step-1"))
     attached = attach(Accelerator(cpu=True))
     with pytest.raises(dcp.CheckpointError, match=r"call resume_or_init after accelerator\.prepare"):
-        attached.resume_or_init(root)
+        attached.resume_or_init(tmp_path)
     with pytest.raises(dcp.CheckpointMismatch, match=r"call load_state after accelerator\.prepare"):
-        attached.load_state(root / "step-1")
+        attached.load_state(tmp_path / "step-1")

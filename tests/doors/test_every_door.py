@@ -21,6 +21,7 @@ from torch import nn
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.doors import DOORS
+from tests.launch import on_ranks
 
 SEED, OTHER_SEED = 0, 7
 
@@ -280,7 +281,8 @@ def test_every_checkpoint_goes_through(saved: Path, door: str) -> None:
         assert wrong == []
 
 
-def _under_other_names(root: Path) -> None:
+@on_ranks(1)
+def test_every_checkpoint_of_ours_is_found_under_other_names(saved: Path) -> None:
     import dcp_plugin as dcp
 
     warnings.simplefilter("ignore")
@@ -289,10 +291,6 @@ def _under_other_names(root: Path) -> None:
             continue
         model = Net(OTHER_SEED)
         optimizer = _optimizer(model)
-        dcp.load({"mine": model, "adam": optimizer}, _path(root, source))
-        saved = torch.load(root / f"{source}.pt", weights_only=True)
-        assert_same(_comparable(saved), _comparable(_whole(model, optimizer)))
-
-
-def test_every_checkpoint_of_ours_is_found_under_other_names(saved: Path) -> None:
-    launch.run(_under_other_names, 1, saved)
+        dcp.load({"mine": model, "adam": optimizer}, _path(saved, source))
+        wanted = torch.load(saved / f"{source}.pt", weights_only=True)
+        assert_same(_comparable(wanted), _comparable(_whole(model, optimizer)))

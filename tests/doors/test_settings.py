@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests.launch import on_ranks
 
 
+@on_ranks(1)
 def test_a_misspelt_setting_is_told_with_all_that_the_door_takes() -> None:
-    launch.run(_misspell, 1)
-
-
-def _misspell() -> None:
     from accelerate import Accelerator
     from lightning.fabric import Fabric
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dcp_plugin.config import as_local
-from tests import launch
+from tests.launch import on_ranks
 
 
 def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,11 +25,8 @@ def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             as_local(path)
 
 
+@on_ranks(1)
 def test_every_door_refuses_a_url_at_the_start_and_takes_a_file_url(tmp_path: Path) -> None:
-    launch.run(_doors, 1, tmp_path)
-
-
-def _doors(root: Path) -> None:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
@@ -40,7 +37,7 @@ def _doors(root: Path) -> None:
     from dcp_plugin import accelerate, fabric, lightning
     from tests.lightning import training as t
 
-    os.chdir(root)
+    os.chdir(tmp_path)
     here = Fabric(accelerator="cpu", devices=1)
     fabric.attach(here)
     module = torch.nn.Linear(2, 2)
@@ -78,18 +75,18 @@ def _doors(root: Path) -> None:
         "project_dir": project,
         "dirpath": fit,
         "default_root_dir": lambda path: fit(default_root_dir=path),
-        "ckpt_path": lambda path: fit(root / "x", ckpt_path=path),
-        "init_from": lambda path: fit(root / "x", plugin=t.DCPCheckpointIO(init_from=path)),
+        "ckpt_path": lambda path: fit(tmp_path / "x", ckpt_path=path),
+        "init_from": lambda path: fit(tmp_path / "x", plugin=t.DCPCheckpointIO(init_from=path)),
         "load_from_checkpoint": lambda path: lightning.load_from_checkpoint(t.Model, path),
         "CheckpointIO": t.DCPCheckpointIO().load_checkpoint,
     }
     for name, door in doors.items():
         with pytest.raises(ValueError, match="is a URL"):
             door("memory://ck/x")
-        assert not list(root.iterdir()), name
+        assert not list(tmp_path.iterdir()), name
 
     def made(name: str) -> str:
-        return f"file://{root}/{name}"
+        return f"file://{tmp_path}/{name}"
 
     dcp.save({"n": 1}, made("plain"))
     state = {"n": 0}
@@ -100,9 +97,9 @@ def _doors(root: Path) -> None:
     accelerator.save_state(made("accelerate"))
     accelerator.load_state(made("accelerate"))
     best = fit(made("dirpath"))
-    assert best == f"{root}/dirpath/epoch=0-step=1.ckpt"
-    assert Path(fit(default_root_dir=made("root")).removeprefix("file:")).parent == root / "root" / "checkpoints"
-    fit(root / "resumed", ckpt_path=f"file://{best}")
-    found = {path.name for path in root.iterdir()}
+    assert best == f"{tmp_path}/dirpath/epoch=0-step=1.ckpt"
+    assert Path(fit(default_root_dir=made("root")).removeprefix("file:")).parent == tmp_path / "root" / "checkpoints"
+    fit(tmp_path / "resumed", ckpt_path=f"file://{best}")
+    found = {path.name for path in tmp_path.iterdir()}
     assert found == {"plain", "fabric", "accelerate", "dirpath", "root"}
     assert model is not None

@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 
 import dcp_plugin as dcp
-from tests import launch
+from tests.launch import on_ranks
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@on_ranks(1)
 def test_attach_can_be_repeated_and_undone(tmp_path: Path, package: str) -> None:
-    launch.run(_repeated_and_undone, 1, tmp_path, package)
-
-
-def _repeated_and_undone(root: Path, package: str) -> None:
     import importlib
 
     import torch
@@ -38,25 +35,22 @@ def _repeated_and_undone(root: Path, package: str) -> None:
     assert attached.config.io_threads == 1
 
     state = {"model": fabric.setup(torch.nn.Linear(3, 3)), "step": 1}
-    fabric.save(root / "ours", state)
-    assert fabric.load(root / "ours", dict(state)) == {}  # waits
+    fabric.save(tmp_path / "ours", state)
+    assert fabric.load(tmp_path / "ours", dict(state)) == {}  # waits
     attached.wait()
-    assert dcp.verify(root / "ours").ok
+    assert dcp.verify(tmp_path / "ours").ok
     attached.detach()
     assert type(fabric.strategy) is stock
-    fabric.save(root / "stock", state)
-    assert (root / "stock").is_file()
+    fabric.save(tmp_path / "stock", state)
+    assert (tmp_path / "stock").is_file()
     with attach(fabric):
-        fabric.save(root / "again", state)
-        fabric.load(root / "stock", state)  # a file, in Fabric's own way
+        fabric.save(tmp_path / "again", state)
+        fabric.load(tmp_path / "stock", state)  # a file, in Fabric's own way
     assert type(fabric.strategy) is stock
 
 
+@on_ranks(1)
 def test_strategies_of_ones_own_and_plugins() -> None:
-    launch.run(_strategies_and_plugins, 1)
-
-
-def _strategies_and_plugins() -> None:
     import lightning_fabric
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
@@ -89,11 +83,8 @@ def _strategies_and_plugins() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@on_ranks(1)
 def test_a_plugin_with_init_from_is_refused(tmp_path: Path, package: str) -> None:
-    launch.run(_init_from, 1, tmp_path, package)
-
-
-def _init_from(root: Path, package: str) -> None:
     import importlib
 
     import torch
@@ -102,7 +93,7 @@ def _init_from(root: Path, package: str) -> None:
     from dcp_plugin.lightning import DCPCheckpointIO
 
     base = importlib.import_module(package)
-    plugin = DCPCheckpointIO(init_from=root / "pretrained")
+    plugin = DCPCheckpointIO(init_from=tmp_path / "pretrained")
     for strategy in ("auto", door.dcp_strategy_class(base.strategies.SingleDeviceStrategy)("cpu")):
         fabric = base.Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
         before = type(fabric.strategy)
@@ -111,7 +102,7 @@ def _init_from(root: Path, package: str) -> None:
                 door.attach(fabric, **settings)
         assert type(fabric.strategy) is before
     with pytest.raises(ValueError, match=r"attach\(fabric\)\.resume_or_init"):  # promoted, and never attached
-        fabric.save(root / "ck", {"model": fabric.setup(torch.nn.Linear(2, 2))})
+        fabric.save(tmp_path / "ck", {"model": fabric.setup(torch.nn.Linear(2, 2))})
 
 
 def lightning_strategies() -> Any:
@@ -120,11 +111,8 @@ def lightning_strategies() -> Any:
     return strategies
 
 
+@on_ranks(2)
 def test_a_plugin_alone_saves_on_rank_0_and_says_so(tmp_path: Path) -> None:
-    launch.run(_plugin_alone, 2, tmp_path)
-
-
-def _plugin_alone(root: Path) -> None:
     from dcp_plugin.fabric import attach
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.fabric import training as t
@@ -133,22 +121,19 @@ def _plugin_alone(root: Path) -> None:
     state = t.Training(fabric).state
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fabric.save(root / "rank-0", {"net": state["net"]})
+        fabric.save(tmp_path / "rank-0", {"net": state["net"]})
     said = [str(warning.message) for warning in caught if "rank 0 alone" in str(warning.message)]
     assert len(said) == (fabric.global_rank == 0)
     assert all("dcp_plugin.fabric.attach(fabric)" in message for message in said)
-    assert list(fabric.load(root / "rank-0")) == ["net"]
+    assert list(fabric.load(tmp_path / "rank-0")) == ["net"]
 
     assert attach(fabric).config.io_threads == 1
-    fabric.save(root / "all", {"net": state["net"]})
-    assert sorted(file.name.partition("-")[0] for file in (root / "all").glob("*.distcp")) == ["__0_0", "__1_0"]
+    fabric.save(tmp_path / "all", {"net": state["net"]})
+    assert sorted(file.name.partition("-")[0] for file in (tmp_path / "all").glob("*.distcp")) == ["__0_0", "__1_0"]
 
 
+@on_ranks(2)
 def test_a_failure_on_one_rank_is_raised_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
-    launch.run(_one_rank_fails, 2, tmp_path)
-
-
-def _one_rank_fails(root: Path) -> None:
     import torch
 
     import dcp_plugin as dcp
@@ -158,7 +143,7 @@ def _one_rank_fails(root: Path) -> None:
     fabric = t.fabric_for("fsdp2")
     attached = attach(fabric, async_save=True)
     training = t.Training(fabric)
-    training.save(root / "saved")
+    training.save(tmp_path / "saved")
     attached.wait()
     saved = training.whole_state()
 
@@ -167,11 +152,11 @@ def _one_rank_fails(root: Path) -> None:
             raise OSError("nothing goes")
         return True
 
-    fabric.save(root / "saved", training.state, filter={"net": refuses_on_rank_1})
+    fabric.save(tmp_path / "saved", training.state, filter={"net": refuses_on_rank_1})
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*nothing goes"):
         attached.wait()
     attached.wait()  # told once
-    fabric.save(root / "saved", training.state, filter={"net": refuses_on_rank_1})
+    fabric.save(tmp_path / "saved", training.state, filter={"net": refuses_on_rank_1})
     with pytest.raises(RuntimeError, match="stop") as caught, attached:
         raise RuntimeError("stop")
     assert "nothing goes" in caught.value.__notes__[0]
@@ -180,11 +165,11 @@ def _one_rank_fails(root: Path) -> None:
     if fabric.global_rank == 1:
         training.state["loader"]._dataloader.load_state_dict = _broken
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*no such position"):
-        training.load(root / "saved")
+        training.load(tmp_path / "saved")
     with pytest.raises(dcp.CheckpointNotFound):
-        training.load(root / "nowhere")
+        training.load(tmp_path / "nowhere")
     back = t.Training(fabric, seed=5)
-    back.load(root / "saved")
+    back.load(tmp_path / "saved")
     from tests.compare import assert_same
 
     assert_same(saved, back.whole_state())

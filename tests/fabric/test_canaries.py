@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import launch
+from tests.launch import on_ranks
 
 
-@pytest.mark.parametrize("case", ["names", "distributed_sampler", "epochs", "unwrapping", "rng_while_saving"])
-def test_fabric_is_as_the_door_expects(tmp_path: Any, case: str) -> None:
-    launch.run(globals()[f"_{case}"], 1, tmp_path)
-
-
-def _names(root: Any) -> None:
+@on_ranks(1)
+def test_names_that_attach_uses() -> None:
     import importlib
 
     from dcp_plugin.integration import lightning_packages
@@ -37,7 +34,8 @@ def _names(root: Any) -> None:
             assert f"self._strategy.{method}(" in inspect.getsource(getattr(module.Fabric, call)), call
 
 
-def _distributed_sampler(root: Any) -> None:
+@on_ranks(1)
+def test_a_distributed_sampler_wraps_the_stateful_one_and_has_no_state() -> None:
     """What Fabric puts into a stateful dataloader on several ranks, and that it has no state."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
@@ -51,7 +49,8 @@ def _distributed_sampler(root: Any) -> None:
     assert inside_distributed_sampler(inner) is None
 
 
-def _epochs(root: Any) -> None:
+@on_ranks(1)
+def test_fabric_numbers_epochs_by_the_iterations_of_this_process() -> None:
     """Fabric numbers epochs by the iterations of this process; resume.py counts on from the checkpoint's."""
     from torch.utils.data.distributed import DistributedSampler
 
@@ -71,7 +70,8 @@ def _epochs(root: Any) -> None:
     assert told == [0, 1], "one call per iteration over the loader, and the epoch starts at 0 in each process"
 
 
-def _unwrapping(root: Any) -> None:
+@on_ranks(1)
+def test_strategies_get_what_is_inside_fabrics_wrappers(tmp_path: Path) -> None:
     """Strategies get what is inside Fabric's wrappers, and Fabric copies replaced values back."""
     from dcp_plugin.fabric import _fabric, attach
     from tests.fabric import training as t
@@ -80,11 +80,11 @@ def _unwrapping(root: Any) -> None:
     attach(fabric)
     training = t.Training(fabric)
     training.run(1)
-    training.save(root / "saved")
+    training.save(tmp_path / "saved")
     seen: dict[str, Any] = {}
     strategy: Any = fabric.strategy
     strategy.load_checkpoint = lambda **arguments: seen.update(arguments["state"]) or arguments["state"].update(step=9)
-    training.load(root / "saved")
+    training.load(tmp_path / "saved")
     assert type(seen["net"]) is t.Net
     assert isinstance(seen["optimizer"], t.torch.optim.AdamW)
     assert isinstance(seen["loader"], t.StatefulDataLoader)
@@ -92,7 +92,8 @@ def _unwrapping(root: Any) -> None:
     assert type(_fabric.unwrapped(fabric, {"net": training.state["net"]})["net"]) is t.Net
 
 
-def _rng_while_saving(root: Any) -> None:
+@on_ranks(1)
+def test_a_save_in_the_middle_of_an_epoch_draws_no_random_numbers(tmp_path: Path) -> None:
     """A save in the middle of an epoch draws no random numbers, and a loader that was asked for its state gives the
     same iterator to the next loop, without drawing again."""
     import torch
@@ -105,7 +106,7 @@ def _rng_while_saving(root: Any) -> None:
     training = t.Training(fabric)
     training.run(1)
     before = torch.get_rng_state()
-    training.save(root / "saved")
+    training.save(tmp_path / "saved")
     assert torch.equal(before, torch.get_rng_state())
     loader = t.StatefulDataLoader(t.samples(4), shuffle=True)
     loader.state_dict()

@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests import launch
 from tests.compare import assert_same, full_state
-
-
-@pytest.mark.parametrize("case", ["names", "several", "filter", "strict", "remainder", "reserved_names"])
-def test_on_one_device(tmp_path: Path, case: str) -> None:
-    launch.run(globals()[f"_{case}"], 1, tmp_path)
-
-
-@pytest.mark.parametrize("case", ["filter_on_two_ranks", "remainder_on_two_ranks", "raw", "not_set_up"])
-def test_on_two_ranks(tmp_path: Path, case: str) -> None:
-    launch.run(globals()[f"_{case}"], 2, tmp_path)
+from tests.launch import on_ranks
 
 
 def _attached(layout: str) -> Any:
@@ -40,7 +30,8 @@ def _trained(fabric: Any, steps: int = 1) -> Any:
     return training
 
 
-def _names(root: Path) -> None:
+@on_ranks(1)
+def test_names_are_those_that_every_integration_and_stock_read(tmp_path: Path) -> None:
     """Those of conventions.py, so that every other door and stock torch find model and optimizer."""
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -49,9 +40,9 @@ def _names(root: Path) -> None:
     from tests.fabric import training as t
 
     training = _trained(_attached("single"))
-    training.save(root / "saved")
+    training.save(tmp_path / "saved")
     saved = training.whole_state()
-    info = dcp.inspect(root / "saved")
+    info = dcp.inspect(tmp_path / "saved")
     assert {key.partition(".")[0] for key in (*(x.key for x in info.tensors), *info.values)} == {
         "model", "optim", "extra",
     }  # fmt: skip
@@ -72,24 +63,25 @@ def _names(root: Path) -> None:
         return full_state({**model, **{f"optim.{key}": value for key, value in flat.items()}})
 
     net, optimizer = fresh()
-    dcp.load({"model": net, "optim": optimizer}, root / "saved")
+    dcp.load({"model": net, "optim": optimizer}, tmp_path / "saved")
     assert_same(saved, state_of(net, optimizer))
 
     net, optimizer = fresh()
     model_state, optim_state = get_state_dict(net, optimizer)
-    stock.load({"model": model_state, "optim": optim_state}, checkpoint_id=str(root / "saved"))
+    stock.load({"model": model_state, "optim": optim_state}, checkpoint_id=str(tmp_path / "saved"))
     set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
     assert_same(saved, state_of(net, optimizer))
 
-    dcp.save({"model": net, "optim": optimizer, "epoch": 7}, root / "plain")
+    dcp.save({"model": net, "optim": optimizer, "epoch": 7}, tmp_path / "plain")
     back = t.Training(_attached("single"), seed=5)
     back.state.update(epoch=0)
-    back.fabric.load(root / "plain", {name: back.state[name] for name in ("net", "optimizer")})
+    back.fabric.load(tmp_path / "plain", {name: back.state[name] for name in ("net", "optimizer")})
     assert_same(saved, back.whole_state())
-    assert back.fabric.load(root / "plain", {"net": back.state["net"]}).keys() == {"optim", "epoch"}
+    assert back.fabric.load(tmp_path / "plain", {"net": back.state["net"]}).keys() == {"optim", "epoch"}
 
 
-def _several(root: Path) -> None:
+@on_ranks(1)
+def test_several_models_and_optimizers(tmp_path: Path) -> None:
     """Modules and optimizers are found by the user's names, and by their order where nobody wrote names."""
     import dcp_plugin as dcp
 
@@ -106,21 +98,21 @@ def _several(root: Path) -> None:
         return {"g": generator, "c": critic, "og": of_generator, "oc": of_critic}
 
     first = pair()
-    fabric.save(root / "two", first)
-    keys = {tensor.key.partition(".")[0] for tensor in dcp.inspect(root / "two").tensors}
+    fabric.save(tmp_path / "two", first)
+    keys = {tensor.key.partition(".")[0] for tensor in dcp.inspect(tmp_path / "two").tensors}
     assert keys == {"model_0", "model_1", "optim_0", "optim_1", "extra"}
     for names in (["c", "oc", "g", "og"], ["c", "oc"]):
         second = pair()
-        fabric.load(root / "two", {name: second[name] for name in names})
+        fabric.load(tmp_path / "two", {name: second[name] for name in names})
         for name in names:
             assert_same(_flat(first[name].state_dict()), _flat(second[name].state_dict()))
 
-    dcp.save({"model_0": first["g"].module, "model_1": first["c"].module}, root / "by-order")
+    dcp.save({"model_0": first["g"].module, "model_1": first["c"].module}, tmp_path / "by-order")
     second = pair()
-    fabric.load(root / "by-order", {"one": second["g"], "other": second["c"]})
+    fabric.load(tmp_path / "by-order", {"one": second["g"], "other": second["c"]})
     assert_same(first["c"].state_dict(), second["c"].state_dict())
     with pytest.raises(dcp.CheckpointMismatch, match=r"has no 'one'; it has model_0, model_1"):
-        fabric.load(root / "by-order", {"one": second["g"]})
+        fabric.load(tmp_path / "by-order", {"one": second["g"]})
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +121,8 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
     return flatten(state)[0]
 
 
-def _filter(root: Path) -> None:
+@on_ranks(1)
+def test_a_filter_is_a_callable_per_name_of_the_state(tmp_path: Path) -> None:
     """Fabric's own: a callable per name of the state, asked about each entry of the state dict."""
     from tests.fabric import training as t
 
@@ -144,7 +137,7 @@ def _filter(root: Path) -> None:
         training = t.Training(fabric)
         training.run(1)
         training.state["settings"] = {"a": 1, "b": 2}
-        path = root / type(fabric.strategy).__name__
+        path = tmp_path / type(fabric.strategy).__name__
         fabric.save(path, {name: training.state[name] for name in ("optimizer", *filters)}, filter=filters)
         results.append(fabric.load(path))
     stock, ours = results
@@ -157,7 +150,8 @@ def _filter(root: Path) -> None:
     assert all("bias" in key for key in ours["net"])
 
 
-def _filter_on_two_ranks(root: Path) -> None:
+@on_ranks(2)
+def test_a_filter_on_two_ranks_keeps_the_values_of_the_others(tmp_path: Path) -> None:
     """Fabric refuses this for FSDP and ModelParallel. Here the others keep their values."""
     import dcp_plugin as dcp
 
@@ -165,8 +159,8 @@ def _filter_on_two_ranks(root: Path) -> None:
         fabric = _attached(layout)
         first = _trained(fabric)
         filters = {"net": lambda key, value: key.startswith("head"), "optimizer": lambda key, value: key == "state"}
-        fabric.save(root / layout, first.state, filter=filters)
-        keys = [tensor.key for tensor in dcp.inspect(root / layout).tensors]
+        fabric.save(tmp_path / layout, first.state, filter=filters)
+        keys = [tensor.key for tensor in dcp.inspect(tmp_path / layout).tensors]
         assert {key for key in keys if key.startswith("model")} == {"model.head.weight", "model.head.bias"}
         assert any(key.startswith("optim.state") for key in keys)
         assert not any("param_groups" in key for key in keys)
@@ -174,35 +168,37 @@ def _filter_on_two_ranks(root: Path) -> None:
 
         second = t.Training(fabric, seed=5)
         before, saved = second.whole_state(), first.whole_state()
-        fabric.load(root / layout, {"net": second.state["net"]}, strict=False)
+        fabric.load(tmp_path / layout, {"net": second.state["net"]}, strict=False)
         after = second.whole_state()
         for key in (key for key in after if key.startswith("model.")):
             assert_same({key: after[key]}, {key: (saved if "head" in key else before)[key]})
         with pytest.raises(dcp.CheckpointMismatch, match=r"model\.body"):
-            fabric.load(root / layout, {"net": second.state["net"]})
+            fabric.load(tmp_path / layout, {"net": second.state["net"]})
 
 
-def _strict(root: Path) -> None:
+@on_ranks(1)
+def test_a_strict_load_raises_what_a_lenient_one_passes_over(tmp_path: Path) -> None:
     import dcp_plugin as dcp
 
     fabric = _attached("single")
     training = _trained(fabric)
-    training.save(root / "saved")
+    training.save(tmp_path / "saved")
     state = {"net": training.state["net"], "absent": 3}
     with pytest.raises(KeyError, match=r"has no 'absent'; it has net, optimizer, .*strict=False") as caught:
-        fabric.load(root / "saved", state)
+        fabric.load(tmp_path / "saved", state)
     assert isinstance(caught.value, dcp.CheckpointMismatch)
-    fabric.load(root / "saved", state, strict=False)
+    fabric.load(tmp_path / "saved", state, strict=False)
     assert state["absent"] == 3
     larger = {"net": fabric.setup(nn.ModuleDict({"body": training.state["net"].body, "new": nn.Linear(1, 1)}))}
     with pytest.raises(dcp.CheckpointMismatch, match=r"model\.new\.weight is not in the checkpoint"):
-        fabric.load(root / "saved", larger)
-    fabric.load(root / "saved", larger, strict=False)
+        fabric.load(tmp_path / "saved", larger)
+    fabric.load(tmp_path / "saved", larger, strict=False)
     with pytest.raises(dcp.CheckpointNotFound):
-        fabric.load(root / "nowhere", state)
+        fabric.load(tmp_path / "nowhere", state)
 
 
-def _remainder(root: Path) -> None:
+@on_ranks(1)
+def test_a_load_returns_the_remainder_that_fabric_returns(tmp_path: Path) -> None:
     """What Fabric itself returns from a state that both saved; an optimizer's state is by name, not by number."""
     from tests.fabric import training as t
 
@@ -210,7 +206,7 @@ def _remainder(root: Path) -> None:
     for fabric in (t.fabric_for("single"), _attached("single")):
         training = t.Training(fabric)
         training.run(1)
-        path = root / type(fabric.strategy).__name__
+        path = tmp_path / type(fabric.strategy).__name__
         training.save(path)
         rests.append(fabric.load(path, {"step": 0, "optimizer": training.state["optimizer"]}))
         wholes.append(fabric.load(path))
@@ -224,30 +220,33 @@ def _remainder(root: Path) -> None:
     assert torch.equal(wholes[0]["optimizer"]["state"][0]["exp_avg"], optimizer["state"]["body.0.weight"]["exp_avg"])
 
 
-def _remainder_on_two_ranks(root: Path) -> None:
+@on_ranks(2)
+def test_no_rank_gets_full_models_in_the_remainder_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     """Where ranks keep shards, no rank gets whole models, as with Fabric itself."""
     for layout in ("fsdp1", "fsdp2", "ddp"):
         fabric = _attached(layout)
         training = _trained(fabric)
-        training.save(root / layout)
-        rest = fabric.load(root / layout, {"net": training.state["net"]})
+        training.save(tmp_path / layout)
+        rest = fabric.load(tmp_path / layout, {"net": training.state["net"]})
         others = {"schedule", "loader", "step", "history"}
         assert rest.keys() == (others | {"optimizer"} if layout == "ddp" else others)
         assert rest["history"] == [1]
         if layout != "ddp":
             with pytest.raises(ValueError, match="needs a state with the module"):
-                fabric.load(root / layout)
+                fabric.load(tmp_path / layout)
 
 
-def _reserved_names(root: Path) -> None:
+@on_ranks(1)
+def test_reserved_names_are_refused(tmp_path: Path) -> None:
     import dcp_plugin as dcp
 
     fabric = _attached("single")
     with pytest.raises(dcp.CheckpointMismatch, match=r"name 'rng'.*attach\(fabric, rng=False\)"):
-        fabric.save(root / "saved", {"rng": torch.get_rng_state()})
+        fabric.save(tmp_path / "saved", {"rng": torch.get_rng_state()})
 
 
-def _raw(root: Path) -> None:
+@on_ranks(2)
+def test_load_raw_fills_one_module_or_one_optimizer(tmp_path: Path) -> None:
     """One module or one optimizer: from a whole checkpoint of ours, and from a file of plain torch."""
     import dcp_plugin as dcp
     from tests.fabric import training as t
@@ -255,30 +254,31 @@ def _raw(root: Path) -> None:
     for layout in ("ddp", "fsdp1", "fsdp2"):
         fabric = _attached(layout)
         first = _trained(fabric)
-        first.save(root / layout)
+        first.save(tmp_path / layout)
         saved = first.whole_state()
         second = t.Training(fabric, seed=5)
         streams = torch.get_rng_state()
-        fabric.load_raw(root / layout, second.state["net"])
-        fabric.load_raw(root / layout, second.state["optimizer"])
+        fabric.load_raw(tmp_path / layout, second.state["net"])
+        fabric.load_raw(tmp_path / layout, second.state["optimizer"])
         assert_same(saved, second.whole_state())
         assert torch.equal(streams, torch.get_rng_state())
         alone = torch.optim.SGD(nn.Linear(2, 2).parameters())
         with pytest.raises(dcp.CheckpointMismatch, match="Load it with its model"):
-            fabric.load_raw(root / layout, alone)
+            fabric.load_raw(tmp_path / layout, alone)
         if layout == "fsdp1":  # Fabric reads files through FSDP1's full state dict, which crashes on a CPU
             continue
         weights = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
         if fabric.global_rank == 0:
-            torch.save(weights, root / f"{layout}.pt")
+            torch.save(weights, tmp_path / f"{layout}.pt")
         fabric.barrier()
         third = t.Training(fabric, seed=6)
-        fabric.load_raw(root / f"{layout}.pt", third.state["net"])
+        fabric.load_raw(tmp_path / f"{layout}.pt", third.state["net"])
         loaded = {key: value for key, value in third.whole_state().items() if key.startswith("model.")}
         assert_same(loaded, {key: value for key, value in saved.items() if key.startswith("model.")})
 
 
-def _not_set_up(root: Path) -> None:
+@on_ranks(2)
+def test_optimizers_and_modules_that_were_not_set_up_come_back(tmp_path: Path) -> None:
     """Optimizers of a parameter that is in no module, and of a module that is neither set up nor saved: as Fabric
     alone saves and loads them."""
     from dcp_plugin.fabric import attach
@@ -301,10 +301,10 @@ def _not_set_up(root: Path) -> None:
     found = []
     for native in (True, False):
         fabric, state = start(1, native)
-        fabric.save(root / str(native), state)
+        fabric.save(tmp_path / str(native), state)
         fabric.barrier()
         fabric, fresh = start(2, native)
-        fabric.load(root / str(native), fresh)
+        fabric.load(tmp_path / str(native), fresh)
         slots = {
             f"{name}.{number}.{slot}": value
             for name in ("first", "second")

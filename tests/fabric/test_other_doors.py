@@ -11,13 +11,11 @@ import torch
 from tests import launch
 from tests.compare import assert_same
 from tests.fabric import WORLD_SIZE
+from tests.launch import on_ranks
 
 
+@on_ranks(2)
 def test_fabric_and_the_trainer_load_what_the_other_saved(tmp_path: Path) -> None:
-    launch.run(_trainer, 2, tmp_path)
-
-
-def _trainer(root: Path) -> None:
     from dcp_plugin.fabric import attach
     from tests.fabric import training as fabric_door
     from tests.lightning import training as trainer_door
@@ -35,14 +33,14 @@ def _trainer(root: Path) -> None:
     for layout, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
         trainer = trainer_door.trainer_for(layout, plugin=True, max_steps=2)
         trainer.fit(trainer_door.Model(layout), trainer_door.plain_loader(layout))
-        path = root / f"trainer-{layout}"
+        path = tmp_path / f"trainer-{layout}"
         trainer.save_checkpoint(path)
         fabric, model, optimizer = in_fabric(other, seed=5)
         rest = fabric.load(path, {"model": model, "optimizer": optimizer})
         assert rest["global_step"] == 2
         assert_same(trainer_door.whole_state(trainer), fabric_door.whole_state(model, optimizer))
 
-        back = root / f"fabric-{other}"
+        back = tmp_path / f"fabric-{other}"
         for loops in ({}, {name: value for name, value in rest.items() if name != "callbacks"}):
             fabric.save(back, {"model": model, "optimizer": optimizer, **loops})
             look = trainer_door.AtTrainStart()
@@ -176,11 +174,8 @@ def _load_on_two(root: Path) -> tuple[list[float], list[str]]:
     return training.losses, said
 
 
+@on_ranks(2)
 def test_later_epochs_continue_in_their_order_with_every_kind_of_sampler(tmp_path: Path) -> None:
-    launch.run(_samplers, 2, tmp_path)
-
-
-def _samplers(root: Path) -> None:
     """Resumed in the middle of the second epoch and at its end, over the epoch after it."""
     from torch.utils.data import RandomSampler, WeightedRandomSampler
     from torch.utils.data.distributed import DistributedSampler
@@ -220,14 +215,14 @@ def _samplers(root: Path) -> None:
             for number, (batch,) in enumerate(straight):
                 orders[-1].append(batch.tolist())
                 if (epoch, number) == (1, 1):
-                    fabric.save(root / f"{kind}-middle", {**live, "loader": straight})
+                    fabric.save(tmp_path / f"{kind}-middle", {**live, "loader": straight})
             if epoch == 1:
-                fabric.save(root / f"{kind}-end", {**live, "loader": straight})
+                fabric.save(tmp_path / f"{kind}-end", {**live, "loader": straight})
         assert orders[0] != orders[1]
         for moment, expected in (("middle", [orders[1][2:], *orders[2:]]), ("end", orders[2:])):
             if (kind, moment) == ("stateful", "end"):
                 continue  # torchdata 0.11 by itself then gives an empty epoch
             resumed = loader(fabric, kind, seed=5)
-            fabric.load(root / f"{kind}-{moment}", {**live, "loader": resumed})
+            fabric.load(tmp_path / f"{kind}-{moment}", {**live, "loader": resumed})
             seen = [[batch.tolist() for (batch,) in resumed] for _ in expected]
             assert seen == expected, f"{kind}, {moment}"

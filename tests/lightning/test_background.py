@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 
 def _async_io() -> Any:
@@ -31,31 +31,25 @@ def _saving_often(root: Path, **options: Any) -> Any:
     return ModelCheckpoint(root, filename="{step}", every_n_train_steps=1, **options)
 
 
+@on_ranks(2)
 def test_a_training_with_background_saves_resumes_like_any_other(tmp_path: Path) -> None:
-    launch.run(_resume, 2, tmp_path)
-
-
-def _resume(root: Path) -> None:
     from tests.lightning import training as t
 
     for layout in ("ddp", "fsdp1", "fsdp2"):
         straight, model = t.trainer_for(layout), t.Model(layout)
         straight.fit(model, t.stateful_loader(layout))
         io = _async_io()
-        first = t.trainer_for(layout, [_saving_often(root / layout, save_top_k=-1)], plugin=io, max_steps=5)
+        first = t.trainer_for(layout, [_saving_often(tmp_path / layout, save_top_k=-1)], plugin=io, max_steps=5)
         first.fit(t.Model(layout), t.stateful_loader(layout))
         assert not any(thread.name == "dcp-save" for thread in threading.enumerate())
         second, resumed = t.trainer_for(layout, plugin=io), t.Model(layout, seed=5)
-        second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(root / layout / "step=2.ckpt"))
+        second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(tmp_path / layout / "step=2.ckpt"))
         assert resumed.losses == model.losses[2:]
         assert_same(t.whole_state(straight), t.whole_state(second))
 
 
+@on_ranks(2)
 def test_the_old_checkpoint_is_deleted_when_the_new_one_is_there(tmp_path: Path) -> None:
-    launch.run(_replace, 2, tmp_path)
-
-
-def _replace(root: Path) -> None:
     import dcp_plugin as dcp
     from dcp_plugin import events
     from tests.lightning import training as t
@@ -64,38 +58,32 @@ def _replace(root: Path) -> None:
 
     def look(event: events.Event) -> None:
         if isinstance(event, events.BytesWritten):
-            loadable.append(sum(state.committed for state in dcp.list_checkpoints(root)))
+            loadable.append(sum(state.committed for state in dcp.list_checkpoints(tmp_path)))
 
     events.subscribe(look)
-    trainer = t.trainer_for("ddp", [_saving_often(root, save_top_k=1)], plugin=_async_io())
+    trainer = t.trainer_for("ddp", [_saving_often(tmp_path, save_top_k=1)], plugin=_async_io())
     trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
     first_save = loadable.count(0)
     assert all(loadable[first_save:]), f"a save began with nothing to fall back to: {loadable}"
     torch.distributed.barrier()
-    assert [state.path.name for state in dcp.list_checkpoints(root)] == ["step=6.ckpt"]
+    assert [state.path.name for state in dcp.list_checkpoints(tmp_path)] == ["step=6.ckpt"]
 
 
+@on_ranks(2)
 def test_a_failed_background_save_ends_the_training_and_is_raised_once(tmp_path: Path) -> None:
-    launch.run(_fail, 2, tmp_path)
-
-
-def _fail(root: Path) -> None:
     from dcp_plugin import CheckpointError
     from tests.lightning import training as t
 
     _disk_full_at(step=6)
     io = _async_io()
-    trainer = t.trainer_for("fsdp2", [_saving_often(root, save_top_k=-1)], plugin=io)
+    trainer = t.trainer_for("fsdp2", [_saving_often(tmp_path, save_top_k=-1)], plugin=io)
     with pytest.raises(CheckpointError, match="disk full"):
         trainer.fit(t.Model("fsdp2"), t.plain_loader("fsdp2"))
     io.teardown()
 
 
+@on_ranks(2)
 def test_the_trainings_own_exception_comes_first(tmp_path: Path) -> None:
-    launch.run(_fail_twice, 2, tmp_path)
-
-
-def _fail_twice(root: Path) -> None:
     from tests.lightning import training as t
 
     class Diverging(t.Model):
@@ -105,7 +93,7 @@ def _fail_twice(root: Path) -> None:
 
     _disk_full_at(step=3)
     io = _async_io()
-    trainer = t.trainer_for("fsdp2", [_saving_often(root, save_top_k=-1)], plugin=io)
+    trainer = t.trainer_for("fsdp2", [_saving_often(tmp_path, save_top_k=-1)], plugin=io)
     warnings.simplefilter("ignore")  # it warns, too
     with pytest.raises(ArithmeticError, match="the loss is NaN") as raised:
         trainer.fit(Diverging("fsdp2"), t.plain_loader("fsdp2"))
@@ -123,11 +111,8 @@ def _disk_full_at(step: int) -> None:
     events.subscribe(fail)
 
 
+@on_ranks(2)
 def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp_path: Path) -> None:
-    launch.run(_lazy, 2, tmp_path)
-
-
-def _lazy(root: Path) -> None:
     """The copy is held back until the next forward pass has run, which Lightning runs inside the optimizer's step."""
     from dcp_plugin.lightning import DCPCheckpointIO
     from tests.lightning import training as t
@@ -156,14 +141,14 @@ def _lazy(root: Path) -> None:
         straight.fit(model, t.stateful_loader(layout))
         io = DCPCheckpointIO(async_save=True, staging="lazy")
         with slow_copies(wait_for_forward):
-            saving = _saving_often(root / layout, save_top_k=-1, save_on_train_epoch_end=False)
+            saving = _saving_often(tmp_path / layout, save_top_k=-1, save_on_train_epoch_end=False)
             trainer, watched = t.trainer_for(layout, [Saving(), saving], plugin=io), Watched(layout)
             trainer.fit(watched, t.stateful_loader(layout))
         assert watched.losses == model.losses
         for step in (1, 3, 5):
             at, resumed = t.AtTrainStart(), t.Model(layout, seed=5)
             second = t.trainer_for(layout, [at], plugin=io)
-            second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(root / layout / f"step={step}.ckpt"))
+            second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(tmp_path / layout / f"step={step}.ckpt"))
             assert_same(at.state, states[step - 1])
 
 
@@ -207,11 +192,8 @@ print("trained to the end", flush=True)
 """
 
 
+@on_ranks(2)
 def test_a_checkpoint_on_its_way_is_waited_for_by_who_loads_or_deletes_it(tmp_path: Path) -> None:
-    launch.run(_at_once, 2, tmp_path)
-
-
-def _at_once(root: Path) -> None:
     from tests.lightning import training as t
     from tests.slowness import slow_writes
 
@@ -220,18 +202,18 @@ def _at_once(root: Path) -> None:
     class AtOnce(t.Callback):  # type: ignore[name-defined, misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 2:
-                trainer.save_checkpoint(root / "loaded.ckpt")
-                found.append(trainer.strategy.load_checkpoint(root / "loaded.ckpt")["global_step"])
-                trainer.save_checkpoint(root / "deleted.ckpt")
-                trainer.strategy.remove_checkpoint(root / "deleted.ckpt")
+                trainer.save_checkpoint(tmp_path / "loaded.ckpt")
+                found.append(trainer.strategy.load_checkpoint(tmp_path / "loaded.ckpt")["global_step"])
+                trainer.save_checkpoint(tmp_path / "deleted.ckpt")
+                trainer.strategy.remove_checkpoint(tmp_path / "deleted.ckpt")
 
     straight, model = t.trainer_for("ddp"), t.Model("ddp")
     straight.fit(model, t.plain_loader("ddp"))
     with slow_writes(lambda: time.sleep(0.1)):
         trainer, again = t.trainer_for("ddp", [AtOnce()], plugin=_async_io()), t.Model("ddp")
         trainer.fit(again, t.plain_loader("ddp"))
-        trainer.save_checkpoint(root / "after.ckpt")
-        assert (root / "after.ckpt").is_dir(), "nobody would wait for it later"
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+        assert (tmp_path / "after.ckpt").is_dir(), "nobody would wait for it later"
     assert found == [2]
     assert again.losses == model.losses
-    assert sorted(path.name for path in root.iterdir() if path.suffix == ".ckpt") == ["after.ckpt", "loaded.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".ckpt") == ["after.ckpt", "loaded.ckpt"]

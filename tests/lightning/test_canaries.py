@@ -9,30 +9,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests import launch
+from tests.launch import on_ranks
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "names",
-        "formats",
-        "hooks",
-        "loop_state",
-        "restart",
-        "dataloaders",
-        "distributed_sampler",
-        "rng_while_saving",
-        "callbacks",
-    ],
-)
-def test_lightning_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
-    launch.run(globals()[f"_{name}"], 1, tmp_path)
-
-
-def _names(root: Path) -> None:
+@on_ranks(1)
+def test_names_that_the_strategy_uses() -> None:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -54,7 +35,8 @@ def _names(root: Path) -> None:
     assert stage.index('strategy.barrier("run-stage")') < stage.index("_run_sanity_check()")
 
 
-def _formats(root: Path) -> None:
+@on_ranks(1)
+def test_names_in_lightnings_own_checkpoints() -> None:
     """What Lightning calls things in its own checkpoints, in both packages, and what load_from_checkpoint enters by."""
     from dcp_plugin.format.foreign.dcp_folder import META
     from dcp_plugin.integration.lightning_packages import PACKAGES
@@ -81,11 +63,12 @@ def _formats(root: Path) -> None:
         assert list(inspect.signature(migration).parameters) == ["checkpoint", "checkpoint_path"]
 
 
-def _hooks(root: Path) -> None:
+@on_ranks(1)
+def test_the_order_of_what_a_resumed_fit_does(tmp_path: Path) -> None:
     """The order of what a resumed fit does; resume.py hangs on it."""
     from tests.lightning import training as t
 
-    t.trainer_for("single", t.checkpoints(root, "single", "plain"), max_epochs=1).fit(
+    t.trainer_for("single", t.checkpoints(tmp_path, "single", "plain"), max_epochs=1).fit(
         t.Model(), t.plain_loader("single")
     )
     order = []
@@ -107,7 +90,7 @@ def _hooks(root: Path) -> None:
     _record(strategy, "on_train_start", order)
     iterate, loader = t.DataLoader.__iter__, t.plain_loader("single")
     t.DataLoader.__iter__ = lambda self: order.append("iter") or iterate(self)  # type: ignore[func-returns-value]
-    trainer.fit(Watched(), loader, ckpt_path=str(root / "single-plain" / "step=3.ckpt"))
+    trainer.fit(Watched(), loader, ckpt_path=str(tmp_path / "single-plain" / "step=3.ckpt"))
     assert order == [
         "load_checkpoint", "load_model_state_dict", "setup", "load_optimizer_state_dict", "process_dataloader", "iter",
         "module.on_train_start", "on_train_start", "iter",
@@ -119,7 +102,8 @@ def _record(owner: Any, name: str, order: list[str]) -> None:
     setattr(owner, name, lambda *a, **k: order.append(name) or getattr(type(owner), name)(owner, *a, **k))
 
 
-def _loop_state(root: Path) -> None:
+@on_ranks(1)
+def test_the_counters_that_complete_epoch_rewrites() -> None:
     """The counters that complete_epoch rewrites, at the two moments that it knows."""
     from lightning.pytorch.callbacks import Callback
 
@@ -155,7 +139,8 @@ def _loop_state(root: Path) -> None:
         assert state["epoch_loop.state_dict"] == {"_batches_that_stepped": 6}
 
 
-def _restart(root: Path) -> None:
+@on_ranks(1)
+def test_lightning_by_itself_trains_a_step_too_many(tmp_path: Path) -> None:
     """Why complete_epoch exists: Lightning by itself trains a step too many here. If this fails, rejoice and delete."""
     from tests.lightning import training as t
 
@@ -168,13 +153,14 @@ def _restart(root: Path) -> None:
     first.fit(t.Model(), t.plain_loader("single"))
     first.fit_loop.epoch_progress.current.completed -= 1  # as on_train_epoch_end sees it
     first.fit_loop.epoch_progress.total.completed -= 1
-    first.save_checkpoint(root / "stock.ckpt")
+    first.save_checkpoint(tmp_path / "stock.ckpt")
     model = Counted()
-    t.trainer_for("single").fit(model, t.plain_loader("single"), ckpt_path=str(root / "stock.ckpt"))
+    t.trainer_for("single").fit(model, t.plain_loader("single"), ckpt_path=str(tmp_path / "stock.ckpt"))
     assert model.indices[0] == 3, "an epoch of three batches has no fourth"
 
 
-def _dataloaders(root: Path) -> None:
+@on_ranks(1)
+def test_what_loops_and_dataloaders_have_no_public_names_for() -> None:
     from dcp_plugin.lightning import _lightning
     from tests.lightning import training as t
 
@@ -202,7 +188,8 @@ def _dataloaders(root: Path) -> None:
     assert callable(loop.epoch_loop.val_loop.increment_progress_to_evaluation_end)
 
 
-def _distributed_sampler(root: Path) -> None:
+@on_ranks(1)
+def test_a_distributed_sampler_wraps_the_stateful_one_and_has_no_state() -> None:
     """What Lightning puts into a stateful dataloader on several ranks, and that it has no state."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
@@ -216,7 +203,8 @@ def _distributed_sampler(root: Path) -> None:
     assert inside_distributed_sampler(inner) is None
 
 
-def _rng_while_saving(root: Path) -> None:
+@on_ranks(1)
+def test_a_save_draws_no_random_numbers(tmp_path: Path) -> None:
     """A save draws no random numbers, in Lightning, in torchdata or here."""
     import torch
     from lightning.pytorch.callbacks import Callback
@@ -226,13 +214,14 @@ def _rng_while_saving(root: Path) -> None:
     class Save(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             before = torch.get_rng_state()
-            trainer.save_checkpoint(root / "checkpoint")
+            trainer.save_checkpoint(tmp_path / "checkpoint")
             assert torch.equal(before, torch.get_rng_state())
 
     t.trainer_for("single", [Save()], plugin=True).fit(t.Model(), t.stateful_loader("single"))
 
 
-def _callbacks(root: Path) -> None:
+@on_ranks(1)
+def test_what_callbacks_have_no_public_names_for() -> None:
     """What callbacks have no public names for, see replace_link_and_search and groups_are_restored."""
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 
@@ -245,11 +234,8 @@ def _callbacks(root: Path) -> None:
     assert "self.file_exists(filepath, trainer)" in inspect.getsource(ModelCheckpoint)
 
 
+@on_ranks(1)
 def test_what_loggers_and_omegaconf_have_no_public_names_for() -> None:
-    launch.run(_loggers, 1)
-
-
-def _loggers() -> None:
     """See replace_scan, logged_times, artifact_name; and place_in_configuration."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 
 from tests import launch
+from tests.launch import on_ranks
 
 
+@on_ranks(1)
 def test_random_streams_continue() -> None:
-    launch.run(_streams, 1)
-
-
-def _streams() -> None:
     from dcp_plugin.integration import random_streams
 
     def draw() -> list[float]:
@@ -37,19 +35,16 @@ def _streams() -> None:
     assert draw() != once
 
 
+@on_ranks(1)
 def test_random_streams_stay_out_if_they_are_not_wanted(tmp_path: Path) -> None:
-    launch.run(_without_rng, 1, tmp_path)
-
-
-def _without_rng(root: Path) -> None:
     import dcp_plugin as dcp
     from tests.lightning import training as t
 
     for wanted in (True, False):
         trainer = t.trainer_for("single", plugin=t.DCPCheckpointIO(rng=wanted), max_steps=1)
         trainer.fit(t.Model(), t.plain_loader("single"))
-        trainer.save_checkpoint(root / str(wanted))
-        keys = [tensor.key for tensor in dcp.inspect(root / str(wanted)).tensors]
+        trainer.save_checkpoint(tmp_path / str(wanted))
+        keys = [tensor.key for tensor in dcp.inspect(tmp_path / str(wanted)).tensors]
         assert any(key.startswith("extra.rng.0.") for key in keys) == wanted
 
 
@@ -60,16 +55,13 @@ def _messages(trainer: Any, model: Any, loader: Any, path: Path) -> list[str]:
     return [str(warning.message) for warning in caught if "continue exactly" in str(warning.message)]
 
 
+@on_ranks(1)
 def test_in_the_middle_of_an_epoch_a_plain_dataloader_is_warned_about(tmp_path: Path) -> None:
-    launch.run(_plain_in_the_middle, 1, tmp_path)
-
-
-def _plain_in_the_middle(root: Path) -> None:
     from tests.lightning import training as t
 
-    saving = t.checkpoints(root, "single", "stateful")
+    saving = t.checkpoints(tmp_path, "single", "stateful")
     t.trainer_for("single", saving, max_steps=3).fit(t.Model(), t.plain_loader("single", 4))
-    path = root / "single-stateful" / "step=3.ckpt"
+    path = tmp_path / "single-stateful" / "step=3.ckpt"
     (said,) = _messages(t.trainer_for("single", plugin=True), t.Model(), t.plain_loader("single", 4), path)
     assert "after batch 3 of an epoch" in said
     assert "DataLoader" in said
@@ -77,18 +69,15 @@ def _plain_in_the_middle(root: Path) -> None:
     assert "StatefulDataLoader" in said
 
 
+@on_ranks(1)
 def test_gradients_that_are_not_in_the_checkpoint_are_warned_about(tmp_path: Path) -> None:
-    launch.run(_within_a_window, 1, tmp_path)
-
-
-def _within_a_window(root: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
     from tests.lightning import training as t
 
     class Save(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(root / str(batch_idx))
+            trainer.save_checkpoint(tmp_path / str(batch_idx))
 
     def train(*callbacks: Any, **fit: Any) -> None:
         trainer = t.trainer_for("single", callbacks, plugin=True, max_steps=2, accumulate_grad_batches=3)
@@ -99,35 +88,29 @@ def _within_a_window(root: Path) -> None:
     for batch in (1, 2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train(ckpt_path=root / str(batch))
+            train(ckpt_path=tmp_path / str(batch))
         said[batch] = [str(one.message) for one in caught if "gradient accumulation" in str(one.message)]
     assert len(said[1]) == 1 and "after 2 of 3 batches" in said[1][0]
     assert said[2] == []
 
 
+@on_ranks(1)
 def test_a_position_that_another_kind_of_sampler_made_starts_again_and_it_is_said(tmp_path: Path) -> None:
-    launch.run(_other_sampler, 1, tmp_path)
-
-
-def _other_sampler(root: Path) -> None:
     """Lightning wraps the sampler for DDP, also on one rank."""
     from tests.lightning import training as t
 
-    saving = t.checkpoints(root, "single", "stateful")
+    saving = t.checkpoints(tmp_path, "single", "stateful")
     t.trainer_for("single", saving, max_steps=3).fit(t.Model(), t.stateful_loader("single"))
-    path = root / "single-stateful" / "step=3.ckpt"
+    path = tmp_path / "single-stateful" / "step=3.ckpt"
     trainer = t.trainer_for("single", plugin=True, strategy=t.strategy_for("ddp"))
     (said,) = _messages(trainer, t.Model(), t.stateful_loader("single"), path)
     assert "after batch 3 of an epoch" in said
     assert "with ResumableSampler" in said and "with RandomSampler" in said
 
 
+@on_ranks(2)
 def test_the_middle_of_a_later_epoch_continues_in_the_order_of_that_epoch(tmp_path: Path) -> None:
     """With every kind of sampler that Lightning puts into a stateful dataloader on several ranks."""
-    launch.run(_later_epoch, 2, tmp_path)
-
-
-def _later_epoch(root: Path) -> None:
     from torch.utils.data import RandomSampler, WeightedRandomSampler
 
     from tests.lightning import training as t
@@ -143,7 +126,7 @@ def _later_epoch(root: Path) -> None:
         return t.StatefulDataLoader(samples, batch_size=2, sampler=sampler, shuffle=True if sampler is None else None)
 
     for kind in ("shuffle", "random", "weighted"):
-        path = root / kind
+        path = tmp_path / kind
         straight = t.Model("ddp")
         t.trainer_for("ddp", t.checkpoints(path, "ddp", "stateful"), max_steps=9).fit(straight, loader(kind))
         resumed = t.Model("ddp", seed=5)

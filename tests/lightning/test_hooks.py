@@ -16,6 +16,7 @@ import torch
 
 from tests import launch
 from tests.compare import assert_same, full, same_bytes
+from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
 
 on_one_rank_and_sharded = pytest.mark.parametrize("layouts", [("single",), ("fsdp1", "fsdp2")], ids="+".join)
@@ -184,11 +185,8 @@ class Options:
     mode: Mode
 
 
+@on_ranks(1)
 def test_hyper_parameters_of_hydra_and_other_settings_are_saved(tmp_path: Path) -> None:
-    launch.run(_hyper_parameters, 1, tmp_path)
-
-
-def _hyper_parameters(root: Path) -> None:
     from omegaconf import OmegaConf
 
     from tests.lightning import training as t
@@ -213,8 +211,8 @@ def _hyper_parameters(root: Path) -> None:
     for config, expected in ((hydra, plain), (odd, {**odd, "optimizer": plain})):
         trainer = t.trainer_for("single", plugin=True, max_steps=1)
         trainer.fit(Configured(config), t.plain_loader("single"))
-        trainer.save_checkpoint(root / "checkpoint")
-        found = t.DCPCheckpointIO().load_checkpoint(root / "checkpoint")["hyper_parameters"]
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        found = t.DCPCheckpointIO().load_checkpoint(tmp_path / "checkpoint")["hyper_parameters"]
         assert repr(found) == repr(expected)
 
 

@@ -8,58 +8,49 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 
+@on_ranks(1)
 def test_a_bare_plugin_saves_and_loads_any_dictionary(tmp_path: Path) -> None:
-    launch.run(_any_dictionary, 1, tmp_path)
-
-
-def _any_dictionary(root: Path) -> None:
     from tests.lightning import training as t
 
     io = t.DCPCheckpointIO(async_save=True)
     weights = t.Model().state_dict()  # what ddp_spawn saves to bring the weights home
-    io.save_checkpoint(weights, root / "weights")
-    assert_same(weights, io.load_checkpoint(root / "weights"))
-    io.remove_checkpoint(root / "weights")
-    assert not (root / "weights").exists()
-    io.save_checkpoint({"state_dict": weights}, root / "model")
+    io.save_checkpoint(weights, tmp_path / "weights")
+    assert_same(weights, io.load_checkpoint(tmp_path / "weights"))
+    io.remove_checkpoint(tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+    io.save_checkpoint({"state_dict": weights}, tmp_path / "model")
     other = t.Model(seed=1)
     with pytest.warns(UserWarning, match="its only module, 'model', is loaded"):
-        dcp.load({"mine": other}, root / "model")
+        dcp.load({"mine": other}, tmp_path / "model")
     assert_same(weights, other.state_dict())
     with pytest.raises(TypeError, match="storage_options"):
-        io.save_checkpoint(weights, root / "weights", storage_options={})
+        io.save_checkpoint(weights, tmp_path / "weights", storage_options={})
 
 
+@on_ranks(2)
 def test_on_two_ranks_rank_0_alone_may_save(tmp_path: Path) -> None:
-    launch.run(_rank_0_alone, 2, tmp_path)
-
-
-def _rank_0_alone(root: Path) -> None:
     from tests.lightning import training as t
 
     if torch.distributed.get_rank() == 0:
         io = t.DCPCheckpointIO()
         with pytest.warns(UserWarning, match="rank 0 alone"):
-            io.save_checkpoint({"weight": torch.ones(2)}, root / "weights")
-        assert_same({"weight": torch.ones(2)}, io.load_checkpoint(root / "weights"))
+            io.save_checkpoint({"weight": torch.ones(2)}, tmp_path / "weights")
+        assert_same({"weight": torch.ones(2)}, io.load_checkpoint(tmp_path / "weights"))
 
 
+@on_ranks(2)
 def test_a_bare_plugin_reads_what_all_ranks_saved(tmp_path: Path) -> None:
-    launch.run(_read_sharded, 2, tmp_path)
-
-
-def _read_sharded(root: Path) -> None:
     from dcp_plugin.state import flatten_optimizer
     from tests.lightning import training as t
 
-    trainer = t.trainer_for("fsdp2", t.checkpoints(root, "fsdp2", "stateful"), max_steps=3)
+    trainer = t.trainer_for("fsdp2", t.checkpoints(tmp_path, "fsdp2", "stateful"), max_steps=3)
     trainer.fit(t.Model("fsdp2"), t.stateful_loader("fsdp2"))
     saved = t.whole_state(trainer)
-    checkpoint = t.DCPCheckpointIO().load_checkpoint(root / "fsdp2-stateful" / "step=3.ckpt")
+    checkpoint = t.DCPCheckpointIO().load_checkpoint(tmp_path / "fsdp2-stateful" / "step=3.ckpt")
     assert checkpoint["global_step"] == 3
     assert checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     assert checkpoint["lr_schedulers"][0]["last_epoch"] == 3
@@ -68,24 +59,21 @@ def _read_sharded(root: Path) -> None:
     assert_same(saved, {**loaded, **{f"optim.{key}": value for key, value in flat.items()}})
 
 
+@on_ranks(1)
 def test_the_plugin_resumes_a_file_of_lightnings_own(tmp_path: Path) -> None:
-    launch.run(_lightnings_file, 1, tmp_path)
-
-
-def _lightnings_file(root: Path) -> None:
     from tests.lightning import training as t
 
     straight, model = t.trainer_for("single"), t.Model()
     straight.fit(model, t.plain_loader("single"))
     first = t.trainer_for("single", max_epochs=1)
     first.fit(t.Model(), t.plain_loader("single"))
-    first.save_checkpoint(root / "stock.ckpt")
+    first.save_checkpoint(tmp_path / "stock.ckpt")
     saved = t.whole_state(first)
     look = t.AtTrainStart()
     t.trainer_for("single", [look], plugin=True).fit(
-        t.Model(seed=5), t.plain_loader("single"), ckpt_path=str(root / "stock.ckpt")
+        t.Model(seed=5), t.plain_loader("single"), ckpt_path=str(tmp_path / "stock.ckpt")
     )
     assert_same(saved, look.state)
     io = t.DCPCheckpointIO()
-    io.remove_checkpoint(root / "stock.ckpt")
-    assert not (root / "stock.ckpt").exists()
+    io.remove_checkpoint(tmp_path / "stock.ckpt")
+    assert not (tmp_path / "stock.ckpt").exists()

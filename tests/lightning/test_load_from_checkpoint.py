@@ -10,6 +10,7 @@ import torch
 
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 
 def _save(root: Path, layouts: list[str]) -> None:
@@ -36,11 +37,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@on_ranks(1)
 def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path) -> None:
-    launch.run(_from_any, 1, root)
-
-
-def _from_any(root: Path) -> None:
     from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning.stock_training import StockModel
 
@@ -65,11 +63,8 @@ def _from_any(root: Path) -> None:
             assert next(on_meta.parameters()).is_meta
 
 
+@on_ranks(1)
 def test_an_object_in_place_of_its_class_is_told(root: Path) -> None:
-    launch.run(_with_an_object, 1, root)
-
-
-def _with_an_object(root: Path) -> None:
     from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning.stock_training import StockModel
 
@@ -79,11 +74,8 @@ def _with_an_object(root: Path) -> None:
             load_from_checkpoint(model, path)
 
 
+@on_ranks(1)
 def test_strict_is_what_it_is_for_lightning(root: Path) -> None:
-    launch.run(_strict, 1, root)
-
-
-def _strict(root: Path) -> None:
     import warnings
 
     from dcp_plugin.lightning import load_from_checkpoint
@@ -103,11 +95,8 @@ def _strict(root: Path) -> None:
     assert any("adapter.weight" in str(warning.message) for warning in caught)
 
 
+@on_ranks(1)
 def test_configurations_and_the_command_line_get_their_classes_back(tmp_path: Path) -> None:
-    launch.run(_configured, 1, tmp_path)
-
-
-def _configured(root: Path) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.cli import LightningCLI
     from omegaconf import DictConfig, OmegaConf
@@ -123,8 +112,8 @@ def _configured(root: Path) -> None:
 
     trainer = pl.Trainer(accelerator="cpu", logger=False, plugins=[DCPCheckpointIO()], enable_progress_bar=False)
     trainer.strategy.connect(Configured(OmegaConf.create({"width": 9})))
-    trainer.save_checkpoint(root / "omegaconf")
-    loaded = load_from_checkpoint(Configured, root / "omegaconf")
+    trainer.save_checkpoint(tmp_path / "omegaconf")
+    loaded = load_from_checkpoint(Configured, tmp_path / "omegaconf")
     assert isinstance(loaded.config, DictConfig)
     assert loaded.net[1].weight.shape == (9, 6)
 
@@ -134,15 +123,12 @@ def _configured(root: Path) -> None:
     )
     cli.trainer.strategy.checkpoint_io = DCPCheckpointIO()
     cli.trainer.strategy.connect(cli.model)
-    cli.trainer.save_checkpoint(root / "cli")
-    assert load_from_checkpoint(stock.StockModel, root / "cli").hparams.width == 8
+    cli.trainer.save_checkpoint(tmp_path / "cli")
+    assert load_from_checkpoint(stock.StockModel, tmp_path / "cli").hparams.width == 8
 
 
+@on_ranks(1)
 def test_a_datamodule_comes_back_with_its_state(tmp_path: Path) -> None:
-    launch.run(_datamodule, 1, tmp_path)
-
-
-def _datamodule(root: Path) -> None:
     import lightning.pytorch as pl
 
     from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
@@ -163,22 +149,19 @@ def _datamodule(root: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.read = state["read"]
 
-    keep = pl.callbacks.ModelCheckpoint(root, filename="first", every_n_epochs=1)
+    keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="first", every_n_epochs=1)
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, plugins=[DCPCheckpointIO()], max_epochs=1, callbacks=[keep],
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(stock.StockModel(), datamodule=Data("/data"))
-    data = load_from_checkpoint(Data, root / "first.ckpt")
+    data = load_from_checkpoint(Data, tmp_path / "first.ckpt")
     assert (data.hparams.folder, data.read) == ("/data", 4)
 
 
+@on_ranks(1)
 def test_lightnings_own_method_cannot_open_a_directory(root: Path) -> None:
     """Its message is not ours to change; ``docs/troubleshooting.md`` has it."""
-    launch.run(_own_method, 1, root)
-
-
-def _own_method(root: Path) -> None:
     from tests.lightning.stock_training import StockModel
 
     with pytest.raises(IsADirectoryError, match="Is a directory"):

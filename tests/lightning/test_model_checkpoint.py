@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 SCORES = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0]
 """What is monitored, by epoch."""
@@ -111,25 +111,22 @@ def _watch(root: Path) -> Any:
     [("ddp", ["background"]), pytest.param("fsdp2", ["foreground", "background"], marks=pytest.mark.long)],
     ids=["ddp", "fsdp2"],
 )
+@on_ranks(2)
 def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layout: str, ways: list[str]) -> None:
-    launch.run(_every_option, 2, tmp_path, layout, ways)
-
-
-def _every_option(root: Path, layout: str, ways: list[str]) -> None:
     import dcp_plugin as dcp
     from tests.lightning import training as t
 
     _slow_writes()
-    stock = _train(root / "stock", layout, None)
+    stock = _train(tmp_path / "stock", layout, None)
     for name in ways:
         io = t.DCPCheckpointIO(async_save=name == "background")
-        ours = _train(root / name, layout, io, _watch(root / name))
+        ours = _train(tmp_path / name, layout, io, _watch(tmp_path / name))
         torch.distributed.barrier()  # rank 0 deletes
         assert [_remembered(callback) for callback in ours] == [_remembered(callback) for callback in stock]
         torch.distributed.barrier()  # rank 0 deletes
-        assert _on_disk(root / name) == _on_disk(root / "stock")
-        for path in sorted((root / "stock").glob("*/*.ckpt")):
-            mine = root / name / path.relative_to(root / "stock")
+        assert _on_disk(tmp_path / name) == _on_disk(tmp_path / "stock")
+        for path in sorted((tmp_path / "stock").glob("*/*.ckpt")):
+            mine = tmp_path / name / path.relative_to(tmp_path / "stock")
             written = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
             assert dcp.inspect(mine).step == written["global_step"], mine
             if path.is_file() and not path.is_symlink():

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
     "the end of an epoch": (3, {"every_n_epochs": 1}),
@@ -56,11 +56,8 @@ def _loader(t: Any, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["plain", "plain with a generator", "stateful", "stateful without length"])
+@on_ranks(1)
 def test_a_training_goes_on_as_if_nothing_had_been(tmp_path: Path, kind: str) -> None:
-    launch.run(_at_every_moment, 1, tmp_path, kind)
-
-
-def _at_every_moment(root: Path, kind: str) -> None:
     wrong = []
     cases = itertools.product(MOMENTS, ({"max_epochs": 3, "max_steps": -1}, {"max_steps": 9}), (False, True))
     for number, (moment, limit, validated) in enumerate(cases):
@@ -69,9 +66,9 @@ def _at_every_moment(root: Path, kind: str) -> None:
         if moment == "its middle" and kind != "stateful":
             continue  # a plain loader cannot, and Lightning reads one batch ahead of a stream: both are warned about
         step, when = MOMENTS[moment]
-        straight = _train(root / str(number), kind, when, limit, validated, seed=0)
-        path = root / str(number) / f"step={step}.ckpt"
-        resumed = _train(root / "resumed", kind, when, limit, validated, seed=9, ckpt_path=str(path))
+        straight = _train(tmp_path / str(number), kind, when, limit, validated, seed=0)
+        path = tmp_path / str(number) / f"step={step}.ckpt"
+        resumed = _train(tmp_path / "resumed", kind, when, limit, validated, seed=9, ckpt_path=str(path))
         if straight["losses"][step:] != resumed["losses"] or straight["loops"] != resumed["loops"]:
             wrong.append((moment, limit, validated))
     assert not wrong
@@ -121,12 +118,9 @@ def _train(
     return {"losses": model.losses, "loops": loops}
 
 
+@on_ranks(1)
 def test_a_checkpoint_of_the_start_of_an_epoch_does_not_skip_that_epoch(tmp_path: Path) -> None:
     """With Lightning alone it does."""
-    launch.run(_at_epoch_start, 1, tmp_path)
-
-
-def _at_epoch_start(root: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
     from tests.lightning import training as t
@@ -138,7 +132,7 @@ def _at_epoch_start(root: Path) -> None:
 
     for stock in (True, False):
         for kind in ("plain", "stateful"):
-            straight, resumed, path = t.Model(), t.Model(seed=9), root / f"{kind}-{stock}"
+            straight, resumed, path = t.Model(), t.Model(seed=9), tmp_path / f"{kind}-{stock}"
             for model, callbacks, source in ((straight, [Save()], None), (resumed, [], path)):
                 trainer = t.trainer_for("single", callbacks, plugin=not stock, max_epochs=3, max_steps=-1)
                 trainer.fit(model, t.LOADERS[kind]("single", 3), ckpt_path=source)
@@ -146,11 +140,8 @@ def _at_epoch_start(root: Path) -> None:
             assert (len(resumed.losses) == 6) is not stock
 
 
+@on_ranks(1)
 def test_callbacks_that_change_from_epoch_to_epoch_go_on_in_the_middle_of_one(tmp_path: Path) -> None:
-    launch.run(_changing_callbacks, 1, tmp_path)
-
-
-def _changing_callbacks(root: Path) -> None:
     """Three epochs of six batches; the accumulation makes 6, 3 and 2 steps of them."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 
@@ -164,7 +155,7 @@ def _changing_callbacks(root: Path) -> None:
 
     def train(name: str, seed: int, path: Path | None) -> tuple[list[float], dict[str, Any]]:
         model = Model(seed=seed)
-        saving = ModelCheckpoint(root / name, "{step}", save_top_k=-1, every_n_train_steps=1)
+        saving = ModelCheckpoint(tmp_path / name, "{step}", save_top_k=-1, every_n_train_steps=1)
         trainer = t.trainer_for("single", [changing[name](), saving], max_epochs=3, max_steps=-1)
         trainer.fit(model, t.stateful_loader("single", 6), ckpt_path=path)
         return model.losses, t.whole_state(trainer)
@@ -180,6 +171,6 @@ def _changing_callbacks(root: Path) -> None:
     for name, of_callback in moments.items():
         losses, state = train(name, 0, None)
         for step, batches in of_callback:
-            resumed, its_state = train(name, 9, root / name / f"step={step}.ckpt")
+            resumed, its_state = train(name, 9, tmp_path / name / f"step={step}.ckpt")
             assert resumed == losses[batches:], (name, step)
             assert_same(state, its_state)

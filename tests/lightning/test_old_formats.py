@@ -15,6 +15,7 @@ import torch
 
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
 
 SOURCES = ("single", "ddp", "fsdp1", "fsdp2", "fsdp2_full")
@@ -91,11 +92,8 @@ def test_the_plugin_alone_reads_them_as_lightnings_dictionary(root: Path) -> Non
         assert checkpoint["global_step"] == 3
 
 
+@on_ranks(2)
 def test_traps_6_and_7_stock_lightning_does_none_of_that(root: Path) -> None:
-    launch.run(_stock_fails, 2, root)
-
-
-def _stock_fails(root: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     from tests.lightning import stock_training as stock
@@ -144,11 +142,8 @@ def test_an_optimizer_of_other_parameters_is_refused_before_anything_changes() -
     assert json.dumps(str(optimizer.state_dict())) == before
 
 
+@on_ranks(1)
 def test_code_is_executed_only_where_it_is_allowed(tmp_path: Path) -> None:
-    launch.run(_unsafe, 1, tmp_path)
-
-
-def _unsafe(root: Path) -> None:
     """Lightning drops ``fit(weights_only=False)`` where a strategy is sharded; the plugin takes it at construction."""
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -162,9 +157,9 @@ def _unsafe(root: Path) -> None:
 
     for layout in ("single", "fsdp2"):
         stock.WORLD_SIZE[layout] = 1
-        keep = ModelCheckpoint(root / layout, filename="first", every_n_epochs=1)
+        keep = ModelCheckpoint(tmp_path / layout, filename="first", every_n_epochs=1)
         stock.fit(layout, 1, callbacks=[keep, Settings()])
-        path = root / layout / "first.ckpt"
+        path = tmp_path / layout / "first.ckpt"
         resume: dict[str, Any] = {"ckpt_path": path, "callbacks": [Settings()]}
         if layout == "fsdp2":  # trap 5: the argument is dropped
             with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import launch
+from tests.launch import on_ranks
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -65,11 +65,8 @@ def _fit(pl: Any, layout: str, steps: int, seed: int = 0, ckpt: Path | None = No
     return model.losses
 
 
+@on_ranks(2)
 def test_what_one_package_saved_both_resume(tmp_path: Path) -> None:
-    launch.run(_save_and_resume, 2, tmp_path)
-
-
-def _save_and_resume(root: Path) -> None:
     import warnings
 
     from dcp_plugin.lightning import load_from_checkpoint
@@ -77,11 +74,11 @@ def _save_and_resume(root: Path) -> None:
     warnings.simplefilter("ignore")
     packages = [importlib.import_module(name) for name in PACKAGES]
     for layout in ("ddp", "fsdp2"):
-        straight = [_fit(pl, layout, 4, save=root / f"{pl.__name__}-{layout}") for pl in packages]
+        straight = [_fit(pl, layout, 4, save=tmp_path / f"{pl.__name__}-{layout}") for pl in packages]
         assert straight[0] == straight[1]
         for saved_by in packages:
             for resumed_by in packages:
-                first = root / f"{saved_by.__name__}-{layout}-first"
+                first = tmp_path / f"{saved_by.__name__}-{layout}-first"
                 _fit(saved_by, layout, 2, save=first)
                 assert _fit(resumed_by, layout, 4, 5, first / "step=2.ckpt") == straight[0][2:]
                 if layout == "fsdp2":
@@ -89,18 +86,15 @@ def _save_and_resume(root: Path) -> None:
                     assert isinstance(whole, resumed_by.LightningModule)
 
 
+@on_ranks(1)
 def test_a_mixture_of_the_packages_is_refused(tmp_path: Path) -> None:
-    launch.run(_mix, 1, tmp_path)
-
-
-def _mix(root: Path) -> None:
     import lightning.pytorch as new
     import pytorch_lightning as old
 
     from dcp_plugin import CheckpointError
     from dcp_plugin.lightning import DCPCheckpointIO, of_lightning, of_pytorch_lightning
 
-    options: Any = {"accelerator": "cpu", "logger": False, "plugins": [DCPCheckpointIO()], "default_root_dir": root}
+    options: Any = {"accelerator": "cpu", "logger": False, "plugins": [DCPCheckpointIO()], "default_root_dir": tmp_path}
     for mine, other, classes in ((new, old, of_pytorch_lightning), (old, new, of_lightning)):
         for callback in (classes.DCPCallback(), other.callbacks.ModelCheckpoint(every_n_epochs=2)):
             trainer = mine.Trainer(callbacks=[callback], **options)

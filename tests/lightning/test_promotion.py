@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import launch
+from tests.launch import on_ranks
 
 
 def test_the_entry_point_imports_nothing_and_gives_nothing_to_others() -> None:
@@ -22,11 +23,8 @@ def test_the_entry_point_imports_nothing_and_gives_nothing_to_others() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@on_ranks(1)
 def test_a_trainer_without_the_plugin_is_untouched() -> None:
-    launch.run(_without_plugin, 1)
-
-
-def _without_plugin() -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.connectors import callback_connector
@@ -46,11 +44,8 @@ def _without_plugin() -> None:
     assert type(trainer.strategy) is SingleDeviceStrategy
 
 
+@on_ranks(1)
 def test_a_callback_that_does_not_know_its_trainer_takes_itself_out() -> None:
-    launch.run(_callback_in_the_wrong_trainer, 1)
-
-
-def _callback_in_the_wrong_trainer() -> None:
     from dcp_plugin.lightning import DCPCallback, callback
     from tests.lightning import training as t
 
@@ -62,11 +57,8 @@ def _callback_in_the_wrong_trainer() -> None:
     assert not any(isinstance(one, DCPCallback) for one in trainer.callbacks)
 
 
+@on_ranks(1)
 def test_the_plugin_promotes_the_strategy_to_a_subclass_of_its_own_class() -> None:
-    launch.run(_promoted, 1)
-
-
-def _promoted() -> None:
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     from dcp_plugin.lightning import DCPCallback, DCPSingleDeviceStrategy
@@ -81,11 +73,8 @@ def _promoted() -> None:
     assert pickle.loads(pickle.dumps(DCPSingleDeviceStrategy)) is DCPSingleDeviceStrategy
 
 
+@on_ranks(1)
 def test_a_strategy_built_by_hand_needs_neither_callback_nor_plugin(tmp_path: Path) -> None:
-    launch.run(_by_hand, 1, tmp_path)
-
-
-def _by_hand(root: Path) -> None:
     import lightning.pytorch as pl
 
     import dcp_plugin as dcp
@@ -93,9 +82,11 @@ def _by_hand(root: Path) -> None:
     from tests.lightning import training as t
 
     strategy = DCPSingleDeviceStrategy("cpu")
-    trainer = pl.Trainer(strategy=strategy, max_steps=1, callbacks=t.checkpoints(root, "single", "plain"), logger=False)
+    trainer = pl.Trainer(
+        strategy=strategy, max_steps=1, callbacks=t.checkpoints(tmp_path, "single", "plain"), logger=False
+    )
     trainer.fit(t.Model(), t.plain_loader("single"))
-    assert dcp.inspect(root / "single-plain" / "step=1.ckpt").step == 1
+    assert dcp.inspect(tmp_path / "single-plain" / "step=1.ckpt").step == 1
 
 
 def test_without_its_callback_the_plugin_says_that_rank_0_is_alone(tmp_path: Path) -> None:
@@ -137,11 +128,8 @@ def _wrapped(root: Path) -> list[str]:
     return [str(warning.message) for warning in caught if "AsyncCheckpointIO" in str(warning.message)]
 
 
+@on_ranks(1)
 def test_strategies_with_a_format_of_their_own_are_refused() -> None:
-    launch.run(_refused, 1)
-
-
-def _refused() -> None:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     from dcp_plugin import CheckpointError

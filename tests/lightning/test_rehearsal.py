@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests import launch
+from tests.launch import on_ranks
 
 
+@on_ranks(2)
 def test_what_cannot_be_stored_is_named_on_all_ranks_before_the_first_step(tmp_path: Path) -> None:
-    launch.run(_not_storable, 2, tmp_path)
-
-
-def _not_storable(root: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
     from dcp_plugin import UnsafeCheckpoint
@@ -35,13 +32,13 @@ def _not_storable(root: Path) -> None:
 
     for layout in ("ddp", "fsdp2"):
         model = Scheduled(layout)
-        trainer = t.trainer_for(layout, t.checkpoints(root, layout, "plain"))
+        trainer = t.trainer_for(layout, t.checkpoints(tmp_path, layout, "plain"))
         with pytest.raises(UnsafeCheckpoint, match=r"could not be saved: .*extra.lr_schedulers.0.phase "):
             trainer.fit(model, t.plain_loader(layout))
         assert model.losses == []
 
         model = t.Model(layout)
-        trainer = t.trainer_for(layout, [*t.checkpoints(root, layout, "plain"), Settings()])
+        trainer = t.trainer_for(layout, [*t.checkpoints(tmp_path, layout, "plain"), Settings()])
         with pytest.raises(UnsafeCheckpoint, match=r"extra.callbacks.*Settings.lock "):  # which only a save can show
             trainer.fit(model, t.plain_loader(layout))
         assert len(model.losses) == 3
@@ -49,17 +46,14 @@ def _not_storable(root: Path) -> None:
         trainer = t.trainer_for(layout, [Settings()], plugin=True, max_steps=1)  # which saves nothing
         trainer.fit(t.Model(layout), t.plain_loader(layout))
         allowing = t.DCPCheckpointIO(allow_pickle=("extra.callbacks.*",))
-        callbacks = [*t.checkpoints(root, f"{layout}-allowed", "plain"), Settings()]
+        callbacks = [*t.checkpoints(tmp_path, f"{layout}-allowed", "plain"), Settings()]
         trainer = t.trainer_for(layout, callbacks, plugin=allowing, max_steps=3)
         trainer.fit(t.Model(layout), t.plain_loader(layout))
-        assert (root / f"{layout}-allowed-plain" / "step=3.ckpt").exists()
+        assert (tmp_path / f"{layout}-allowed-plain" / "step=3.ckpt").exists()
 
 
+@on_ranks(1)
 def test_modules_and_functions_among_the_hyper_parameters_cost_nothing_but_a_warning(tmp_path: Path) -> None:
-    launch.run(_hyper_parameters, 1, tmp_path)
-
-
-def _hyper_parameters(root: Path) -> None:
     from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning import training as t
 
@@ -75,7 +69,7 @@ def _hyper_parameters(root: Path) -> None:
     }
 
     def fit(io: Any, folder: str) -> list[str]:
-        callbacks = t.checkpoints(root, folder, "plain")
+        callbacks = t.checkpoints(tmp_path, folder, "plain")
         trainer = t.trainer_for("single", callbacks, plugin=io, max_steps=6)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -85,7 +79,7 @@ def _hyper_parameters(root: Path) -> None:
     (said,) = fit(t.DCPCheckpointIO(), "without")
     for name in ("hyper_parameters.encoder", "hyper_parameters.loss", "hyper_parameters.optimizer.class"):
         assert name in said
-    path = root / "without-plain" / "step=3.ckpt"
+    path = tmp_path / "without-plain" / "step=3.ckpt"
     stored = t.DCPCheckpointIO().load_checkpoint(path)
     assert stored["hyper_parameters"] == {"optimizer": {"lr": 0.1}, "width": 3}
     loaded = load_from_checkpoint(Configured, path, loss=given["loss"], encoder=given["encoder"])
@@ -95,7 +89,7 @@ def _hyper_parameters(root: Path) -> None:
 
     (said,) = fit(t.DCPCheckpointIO(allow_pickle=("extra.hyper_parameters.*",)), "with")
     assert "hyper_parameters.loss" not in said
-    path = root / "with-plain" / "step=3.ckpt"
+    path = tmp_path / "with-plain" / "step=3.ckpt"
     loaded = load_from_checkpoint(Configured, path, weights_only=False, encoder=given["encoder"])
     assert loaded.hparams.loss is nn.functional.mse_loss
     assert loaded.hparams.optimizer == given["optimizer"]

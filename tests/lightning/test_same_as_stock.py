@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests.launch import on_ranks
 
 
 class Interrupted(Exception):
@@ -41,11 +41,8 @@ def traced(*hooks: str) -> Any:
     return made
 
 
+@on_ranks(1)
 def test_what_an_epoch_still_had_to_do_after_its_last_batch_is_done_after_the_resume(tmp_path: Path) -> None:
-    launch.run(_interrupted_validation, 1, tmp_path)
-
-
-def _interrupted_validation(root: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from tests.lightning import training as t
@@ -89,18 +86,15 @@ def _interrupted_validation(root: Path) -> None:
             seen[moment] = calls, losses, Path(best_path).name, loops, files
         return seen
 
-    seen = assert_same_run(root, script)
+    seen = assert_same_run(tmp_path, script)
     calls, _, _, _, files = seen["validation_step"]
     assert ("validation_end", 1, 4) in calls
     assert "best-epoch=1.ckpt" in files
     assert seen["validation_end"][0][0] == ("train_epoch_end", 1, 4)
 
 
+@on_ranks(1)
 def test_no_hook_is_called_more_often_than_by_stock(tmp_path: Path) -> None:
-    launch.run(_hooks, 1, tmp_path)
-
-
-def _hooks(root: Path) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
     from torch.optim import AdamW
@@ -159,16 +153,13 @@ def _hooks(root: Path) -> None:
             seen.append([call for call in calls if not call.startswith(looked_at)])
         return seen
 
-    (fit, resumed) = assert_same_run(root, script)
+    (fit, resumed) = assert_same_run(tmp_path, script)
     for call in ("Callback.state_dict", "Model.on_save_checkpoint", "Data.state_dict", "StepLR.state_dict"):
         assert call in fit and call in resumed
 
 
+@on_ranks(1)
 def test_what_omegaconf_made_is_omegaconfs_again_and_nothing_is_resolved_on_the_way(tmp_path: Path) -> None:
-    launch.run(_configurations, 1, tmp_path)
-
-
-def _configurations(root: Path) -> None:
     import lightning.pytorch as pl
     import torch
     from omegaconf import OmegaConf
@@ -235,4 +226,4 @@ def _configurations(root: Path) -> None:
                 seen += [model["in"], model.who, resolved]
         return seen
 
-    assert_same_run(root, script)
+    assert_same_run(tmp_path, script)

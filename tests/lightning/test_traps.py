@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 
 from tests import launch
 from tests.compare import assert_same, same_bytes
+from tests.launch import on_ranks
 
 
 def _saved(t: Any, layout: str, path: Path, *callbacks: Any, steps: int = 3, **options: Any) -> dict[str, Any]:
@@ -49,16 +50,13 @@ STOCK: dict[str, Any] = {"stock": True}
 OURS: dict[str, Any] = {"plugin": True}
 
 
+@on_ranks(4)
 def test_trap_1_hybrid_shard_of_fsdp1_resumes_with_its_optimizer_state(tmp_path: Path) -> None:
-    launch.run(_hybrid_shard, 4, tmp_path)
-
-
-def _hybrid_shard(root: Path) -> None:
     from tests.lightning import training as t
 
     for way, right in ((STOCK, False), (OURS, True)):
-        saved = _saved(t, "fsdp1_hsdp", root / str(right), **way)
-        loaded = _resumed(t, "fsdp1_hsdp", root / str(right), **way)
+        saved = _saved(t, "fsdp1_hsdp", tmp_path / str(right), **way)
+        loaded = _resumed(t, "fsdp1_hsdp", tmp_path / str(right), **way)
         assert _differ(saved, loaded) is not right
         moments = torch.cat([value.ravel() for key, value in loaded.items() if key.endswith("exp_avg")])
         everywhere = [torch.empty_like(moments) for _ in range(4)]
@@ -112,16 +110,13 @@ def _read_overwritten(root: Path, way: dict[str, Any]) -> None:
         assert _differ(old, loaded) and _differ(new, loaded), "half of each, without a word"
 
 
+@on_ranks(1)
 def test_trap_3_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_scratch(tmp_path: Path) -> None:
-    launch.run(_last, 1, tmp_path)
-
-
-def _last(root: Path) -> None:
     from dcp_plugin import CheckpointNotFound
     from tests.lightning import training as t
 
     for name, way in (("stock", STOCK), ("ours", OURS)):
-        folder = root / name
+        folder = tmp_path / name
         good, torn, link = (folder / f"last{suffix}.ckpt" for suffix in ("", "-v1", "-v2"))
         saved = _saved(t, "single", good, **way)
         torn.mkdir()
@@ -139,7 +134,7 @@ def _last(root: Path) -> None:
         link.symlink_to("step=2.ckpt")
         loaded, _ = _from_last(t, folder, way)
         assert _differ(saved, loaded) is (way is STOCK), "Lightning trains from scratch"
-    (folder / "step=3.ckpt").rename(root / "moved")
+    (folder / "step=3.ckpt").rename(tmp_path / "moved")
     with pytest.raises(CheckpointNotFound, match=r"last-v2.ckpt: it is a link to .*step=2.ckpt, which is not there"):
         _from_last(t, folder, OURS)
     link.unlink()
@@ -153,35 +148,29 @@ def _from_last(t: Any, folder: Path, way: dict[str, Any]) -> tuple[dict[str, Any
     return state, [str(warning.message) for warning in caught]
 
 
+@on_ranks(1)
 def test_trap_4_what_a_save_needs_beside_the_checkpoint_does_not_count_as_one(tmp_path: Path) -> None:
-    launch.run(_numbers_on_a_cluster, 1, tmp_path)
-
-
-def _numbers_on_a_cluster(root: Path) -> None:
     from dcp_plugin import events
     from tests.lightning import training as t
 
     def next_name(trainer: Any) -> str:
-        return os.path.basename(trainer._checkpoint_connector.hpc_save_path(root))
+        return os.path.basename(trainer._checkpoint_connector.hpc_save_path(tmp_path))
 
-    trainer = t.trainer_for("single", plugin=True, max_steps=3, default_root_dir=root)
+    trainer = t.trainer_for("single", plugin=True, max_steps=3, default_root_dir=tmp_path)
     trainer.fit(t.Model(), t.plain_loader("single"))
     seen = []
     events.subscribe(lambda event: seen.append(next_name(trainer)) if isinstance(event, events.BytesWritten) else None)
     for _ in range(2):
-        trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(root))
+        trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(tmp_path))
     assert set(seen) == {"hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"}
     assert next_name(trainer) == "hpc_ckpt_3.ckpt"
-    assert_same(t.whole_state(trainer), _resumed(t, "single", "hpc", default_root_dir=root, **OURS))
-    (root / "hpc_ckpt_2.ckpt.tmp_7").mkdir()
+    assert_same(t.whole_state(trainer), _resumed(t, "single", "hpc", default_root_dir=tmp_path, **OURS))
+    (tmp_path / "hpc_ckpt_2.ckpt.tmp_7").mkdir()
     assert next_name(trainer) == "hpc_ckpt_28.ckpt", "what a temporary directory beside it would do"
 
 
+@on_ranks(2)
 def test_trap_8_strict_loading_is_honoured_when_the_model_is_sharded(tmp_path: Path) -> None:
-    launch.run(_new_parameter, 2, tmp_path)
-
-
-def _new_parameter(root: Path) -> None:
     from tests.lightning import training as t
 
     class Adapted(t.Model):
@@ -191,19 +180,16 @@ def _new_parameter(root: Path) -> None:
             super().__init__("fsdp2", seed=5)
             self.net.head.adapter = torch.nn.Linear(1, 1)
 
-    saved = _saved(t, "fsdp2", root / "stock", **STOCK)
+    saved = _saved(t, "fsdp2", tmp_path / "stock", **STOCK)
     with pytest.raises(BaseException, match="adapter"):  # torch's own derives from that
-        _resumed(t, "fsdp2", root / "stock", Adapted(), **STOCK)
-    saved = _saved(t, "fsdp2", root / "ours", **OURS)
-    loaded = _resumed(t, "fsdp2", root / "ours", Adapted(), **OURS)
+        _resumed(t, "fsdp2", tmp_path / "stock", Adapted(), **STOCK)
+    saved = _saved(t, "fsdp2", tmp_path / "ours", **OURS)
+    loaded = _resumed(t, "fsdp2", tmp_path / "ours", Adapted(), **OURS)
     assert not _differ(saved, loaded)
 
 
+@on_ranks(2)
 def test_trap_9_a_validation_does_not_ask_for_optimizers(tmp_path: Path) -> None:
-    launch.run(_validate_weights, 2, tmp_path)
-
-
-def _validate_weights(root: Path) -> None:
     from tests.lightning import training as t
 
     class Validated(t.Model):
@@ -217,7 +203,7 @@ def _validate_weights(root: Path) -> None:
 
     batches = t.DataLoader(t.data(12), batch_size=2)
     for name, way in (("stock", STOCK), ("ours", OURS)):
-        best = t.ModelCheckpoint(root / name, save_weights_only=True)
+        best = t.ModelCheckpoint(tmp_path / name, save_weights_only=True)
         trainer = t.trainer_for("fsdp2", [best], max_epochs=2, max_steps=-1, **way)
         trainer.fit(Validated("fsdp2"), t.plain_loader("fsdp2"), batches)
         if way is STOCK:
@@ -346,11 +332,8 @@ def _one_rank_fails(root: Path, layout: str, way: dict[str, Any]) -> None:
     trainer.fit(Failing(layout), t.plain_loader(layout, 6))
 
 
+@on_ranks(2)
 def test_when_all_ranks_fail_what_they_have_is_saved(tmp_path: Path) -> None:
-    launch.run(_all_ranks_fail, 2, tmp_path)
-
-
-def _all_ranks_fail(root: Path) -> None:
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     import dcp_plugin as dcp
@@ -362,13 +345,13 @@ def _all_ranks_fail(root: Path) -> None:
                 raise ArithmeticError("of all ranks")
 
     for layout, background in (("ddp", False), ("fsdp1", True), ("fsdp2", True)):
-        callbacks = [t.ModelCheckpoint(root / layout, save_on_exception=True, save_last="link")]
-        callbacks += [OnExceptionCheckpoint(root / layout)]
+        callbacks = [t.ModelCheckpoint(tmp_path / layout, save_on_exception=True, save_last="link")]
+        callbacks += [OnExceptionCheckpoint(tmp_path / layout)]
         trainer = t.trainer_for(layout, callbacks, plugin=t.DCPCheckpointIO(async_save=background))
         with pytest.raises(ArithmeticError, match="of all ranks"):
             trainer.fit(Failing(layout), t.plain_loader(layout, 6))
         for name in ("epoch=0-step=2.ckpt", "last.ckpt", "on_exception.ckpt"):
-            assert dcp.inspect(root / layout / name).step == 2
+            assert dcp.inspect(tmp_path / layout / name).step == 2
 
 
 def test_exceptions_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
@@ -395,24 +378,24 @@ def _ranks_fail_apart(root: Path) -> None:
             trainer.fit(Failing(layout), t.plain_loader(layout, 6))
 
 
+@on_ranks(2)
 def test_a_first_load_that_fails_is_no_exception_to_save(tmp_path: Path) -> None:
     """Nothing is trained yet, so nobody misses a checkpoint of it."""
-    launch.run(_first_load_fails, 2, tmp_path)
-
-
-def _first_load_fails(root: Path) -> None:
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     import dcp_plugin as dcp
     from tests.lightning import training as t
 
     for layout in ("ddp", "fsdp2"):
-        callbacks = [t.ModelCheckpoint(root / layout, save_on_exception=True), OnExceptionCheckpoint(root / layout)]
+        callbacks = [
+            t.ModelCheckpoint(tmp_path / layout, save_on_exception=True),
+            OnExceptionCheckpoint(tmp_path / layout),
+        ]
         trainer = t.trainer_for(layout, callbacks)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with pytest.raises(dcp.CheckpointNotFound):
-                trainer.fit(t.Model(layout), t.plain_loader(layout), ckpt_path=str(root / "nothing"))
+                trainer.fit(t.Model(layout), t.plain_loader(layout), ckpt_path=str(tmp_path / "nothing"))
         assert not [str(one.message) for one in caught if "of its exception" in str(one.message)]
 
 
@@ -442,11 +425,8 @@ def _fails_alone(root: Path) -> str:
     return ""
 
 
+@on_ranks(2)
 def test_trap_14_loggers_are_told_of_a_checkpoint_when_it_is_there(tmp_path: Path) -> None:
-    launch.run(_told, 2, tmp_path)
-
-
-def _told(root: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -470,9 +450,9 @@ def _told(root: Path) -> None:
     for plugin in (None, t.DCPCheckpointIO(async_save=True)):
         told = threading.Event()
         there: list[bool] = []
-        saving = t.ModelCheckpoint(root / str(plugin is None), every_n_train_steps=6 if plugin is None else 3)
+        saving = t.ModelCheckpoint(tmp_path / str(plugin is None), every_n_train_steps=6 if plugin is None else 3)
         stock = {"plugins": [AsyncCheckpointIO(SlowIO())]} if plugin is None else {}
-        trainer = t.trainer_for("ddp", [saving], stock=plugin is None, plugin=plugin, logger=Told(root), **stock)
+        trainer = t.trainer_for("ddp", [saving], stock=plugin is None, plugin=plugin, logger=Told(tmp_path), **stock)
         trainer.fit(t.Model("ddp"), t.plain_loader("ddp"))
         if dist.get_rank() == 0:
             assert there == ([False] if plugin is None else [True, True]), (plugin, there)
@@ -480,11 +460,8 @@ def _told(root: Path) -> None:
             assert there == []
 
 
+@on_ranks(1)
 def test_trap_15_in_the_background_old_checkpoints_are_deleted_and_failures_are_told(tmp_path: Path) -> None:
-    launch.run(_in_the_background, 1, tmp_path)
-
-
-def _in_the_background(root: Path) -> None:
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
     from dcp_plugin import SaveFailed, events
@@ -498,9 +475,9 @@ def _in_the_background(root: Path) -> None:
     events.subscribe(lambda event: time.sleep(0.1) if isinstance(event, events.SaveStarted) else None)
 
     def train(name: str, **options: Any) -> list[str]:
-        saving = t.ModelCheckpoint(root / name, "{step}", every_n_train_steps=1)
+        saving = t.ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=1)
         t.trainer_for("single", [saving], max_steps=4, **options).fit(t.Model(), t.plain_loader("single", 6))
-        return sorted(path.name for path in (root / name).iterdir())
+        return sorted(path.name for path in (tmp_path / name).iterdir())
 
     assert len(train("stock", stock=True, plugins=[AsyncCheckpointIO(SlowIO())])) > 1
     assert train("ours", plugin=t.DCPCheckpointIO(async_save=True)) == ["step=4.ckpt"]
@@ -512,4 +489,4 @@ def _in_the_background(root: Path) -> None:
     events.subscribe(full)
     with pytest.raises(SaveFailed, match="disk full"):
         train("failed", plugin=t.DCPCheckpointIO(async_save=True))
-    assert (root / "failed" / "step=2.ckpt").exists(), "the one that would have been replaced"
+    assert (tmp_path / "failed" / "step=2.ckpt").exists(), "the one that would have been replaced"

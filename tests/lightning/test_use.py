@@ -19,6 +19,7 @@ import dcp_plugin as dcp
 from dcp_plugin import events
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 YAML = """
 trainer:
@@ -41,19 +42,16 @@ trainer:
 """
 
 
+@on_ranks(1)
 def test_lightning_cli_takes_the_plugin_from_yaml_and_checks_its_fields(tmp_path: Path) -> None:
-    launch.run(_cli, 1, tmp_path)
-
-
-def _cli(root: Path) -> None:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     from dcp_plugin.lightning import DCPCallback
 
     def run(asynchronous: object) -> Any:
-        (root / "given.yaml").write_text(YAML.format(root=root, asynchronous=asynchronous))
-        arguments = ["fit", "--config", str(root / "given.yaml")]
+        (tmp_path / "given.yaml").write_text(YAML.format(root=tmp_path, asynchronous=asynchronous))
+        arguments = ["fit", "--config", str(tmp_path / "given.yaml")]
         return LightningCLI(BoringModel, args=arguments).trainer
 
     trainer = run("true")
@@ -134,12 +132,9 @@ def _cost(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     return [text for text in said if text.startswith("Saved")], rows
 
 
+@on_ranks(1)
 def test_what_loggers_hear_of_saves_is_in_the_order_of_their_steps(tmp_path: Path) -> None:
     """With two optimizers, too, whose steps ``global_step`` counts both; and with saves in the background."""
-    launch.run(_order_of_steps, 1, tmp_path)
-
-
-def _order_of_steps(root: Path) -> None:
     import csv
 
     from lightning.pytorch.loggers import CSVLogger
@@ -160,10 +155,10 @@ def _order_of_steps(root: Path) -> None:
             return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net.body, self.net.head)]
 
     for in_background in (False, True):
-        saving = t.ModelCheckpoint(root / str(in_background), save_top_k=-1)
+        saving = t.ModelCheckpoint(tmp_path / str(in_background), save_top_k=-1)
         trainer = t.trainer_for(
             "single", [saving], plugin=t.DCPCheckpointIO(async_save=in_background), max_epochs=3, max_steps=-1,
-            logger=(csv_logger := CSVLogger(root)), log_every_n_steps=1,
+            logger=(csv_logger := CSVLogger(tmp_path)), log_every_n_steps=1,
         )  # fmt: skip
         trainer.fit(Manual(), t.plain_loader("single"))
         with open(f"{csv_logger.log_dir}/metrics.csv") as file:
@@ -174,11 +169,8 @@ def _order_of_steps(root: Path) -> None:
         assert steps[-1] == 9
 
 
+@on_ranks(1)
 def test_a_training_without_an_optimizer_resumes_and_one_that_rank_0_saved_alone(tmp_path: Path) -> None:
-    launch.run(_states_of_lightning, 1, tmp_path)
-
-
-def _states_of_lightning(root: Path) -> None:
     """Neither has the state of an optimizer by the names of parameters."""
     from tests.compare import assert_same
     from tests.lightning import training as t
@@ -194,27 +186,24 @@ def _states_of_lightning(root: Path) -> None:
 
     first = t.trainer_for("single", plugin=True, max_epochs=1, max_steps=-1)
     first.fit(Without(), t.plain_loader("single"))
-    first.save_checkpoint(root / "without")
+    first.save_checkpoint(tmp_path / "without")
     trainer = t.trainer_for("single", plugin=True, max_epochs=3, max_steps=-1)
-    trainer.fit(model := Without(seed=5), t.plain_loader("single"), ckpt_path=root / "without")
+    trainer.fit(model := Without(seed=5), t.plain_loader("single"), ckpt_path=tmp_path / "without")
     assert model.seen == 9
 
     first = t.trainer_for("single", stock=True, max_steps=3)
     first.fit(t.Model(), t.plain_loader("single"))
     first.strategy.checkpoint_io = t.DCPCheckpointIO()  # nobody promotes the strategy any more
-    first.save_checkpoint(root / "alone")
+    first.save_checkpoint(tmp_path / "alone")
     look = t.AtTrainStart()
     t.trainer_for("single", [look], plugin=True).fit(
-        t.Model(seed=5), t.plain_loader("single"), ckpt_path=root / "alone"
+        t.Model(seed=5), t.plain_loader("single"), ckpt_path=tmp_path / "alone"
     )
     assert_same(t.whole_state(first), look.state)
 
 
+@on_ranks(1)
 def test_a_name_that_is_being_written_is_taken(tmp_path: Path) -> None:
-    launch.run(_names_in_flight, 1, tmp_path)
-
-
-def _names_in_flight(root: Path) -> None:
     from dcp_plugin import events
     from tests.lightning import training as t
 
@@ -226,18 +215,15 @@ def _names_in_flight(root: Path) -> None:
             self.log("loss", loss)
             return loss
 
-    saving = t.ModelCheckpoint(root, "same", monitor="loss", save_top_k=-1, every_n_train_steps=1)
+    saving = t.ModelCheckpoint(tmp_path, "same", monitor="loss", save_top_k=-1, every_n_train_steps=1)
     trainer = t.trainer_for("single", [saving], plugin=t.DCPCheckpointIO(async_save=True), max_steps=3)
     trainer.fit(Logging(), t.plain_loader("single"))
-    steps = {name: dcp.inspect(root / f"{name}.ckpt").step for name in ("same", "same-v1", "same-v2")}
+    steps = {name: dcp.inspect(tmp_path / f"{name}.ckpt").step for name in ("same", "same-v1", "same-v2")}
     assert steps == {"same": 1, "same-v1": 2, "same-v2": 3}
 
 
+@on_ranks(2)
 def test_one_plugin_serves_many_fits_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    launch.run(_many_fits, 2, tmp_path)
-
-
-def _many_fits(root: Path) -> None:
     """Whichever way a run ends: no thread, no group of ranks, and the next one works."""
     from torch.distributed import distributed_c10d
 
@@ -267,7 +253,7 @@ def _many_fits(root: Path) -> None:
 
     groups = len(distributed_c10d._world.pg_map)
     for layout in ("ddp", "fsdp2"):
-        io, made = t.DCPCheckpointIO(async_save=True), root / layout
+        io, made = t.DCPCheckpointIO(async_save=True), tmp_path / layout
         groups += layout == "fsdp2"  # of its mesh
         for number, where in enumerate(("setup", "batch", "validation", "end", "teardown", "")):
             saving = t.ModelCheckpoint(made, f"{number}-{{step}}", every_n_train_steps=1, save_top_k=-1)
@@ -287,11 +273,8 @@ def _many_fits(root: Path) -> None:
         assert io.load_checkpoint(made / "by-hand.ckpt")["global_step"] == 2
 
 
+@on_ranks(2)
 def test_what_was_saved_by_hand_in_the_background_can_be_loaded_at_once(tmp_path: Path) -> None:
-    launch.run(_save_and_load, 2, tmp_path)
-
-
-def _save_and_load(root: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
     from dcp_plugin import events
@@ -302,11 +285,11 @@ def _save_and_load(root: Path) -> None:
     class SaveAndLoad(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             before = t.whole_state(trainer)
-            trainer.save_checkpoint(root / pl_module.layout)
-            checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(root / pl_module.layout)
+            trainer.save_checkpoint(tmp_path / pl_module.layout)
+            checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / pl_module.layout)
             assert_same({f"model.{key}": value for key, value in checkpoint["state_dict"].items()},
                         {key: value for key, value in before.items() if key.startswith("model.")})  # fmt: skip
-            trainer.strategy.load_checkpoint(root / pl_module.layout)
+            trainer.strategy.load_checkpoint(tmp_path / pl_module.layout)
             assert_same(before, t.whole_state(trainer))
 
     for layout in ("ddp", "fsdp2"):
@@ -314,11 +297,8 @@ def _save_and_load(root: Path) -> None:
         t.trainer_for(layout, [SaveAndLoad()], plugin=io, max_steps=2).fit(t.Model(layout), t.plain_loader(layout))
 
 
+@on_ranks(1)
 def test_the_tuner_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    launch.run(_tune, 1, tmp_path)
-
-
-def _tune(root: Path) -> None:
     """It saves a checkpoint, trains, and restores it in the middle of a run."""
     from lightning.pytorch.tuner import Tuner
 
@@ -334,13 +314,13 @@ def _tune(root: Path) -> None:
     for way in ({"stock": True}, {"plugin": True}):
         model = Tuned()
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        options: dict[str, Any] = {"max_steps": 4, "default_root_dir": root, **way}
+        options: dict[str, Any] = {"max_steps": 4, "default_root_dir": tmp_path, **way}
         Tuner(t.trainer_for("single", **options)).lr_find(model, num_training=5, update_attr=False)
         assert_same(before, model.state_dict())
         trainer = t.trainer_for("single", **options)
         Tuner(trainer).scale_batch_size(model, max_trials=2)
         trainer.fit(model)
-        assert list(root.iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
         trained.append((model.batch_size, trainer.global_step, model.losses[-4:]))
     assert trained[0] == trained[1]
 

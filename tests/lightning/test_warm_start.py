@@ -17,6 +17,7 @@ import torch
 
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
 
 LAYOUTS_OF = {size: [name for name in WORLD_SIZE if WORLD_SIZE[name] == size] for size in (1, 2, 4)}
@@ -164,11 +165,8 @@ def _meta(root: Path) -> None:
 
 
 @pytest.mark.parametrize("layouts", [["single"], ["ddp", "fsdp1", "fsdp2"]], ids="+".join)
+@on_ranks(of=lambda layouts: WORLD_SIZE[layouts[0]])
 def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: list[str]) -> None:
-    launch.run(_freeze_and_unfreeze, WORLD_SIZE[layouts[0]], tmp_path, layouts)
-
-
-def _freeze_and_unfreeze(root: Path, layouts: list[str]) -> None:
     import dcp_plugin as dcp
     from tests.lightning import fine_tuning as ft
     from tests.lightning import training as t
@@ -184,7 +182,7 @@ def _freeze_and_unfreeze(root: Path, layouts: list[str]) -> None:
 
     for layout in layouts:
         for before in (True, False):
-            path = root / f"{layout}-{before}"
+            path = tmp_path / f"{layout}-{before}"
             first, _, said = fit(layout, ft.FineTune(layout, frozen=before), 3)
             assert said == []
             first.save_checkpoint(path)

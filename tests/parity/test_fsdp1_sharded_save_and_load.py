@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 
 
@@ -54,9 +54,11 @@ def _all(root: Path, layouts: list[str]) -> None:
         _optimizer_alone(root, layout)
 
 
+@on_ranks(2)
 def test_on_a_flat_mesh(tmp_path: Path) -> None:
-    launch.run(_all, 2, tmp_path, ["fsdp1", "fsdp1_flat"])
+    _all(tmp_path, ["fsdp1", "fsdp1_flat"])
 
 
+@on_ranks(4)
 def test_on_a_2x2_mesh(tmp_path: Path) -> None:
-    launch.run(_all, 4, tmp_path, ["fsdp1_hsdp"])
+    _all(tmp_path, ["fsdp1_hsdp"])

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import dcp_plugin as dcp
-from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 
 
 def _model(rows: int, mesh_shape: tuple[int, ...], seed: int) -> nn.Module:
@@ -34,15 +34,12 @@ def _replicated(model: nn.Module) -> dict[str, torch.Tensor]:
 MESHES = [((2, 2), (2, 2)), ((2, 2), (4,)), ((4,), (2, 2))]
 
 
-def _convert(root: Path, rows: int) -> None:
+@pytest.mark.parametrize("rows", [8, 7, 1], ids=["even", "uneven", "fewer rows than shards"])
+@on_ranks(4)
+def test_hsdp_to_hsdp_to_fsdp_and_back(tmp_path: Path, rows: int) -> None:
     for number, (source, target) in enumerate(MESHES):
         model = _model(rows, source, seed=0)
-        dcp.save({"model": model}, root / str(number))
+        dcp.save({"model": model}, tmp_path / str(number))
         other = _model(rows, target, seed=1)
-        dcp.load({"model": other}, root / str(number))
+        dcp.load({"model": other}, tmp_path / str(number))
         assert_same(_replicated(other), _replicated(model))
-
-
-@pytest.mark.parametrize("rows", [8, 7, 1], ids=["even", "uneven", "fewer rows than shards"])
-def test_hsdp_to_hsdp_to_fsdp_and_back(tmp_path: Path, rows: int) -> None:
-    launch.run(_convert, 4, tmp_path, rows)

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import dcp_plugin as dcp
 from dcp_plugin.state import flatten_optimizer, gather_optimizer
-from tests import launch
 from tests.compare import assert_same, full_state
+from tests.launch import on_ranks
 from tests.layouts import Net, train
 
 
@@ -48,14 +48,15 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return full_state(flatten_optimizer(gather_optimizer(model, optimizer)))
 
 
-def _compare(root: Path) -> None:
+@on_ranks(2)
+def test_names_groups_and_values_agree_and_reload_into_either_kind(tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
     trained = {}
     for kind in KINDS:
         model, optimizer = _make(kind, 0)
         train(model, optimizer, 3)
         trained[kind] = _state(model, optimizer)
-        dcp.save({"model": model, "optim": optimizer}, root / kind)
+        dcp.save({"model": model, "optim": optimizer}, tmp_path / kind)
         nested = gather_optimizer(model, optimizer)
         assert [group["weight_decay"] for group in nested["param_groups"]] == [0.1, 0.0]
     reference = trained["fsdp1"]
@@ -69,9 +70,5 @@ def _compare(root: Path) -> None:
     for kind in KINDS:
         for source in KINDS:
             model, optimizer = _make(kind, 1)
-            dcp.load({"model": model, "optim": optimizer}, root / source)
+            dcp.load({"model": model, "optim": optimizer}, tmp_path / source)
             assert_same(_state(model, optimizer), trained[source])
-
-
-def test_names_groups_and_values_agree_and_reload_into_either_kind(tmp_path: Path) -> None:
-    launch.run(_compare, 2, tmp_path)

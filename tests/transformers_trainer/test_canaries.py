@@ -7,17 +7,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests import launch
+from tests.launch import on_ranks
 
 
-@pytest.mark.parametrize("name", ["names", "moments", "scratch_folder", "adapters"])
-def test_transformers_is_as_the_door_expects(tmp_path: Path, name: str) -> None:
-    launch.run(globals()[f"_{name}"], 1, tmp_path)
-
-
-def _names(root: Path) -> None:
+@on_ranks(1)
+def test_names_that_the_mixin_uses() -> None:
     from transformers import Trainer
 
     from dcp_plugin.accelerate import DCPTrainerMixin
@@ -33,7 +27,8 @@ def _names(root: Path) -> None:
     assert taken_over == set(OVERRIDDEN), "OVERRIDDEN lists what the mixin overrides"
 
 
-def _moments(root: Path) -> None:
+@on_ranks(1)
+def test_the_order_in_which_a_training_saves_and_resumes(tmp_path: Path) -> None:
     """The order in which a training saves, and resumes."""
     from tests.transformers_trainer import training as t
 
@@ -57,14 +52,14 @@ def _moments(root: Path) -> None:
         "get_batch_samples", "training_step", "_finalize_training",
     ):  # fmt: skip
         watch(name)
-    t.trainer(root, kind=Watched, max_steps=1, save_steps=1).train()
+    t.trainer(tmp_path, kind=Watched, max_steps=1, save_steps=1).train()
     save = order[order.index("_save_checkpoint") :]
     assert save == [
         "_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
         "_finalize_training",
     ], "a checkpoint is saved in other steps: _save_checkpoint of the mixin is built on these"  # fmt: skip
     order.clear()
-    t.trainer(root, kind=Watched, max_steps=2, save_strategy="no").train(resume_from_checkpoint=True)
+    t.trainer(tmp_path, kind=Watched, max_steps=2, save_strategy="no").train(resume_from_checkpoint=True)
     resume = order[: order.index("training_step") + 1]
     assert resume == [
         "_load_from_checkpoint", "_prepare_for_training", "_load_optimizer_and_scheduler", "get_batch_samples",
@@ -72,20 +67,22 @@ def _moments(root: Path) -> None:
     ], "a training resumes in other steps: random streams must be set after the batches that are skipped"  # fmt: skip
 
 
-def _scratch_folder(root: Path) -> None:
+@on_ranks(1)
+def test_all_that_the_trainer_writes_goes_where_get_output_dir_says(tmp_path: Path) -> None:
     """All that the Trainer writes goes where _get_output_dir says, and it pushes and rotates only there."""
     from tests.transformers_trainer import training as t
 
     class Elsewhere(t.OnCPU):  # type: ignore[misc, name-defined]
         def _get_output_dir(self, trial: Any) -> str:
-            return str(root / "elsewhere")
+            return str(tmp_path / "elsewhere")
 
-    t.trainer(root / "out", kind=Elsewhere, save_total_limit=1).train()
-    assert [path.name for path in root.joinpath("elsewhere").iterdir()] == ["checkpoint-6"]
-    assert not list(root.joinpath("out").iterdir()), "the Trainer writes to args.output_dir, too"
+    t.trainer(tmp_path / "out", kind=Elsewhere, save_total_limit=1).train()
+    assert [path.name for path in tmp_path.joinpath("elsewhere").iterdir()] == ["checkpoint-6"]
+    assert not list(tmp_path.joinpath("out").iterdir()), "the Trainer writes to args.output_dir, too"
 
 
-def _adapters(root: Path) -> None:
+@on_ranks(1)
+def test_peft_hands_out_the_tensors_that_it_is_given() -> None:
     """PEFT hands out the very tensors that it is given, so that adapters are known by identity."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 

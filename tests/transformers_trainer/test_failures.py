@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dcp_plugin as dcp
-from tests import launch
+from tests.launch import on_ranks
 
 
 def _disk_full_on_rank_1(step: int) -> None:
@@ -23,16 +23,17 @@ def _disk_full_on_rank_1(step: int) -> None:
     events.subscribe(fail)
 
 
-def _background(root: Path) -> None:
+@on_ranks(2)
+def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
     config = dcp.CheckpointConfig(async_save=True, timeout=20)
     _disk_full_on_rank_1(step=6)
-    trainer = t.trainer(root / "last", "ddp", config=config)
+    trainer = t.trainer(tmp_path / "last", "ddp", config=config)
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*disk full"):
         trainer.train()
     trainer._dcp_finish()  # raised once
-    names = sorted(path.name for path in (root / "last").iterdir())
+    names = sorted(path.name for path in (tmp_path / "last").iterdir())
     assert names == ["checkpoint-3"], names
 
     class Breaks(t.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -40,23 +41,20 @@ def _background(root: Path) -> None:
             if state.global_step == 5:
                 raise ArithmeticError("the loss is NaN")
 
-    trainer = t.trainer(root / "whole", "ddp", config=config, callbacks=[Breaks()])
+    trainer = t.trainer(tmp_path / "whole", "ddp", config=config, callbacks=[Breaks()])
     with pytest.raises(ArithmeticError, match="NaN"):
         trainer.train()
-    assert dcp.verify(root / "whole" / "checkpoint-3").ok
+    assert dcp.verify(tmp_path / "whole" / "checkpoint-3").ok
 
     _disk_full_on_rank_1(step=3)
-    trainer = t.trainer(root / "both", "ddp", config=config, callbacks=[Breaks()])
+    trainer = t.trainer(tmp_path / "both", "ddp", config=config, callbacks=[Breaks()])
     with pytest.raises(ArithmeticError, match="NaN") as raised:
         trainer.train()
     assert "disk full" in raised.value.__notes__[0]
 
 
-def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path: Path) -> None:
-    launch.run(_background, 2, tmp_path)
-
-
-def _on_one_rank(root: Path) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     """Something fails on one rank before the Trainer waits for all ranks, as it does when there is a best step."""
     from tests.transformers_trainer import training as t
 
@@ -71,7 +69,7 @@ def _on_one_rank(root: Path) -> None:
 
     options = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": t.Text(4)}
     with pytest.raises(dcp.CheckpointError, match=r"rank 0.*disk full"):
-        t.trainer(root, "ddp", kind=Full, **options).train()
+        t.trainer(tmp_path, "ddp", kind=Full, **options).train()
 
     class Unsaved(Full):
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
@@ -84,17 +82,14 @@ def _on_one_rank(root: Path) -> None:
             return scheduler
 
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*division by zero"):
-        t.trainer(root, "ddp", kind=Unsaved, **options).train()
-    assert not [path for path in root.iterdir() if path.name.startswith("checkpoint-")]
+        t.trainer(tmp_path, "ddp", kind=Unsaved, **options).train()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("checkpoint-")]
     with pytest.raises(dcp.CheckpointNotFound, match="no complete checkpoint"):
-        t.trainer(root, "ddp").train(resume_from_checkpoint=True)
+        t.trainer(tmp_path, "ddp").train(resume_from_checkpoint=True)
 
 
-def test_what_cannot_be_saved_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
-    launch.run(_on_one_rank, 2, tmp_path)
-
-
-def _weights_written_between_steps(root: Path) -> None:
+@on_ranks(1)
+def test_a_lazy_checkpoint_is_the_state_at_its_call_whatever_callbacks_write(tmp_path: Path) -> None:
     import torch
 
     from tests.compare import assert_same
@@ -111,15 +106,11 @@ def _weights_written_between_steps(root: Path) -> None:
     found: list[dict[str, torch.Tensor]] = []
     for name, config in {"blocking": {}, "lazy": {"async_save": True, "staging": "lazy"}}.items():
         with slow_copies(at_random(0.002)):
-            made = t.trainer(root / name, config=dcp.CheckpointConfig(**config), callbacks=[Swaps()])
+            made = t.trainer(tmp_path / name, config=dcp.CheckpointConfig(**config), callbacks=[Swaps()])
             made.train()
         for step in (3, 6):
             model = t.model(seed=1)
-            dcp.Checkpointer(solo=True).load({"model": model}, root / name / f"checkpoint-{step}")
+            dcp.Checkpointer(solo=True).load({"model": model}, tmp_path / name / f"checkpoint-{step}")
             found.append(model.state_dict())
     assert_same(found[0], found[2])
     assert_same(found[1], found[3])
-
-
-def test_a_lazy_checkpoint_is_the_state_at_its_call_whatever_callbacks_write(tmp_path: Path) -> None:
-    launch.run(_weights_written_between_steps, 1, tmp_path)

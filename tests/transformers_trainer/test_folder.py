@@ -14,6 +14,7 @@ import pytest
 
 import dcp_plugin as dcp
 from tests import launch
+from tests.launch import on_ranks
 
 
 def _kind(name: str) -> Any:
@@ -139,23 +140,20 @@ def test_torn_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", [True, "checkpoint-1"])
+@on_ranks(1)
 def test_nothing_to_resume_from_is_caught_as_with_stock(tmp_path: Path, resume: str | bool) -> None:
     """For a training that starts anew then. Ours is said as stock says it, and more."""
-    launch.run(_nothing_to_resume_from, 1, tmp_path, resume)
-
-
-def _nothing_to_resume_from(root: Path, resume: str | bool) -> None:
     from tests.transformers_trainer import training as t
 
-    named = resume if resume is True else str(root / resume)
+    named = resume if resume is True else str(tmp_path / resume)
     with pytest.raises(ValueError, match="valid checkpoint") as stock:
-        t.trainer(root, kind=t.OnCPU).train(resume_from_checkpoint=named)
+        t.trainer(tmp_path, kind=t.OnCPU).train(resume_from_checkpoint=named)
     with pytest.raises(ValueError, match=re.escape(str(stock.value))):
-        t.trainer(root).train(resume_from_checkpoint=named)
+        t.trainer(tmp_path).train(resume_from_checkpoint=named)
     if resume is not True:
         Path(named).mkdir()
         with pytest.raises(ValueError, match=re.escape(str(stock.value))):
-            t.trainer(root).train(resume_from_checkpoint=named)
+            t.trainer(tmp_path).train(resume_from_checkpoint=named)
 
 
 def _resume_from(path: Path) -> None:
@@ -230,35 +228,29 @@ def _train_with_best(root: Path, kind: str, options: dict[str, Any]) -> list[str
     return kept + ([f"best: {found and Path(found).name}"] if best else [])
 
 
-def _on_sigterm(root: Path) -> None:
+@on_ranks(1)
+def test_a_checkpoint_just_in_time_goes_into_its_prepared_folder(tmp_path: Path) -> None:
     """What ``enable_jit_checkpoint`` does: it makes the folder itself, marks it as incomplete, and saves."""
     from transformers.trainer_jit_checkpoint import CheckpointManager
 
     from tests.transformers_trainer import training as t
 
-    trainer = t.trainer(root, save_strategy="no")
+    trainer = t.trainer(tmp_path, save_strategy="no")
     trainer.train()
     CheckpointManager(trainer).execute_jit_checkpoint()
-    assert not (root / "checkpoint-6" / "checkpoint-is-incomplete.txt").exists()
-    assert t.begin(t.trainer(root, net=t.model(seed=9)), resume=True).step == 6
+    assert not (tmp_path / "checkpoint-6" / "checkpoint-is-incomplete.txt").exists()
+    assert t.begin(t.trainer(tmp_path, net=t.model(seed=9)), resume=True).step == 6
 
 
-def test_a_checkpoint_just_in_time_goes_into_its_prepared_folder(tmp_path: Path) -> None:
-    launch.run(_on_sigterm, 1, tmp_path)
-
-
+@on_ranks(1)
 def test_an_output_dir_that_is_a_url_is_refused_and_that_of_file_is_the_path(tmp_path: Path) -> None:
-    launch.run(_output_dirs, 1, tmp_path)
-
-
-def _output_dirs(root: Path) -> None:
     from tests.transformers_trainer import training as t
 
-    os.chdir(root)
+    os.chdir(tmp_path)
     with pytest.raises(ValueError, match="is a URL"):
         t.Ours(args=t.TrainingArguments("s3://bucket/run"))
-    assert not list(root.iterdir())
-    trainer = t.trainer(f"file://{root}/run", max_steps=1, save_steps=1)
+    assert not list(tmp_path.iterdir())
+    trainer = t.trainer(f"file://{tmp_path}/run", max_steps=1, save_steps=1)
     trainer.train()
-    trainer.train(resume_from_checkpoint=f"file://{root}/run/checkpoint-1")
-    assert [path.name for path in root.iterdir()] == ["run"]
+    trainer.train(resume_from_checkpoint=f"file://{tmp_path}/run/checkpoint-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -11,6 +11,7 @@ import pytest
 import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
+from tests.launch import on_ranks
 from tests.transformers_trainer import WORLD_SIZE
 
 
@@ -76,59 +77,50 @@ def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> 
     assert resumed[1].items() <= straight[1].items()
 
 
-def _weights_alone(root: Path) -> None:
+@on_ranks(1)
+def test_save_only_model_saves_and_resumes_only_the_model(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
-    trainer = t.trainer(root, save_only_model=True)
+    trainer = t.trainer(tmp_path, save_only_model=True)
     trainer.train()
-    path = root / "checkpoint-6"
+    path = tmp_path / "checkpoint-6"
     assert {tensor.key.partition(".")[0] for tensor in dcp.inspect(path).tensors} == {"model"}
     with pytest.warns(UserWarning, match="the model is loaded exactly, but .* no schedule.* no optimizer"):
-        seen = t.begin(t.trainer(root, net=t.model(seed=9)), resume=True)
+        seen = t.begin(t.trainer(tmp_path, net=t.model(seed=9)), resume=True)
     assert seen.step == 6
     model = {key: value for key, value in t.whole_state(trainer).items() if key.startswith("model.")}
     assert_same(model, {key: value for key, value in seen.state.items() if key.startswith("model.")})
 
 
-def test_save_only_model_saves_and_resumes_only_the_model(tmp_path: Path) -> None:
-    launch.run(_weights_alone, 1, tmp_path)
-
-
-def _stock(root: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_a_checkpoint_of_stock_resumes_as_with_stock(tmp_path: Path, layout: str) -> None:
     from tests.transformers_trainer import training as t
 
-    t.trainer(root, layout, kind=t.OnCPU, callbacks=[first := t.Watch()]).train()
-    assert dcp.latest(root) == root / "checkpoint-6"
+    t.trainer(tmp_path, layout, kind=t.OnCPU, callbacks=[first := t.Watch()]).train()
+    assert dcp.latest(tmp_path) == tmp_path / "checkpoint-6"
     results = []
     for kind in (t.OnCPU, t.Ours):
-        trainer = t.trainer(root, layout, kind=kind, net=t.model(seed=9), callbacks=[watch := t.Watch()])
-        trainer.train(resume_from_checkpoint=str(root / "checkpoint-3"))
+        trainer = t.trainer(tmp_path, layout, kind=kind, net=t.model(seed=9), callbacks=[watch := t.Watch()])
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         results.append((t.whole_state(trainer), watch.losses))
     assert_same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
     assert results[1][1].items() <= first.losses.items()
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp2"])
-def test_a_checkpoint_of_stock_resumes_as_with_stock(tmp_path: Path, layout: str) -> None:
-    launch.run(_stock, WORLD_SIZE[layout], tmp_path, layout)
-
-
-def _other_door(root: Path) -> None:
+@on_ranks(1)
+def test_a_checkpoint_of_another_door_gives_model_and_optimizer(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
-    trained = t.trainer(root / "unused", save_strategy="no")
+    trained = t.trainer(tmp_path / "unused", save_strategy="no")
     trained.train()
-    dcp.save({"model": trained.model, "optim": trained.optimizer.optimizer}, root / "elsewhere", step=6)
+    dcp.save({"model": trained.model, "optim": trained.optimizer.optimizer}, tmp_path / "elsewhere", step=6)
     with pytest.warns(UserWarning, match="model and optimizer are loaded exactly, but it has no trainer_state.json"):
-        seen = t.begin(t.trainer(root, net=t.model(seed=9)), root / "elsewhere")
+        seen = t.begin(t.trainer(tmp_path, net=t.model(seed=9)), tmp_path / "elsewhere")
     assert seen.step == 0
     expected = {key: value for key, value in t.whole_state(trained).items() if not key.startswith("schedule.")}
     assert_same(expected, {key: value for key, value in seen.state.items() if not key.startswith("schedule.")})
-
-
-def test_a_checkpoint_of_another_door_gives_model_and_optimizer(tmp_path: Path) -> None:
-    launch.run(_other_door, 1, tmp_path)
 
 
 def _loaded_by_core(path: Path) -> None:
@@ -141,7 +133,8 @@ def _loaded_by_core(path: Path) -> None:
     assert not report.missing and not report.unexpected
 
 
-def _seq2seq(root: Path) -> None:
+@on_ranks(1)
+def test_any_trainer_and_the_export_stays_stocks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from dcp_plugin.accelerate import DCPTrainerMixin
@@ -151,49 +144,40 @@ def _seq2seq(root: Path) -> None:
         checkpoint_config = dcp.CheckpointConfig(async_save=True)
 
     arguments = Seq2SeqTrainingArguments(
-        str(root), max_steps=2, save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True
+        str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True
     )
     trainer = Mine(t.model(), arguments, train_dataset=t.Text(16))
     trainer.train()
-    _loaded_by_core(root / "checkpoint-2")
-    trainer.save_model(str(root / "export"))
-    exported = AutoModelForCausalLM.from_pretrained(root / "export")
+    _loaded_by_core(tmp_path / "checkpoint-2")
+    trainer.save_model(str(tmp_path / "export"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert_same(exported.state_dict(), trainer.model.state_dict())
 
 
-def test_any_trainer_and_the_export_stays_stocks(tmp_path: Path) -> None:
-    launch.run(_seq2seq, 1, tmp_path)
-
-
-def _wrong_configuration(root: Path) -> None:
+@on_ranks(1)
+def test_keep_last_is_refused_since_it_does_not_know_the_best(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
     with pytest.raises(ValueError, match="use save_total_limit"):
-        t.trainer(root, config=dcp.CheckpointConfig(keep_last=2))
+        t.trainer(tmp_path, config=dcp.CheckpointConfig(keep_last=2))
 
 
-def test_keep_last_is_refused_since_it_does_not_know_the_best(tmp_path: Path) -> None:
-    launch.run(_wrong_configuration, 1, tmp_path)
-
-
-def _skip_nothing(root: Path) -> None:
+@on_ranks(1)
+def test_ignore_data_skip_means_what_it_means_with_stock(tmp_path: Path) -> None:
     """With ``ignore_data_skip`` the epoch starts again; the random numbers go on."""
     from tests.transformers_trainer import training as t
 
-    t.trainer(root, callbacks=[first := t.Watch()]).train()
-    second = t.trainer(root, callbacks=[watch := t.Watch()], ignore_data_skip=True, net=t.model(seed=9))
+    t.trainer(tmp_path, callbacks=[first := t.Watch()]).train()
+    second = t.trainer(tmp_path, callbacks=[watch := t.Watch()], ignore_data_skip=True, net=t.model(seed=9))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        second.train(resume_from_checkpoint=str(root / "checkpoint-3"))
+        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert sorted(watch.losses) == [4, 5, 6]
     assert watch.losses[4] != first.losses[4]
 
 
-def test_ignore_data_skip_means_what_it_means_with_stock(tmp_path: Path) -> None:
-    launch.run(_skip_nothing, 1, tmp_path)
-
-
-def _random_masks(root: Path) -> None:
+@on_ranks(1)
+def test_random_batches_in_the_middle_of_an_epoch_are_said_not_to_be_exact(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
     def masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -203,7 +187,7 @@ def _random_masks(root: Path) -> None:
     import torch
 
     for save_steps, exact in ((3, False), (4, True)):
-        folder = root / str(save_steps)
+        folder = tmp_path / str(save_steps)
         t.trainer(folder, save_steps=save_steps, data_collator=masked, callbacks=[first := t.Watch()]).train()
         resumed = t.trainer(folder, data_collator=masked, callbacks=[watch := t.Watch()], save_strategy="no")
         with warnings.catch_warnings(record=True) as said:
@@ -213,29 +197,19 @@ def _random_masks(root: Path) -> None:
         assert any("draws others than without" in str(one.message) for one in said) == (not exact)
 
 
-def test_random_batches_in_the_middle_of_an_epoch_are_said_not_to_be_exact(tmp_path: Path) -> None:
-    launch.run(_random_masks, 1, tmp_path)
-
-
-def _fsdp_asked_for(root: Path) -> None:
+@on_ranks(2)
+def test_fsdp_that_became_ddp_is_an_error(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
 
     with pytest.raises(dcp.CheckpointError, match=r"ask for FSDP, but Accelerate trains with .*MULTI_CPU"):
-        t.trainer(root, "ddp", fsdp=True)
+        t.trainer(tmp_path, "ddp", fsdp=True)
 
 
-def test_fsdp_that_became_ddp_is_an_error(tmp_path: Path) -> None:
-    launch.run(_fsdp_asked_for, 2, tmp_path)
-
-
-def _wrong_order(root: Path) -> None:
+@on_ranks(1)
+def test_a_mixin_behind_the_trainer_is_an_error(tmp_path: Path) -> None:
     from transformers import Trainer
 
     from dcp_plugin.accelerate import DCPTrainerMixin
 
     with pytest.raises(TypeError, match=r"put DCPTrainerMixin before the Trainer: class Mine\(DCPTrainerMixin"):
         type("Mine", (Trainer, DCPTrainerMixin), {})
-
-
-def test_a_mixin_behind_the_trainer_is_an_error(tmp_path: Path) -> None:
-    launch.run(_wrong_order, 1, tmp_path)

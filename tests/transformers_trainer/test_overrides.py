@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests.launch import on_ranks
 from tests.transformers_trainer import WORLD_SIZE
 
 
@@ -39,7 +39,9 @@ def _own_files(path: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in sorted(path.iterdir()) if file.name.startswith(("shapes", "mine"))}
 
 
-def _train(root: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_the_files_of_a_trainer_of_ones_own_are_those_that_stock_has(tmp_path: Path, layout: str) -> None:
     """Each way to override a method, on either side of the mixin."""
     import torch.distributed as dist
 
@@ -56,8 +58,8 @@ def _train(root: Path, layout: str) -> None:
     for case, both in kinds.items():
         saved = []
         for name, kind in zip(("stock", "ours"), both, strict=True):
-            t.trainer(root / case / name, layout, kind=kind, max_steps=1, save_steps=1).train()
-            saved.append(root / case / name / "checkpoint-1")
+            t.trainer(tmp_path / case / name, layout, kind=kind, max_steps=1, save_steps=1).train()
+            saved.append(tmp_path / case / name / "checkpoint-1")
         if dist.is_initialized():
             dist.barrier()
         stock, ours = saved
@@ -65,17 +67,13 @@ def _train(root: Path, layout: str) -> None:
         weights = [(path / "model.safetensors").exists() for path in saved]
         assert weights == ([layout != "fsdp2", False] if case == "nothing" else [weights[0]] * 2), case
         assert (ours / "config.json").exists(), case
-    called = {case: list(_own_files(root / case / "stock" / "checkpoint-1")) for case in kinds}
+    called = {case: list(_own_files(tmp_path / case / "stock" / "checkpoint-1")) for case in kinds}
     ranks = [f"mine-{rank}.txt" for rank in range(WORLD_SIZE[layout])]
     assert called["save_model"] == called["save_model behind"] == ranks
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_the_files_of_a_trainer_of_ones_own_are_those_that_stock_has(tmp_path: Path, layout: str) -> None:
-    launch.run(_train, WORLD_SIZE[layout], tmp_path, layout)
-
-
-def _rebound(root: Path) -> None:
+@on_ranks(1)
+def test_a_script_can_put_ours_in_the_place_of_the_trainer(tmp_path: Path) -> None:
     import transformers
 
     from dcp_plugin.accelerate import DCPTrainerMixin
@@ -89,11 +87,7 @@ def _rebound(root: Path) -> None:
     class OfTheScript(transformers.Trainer):  # type: ignore[misc, name-defined]
         layout = "single"
 
-    t.trainer(root, kind=OfTheScript, max_steps=1, save_steps=1).train()
-    assert (root / "checkpoint-1" / "dcp_plugin.json").exists()
+    t.trainer(tmp_path, kind=OfTheScript, max_steps=1, save_steps=1).train()
+    assert (tmp_path / "checkpoint-1" / "dcp_plugin.json").exists()
     with pytest.raises(TypeError, match="put DCPTrainerMixin before the Trainer"):
         type("Mine", (t.Trainer, DCPTrainerMixin), {})
-
-
-def test_a_script_can_put_ours_in_the_place_of_the_trainer(tmp_path: Path) -> None:
-    launch.run(_rebound, 1, tmp_path)
