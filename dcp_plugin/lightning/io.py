@@ -111,8 +111,11 @@ class DCPCheckpointIO:
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Raises:
-        ValueError: A value is out of range, or not for this door; or ``partial`` without ``init_from``.
+        ValueError: A value is out of range, or not for Lightning; or ``partial`` without ``init_from``.
         TypeError: There is no field of this name.
+
+    Example:
+        ``Trainer(plugins=[DCPCheckpointIO(async_save=True)]).fit(module, ckpt_path="last")``
     """
 
     @fields_in_signature
@@ -147,7 +150,7 @@ class DCPCheckpointIO:
         in_existence.add(self)
 
     def __repr__(self) -> str:
-        """What Lightning shows when it refuses this as a plugin: it does not know what was made before it was there."""
+        """What Lightning shows when it refuses this as a plugin, made before Lightning was imported."""
         return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
     def checkpointer(self, world_size: int) -> Checkpointer:
@@ -172,7 +175,7 @@ class DCPCheckpointIO:
             added: What lets stock Lightning resume from this checkpoint.
 
         Raises:
-            SaveFailed: This save failed, or the one before, which nobody has heard of yet.
+            SaveFailed: This save failed, or the one before, whose failure was not raised yet.
         """
         self.wait()
         files, aliases = (added.write_meta, added.aliases) if added else (None, None)
@@ -200,7 +203,7 @@ class DCPCheckpointIO:
             self.on_saved(report)
 
     def wait(self) -> None:
-        """Wait for the save in flight, and until what was to follow it is done: links, deletions.
+        """Wait for the save in flight and for what follows it: links, deletions.
 
         Raises:
             SaveFailed: It failed; raised once. Nothing follows it then.
@@ -227,14 +230,14 @@ class DCPCheckpointIO:
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
-        self._say_if_not_promoted()
+        self._warn_if_not_promoted()
         state = layout.to_state(beside_ours(checkpoint), self.config.allow_pickle)
         self._alone().save(state, path, kinds=layout.kinds_of(state))
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        """The full dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         weights_only = self.weights_only if weights_only is None else weights_only
         path = as_local(path)
         if self.post_commit.is_under_way(path):
@@ -249,7 +252,7 @@ class DCPCheckpointIO:
         ``ModelCheckpoint`` deletes the old checkpoint as soon as the save of the new one returns. With ``async_save``
         a crash would then leave neither.
         """
-        self._say_if_not_promoted()
+        self._warn_if_not_promoted()
         self.post_commit.with_files(lambda: catalog.remove(path))
 
     def teardown(self) -> None:
@@ -277,10 +280,10 @@ class DCPCheckpointIO:
         """A checkpointer that needs no closing: no process group, no background."""
         return Checkpointer(self.config, solo=True, async_save=False)
 
-    def _say_if_not_promoted(self) -> None:
+    def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return
-        self.serves_strategy = True  # said once
+        self.serves_strategy = True  # warn once
         warnings.warn(
             "DCPCheckpointIO is used by rank 0 alone: the strategy has not been promoted, so each checkpoint goes "
             "through rank 0's memory, and the random state of the ranks is not saved. The callback that promotes it "
