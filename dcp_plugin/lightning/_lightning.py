@@ -69,7 +69,7 @@ def train_dataloaders(trainer: Trainer) -> list[Any]:
 
 
 def set_epoch(trainer: Any, dataloader: Any) -> None:
-    """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it afterwards, too late for
+    """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it later, too late for
     ``StatefulDataLoader``, which asks the sampler for its order at once: it would repeat the order of epoch 0."""
     epoch = trainer.fit_loop.epoch_progress.current.processed
     package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch)
@@ -97,7 +97,7 @@ class Moment:
     """Not between epochs: after the last batch of one, up to the end of the validation that follows it. Lightning
     continues there by itself: it runs a validation again that was cut short, and calls the hooks of the epoch's end."""
     before_validation: bool
-    """Between epochs, but what belongs to the old one after its last batch was still to come: a validation."""
+    """Between epochs, but what belongs to the old one after its last batch had not happened yet: a validation."""
     before_plateau_schedules: bool
     """Between epochs, in the hooks of the epoch's end. Schedules on a metric are stepped after them."""
 

@@ -5,7 +5,7 @@ rely on that: what they restore may decide which groups an optimizer gets. So th
 when the optimizers are complete.
 
 Whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks get the live
-tensors, and what they replaced or removed is applied afterwards, which is nothing for almost all. Only if the
+tensors, and what they replaced or removed is applied after them, which is nothing for almost all. Only if the
 LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the model's state is
 read into tensors of its own, and loaded when that hook has run.
 """
@@ -241,19 +241,17 @@ def load_from_checkpoint(
 ) -> Loadable:
     """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with full tensors.
 
-    ``LightningModule.load_from_checkpoint`` cannot open a directory. Only reading differs: what is done with the
-    checkpoint (hyper-parameters to ``__init__``, ``configure_model``, ``on_load_checkpoint``, ``strict``, classes of
-    ``LightningCLI``) is Lightning's own code.
+    Only reading differs from ``LightningModule.load_from_checkpoint``, which cannot open a directory; what is done with
+    the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``) is Lightning's own code.
 
     Args:
         cls: The class to make an object of.
         path: A checkpoint of ours, or of Lightning's: a directory of a sharded strategy, or a file.
         map_location: The device of the model, as ``torch.load`` takes it. What is in a directory is on no device: it
             counts as ``"cpu"``, which is also the default.
-        strict: Whether the names of parameters and buffers have to be the same; by default what the module's
-            ``strict_loading`` says.
+        strict: Whether keys have to be the same; by default what the module's ``strict_loading`` says.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyper-parameters to use instead of those of the checkpoint.
-        weights_only: False executes code from the checkpoint where only that restores a value. Allow it only for a
+        weights_only: False executes code from the checkpoint where only that restores a value: allow it only for a
             checkpoint of your own.
         kwargs: More arguments of ``__init__``; they win over the hyper-parameters of the checkpoint.
 
@@ -268,30 +266,35 @@ def load_from_checkpoint(
         RuntimeError: From torch, as of Lightning's own method: the model does not fit.
 
     Example:
-        ``model = load_from_checkpoint(MyModule, "checkpoints/last.ckpt", map_location="cuda")``
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from dcp_plugin.lightning import DCPCheckpointIO
+        >>> DCPCheckpointIO().save_checkpoint({"state_dict": BoringModel().state_dict()}, "boring.ckpt")
+        >>> load_from_checkpoint(BoringModel, "boring.ckpt").layer.out_features
+        2
     """
-    options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
-    if not isinstance(cls, type):
-        raise TypeError(
-            f"load_from_checkpoint(cls, path) makes a new object: cls is its class, not a {type(cls).__name__}. To "
-            'load weights into a module that exists: dcp_plugin.load({"model": module}, path).'
-        )
-    loadable: Any = cls
-    path = Path(as_local(path))
+    path, loadable, package = Path(as_local(path)), cast(Any, cls), _package_of(cls)
     if path.is_file():
+        options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
         return cast(Loadable, loadable.load_from_checkpoint(path, weights_only=weights_only, **options))
-    package = package_of(cls)
-    if package is None or not issubclass(cls, (package.pytorch.LightningModule, package.pytorch.LightningDataModule)):
-        raise TypeError(f"{cls!r} is no LightningModule or LightningDataModule")
     is_module = issubclass(cls, package.pytorch.LightningModule)
     checkpoint = _read(path, package, loadable if is_module else None, weights_only)
     _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
     if is_module and "state_dict" not in checkpoint:
         raise CheckpointMismatch(f"{path} has no model; it has {', '.join(sorted(keys_by_name(path)))}.")
     loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs} if is_module else kwargs)
-    if is_module:
-        loaded.to(_device(map_location))
-    return cast(Loadable, loaded)
+    return cast(Loadable, loaded.to(_device(map_location)) if is_module else loaded)
+
+
+def _package_of(cls: Any) -> Package:
+    if not isinstance(cls, type):
+        raise TypeError(
+            f"load_from_checkpoint(cls, path) makes a new object: cls is its class, not a {type(cls).__name__}. To "
+            'load weights into a module that exists: dcp_plugin.load({"model": module}, path).'
+        )
+    package = package_of(cls)
+    if package is None or not issubclass(cls, (package.pytorch.LightningModule, package.pytorch.LightningDataModule)):
+        raise TypeError(f"{cls!r} is no LightningModule or LightningDataModule")
+    return package
 
 
 def _read(path: Path, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
