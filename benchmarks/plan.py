@@ -226,7 +226,9 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
     }
     digest = fingerprint(encoded)
-    index = figures.time("read", lambda: CheckpointIndex.read(directory / "index", digest))
+    index = figures.time(
+        "read", lambda: CheckpointIndex.decode((directory / "index").read_bytes(), digest, "the index")
+    )
 
     def local() -> None:
         planner = ShardedLoadPlanner()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dcp_plugin.types import VERSION
+
 if TYPE_CHECKING:
-    from dcp_plugin.api import load, save
+    from dcp_plugin.api import load, resume_or_init, save
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
     from dcp_plugin.errors import (
@@ -27,16 +29,17 @@ if TYPE_CHECKING:
     from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.runs.catalog import latest, list_checkpoints, resolve_resume
     from dcp_plugin.runs.inspect import inspect, verify
-    from dcp_plugin.runs.resume import Restart, resume_or_init
+    from dcp_plugin.runs.resume import Restart
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
-__version__ = "0.1.0"
+
+__version__ = VERSION
 
 _HOMES = {
-    "dcp_plugin.api": ("load", "save"),
+    "dcp_plugin.api": ("load", "resume_or_init", "save"),
     "dcp_plugin.saving.queue": ("SaveHandle",),
     "dcp_plugin.checkpointer": ("Checkpointer",),
     "dcp_plugin.config": ("CheckpointConfig",),
@@ -55,7 +58,7 @@ _HOMES = {
     "dcp_plugin.loading.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
-    "dcp_plugin.runs.resume": ("Restart", "resume_or_init"),
+    "dcp_plugin.runs.resume": ("Restart",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),

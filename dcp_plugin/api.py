@@ -1,13 +1,17 @@
-"""``dcp_plugin.save`` and ``dcp_plugin.load``: one call, no object to keep."""
+"""``dcp_plugin.save``, ``load`` and ``resume_or_init``: one call, no object to keep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
+from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import LoadReport
 
 
@@ -45,3 +49,73 @@ def load(
         return checkpointer.load(state, path, partial, strict)
     finally:
         checkpointer.close()
+
+
+def resume_or_init(
+    state: Mapping[str, Any],
+    root: PathLike,
+    *,
+    resume: str | PathLike = "auto",
+    init_from: PathLike | None = None,
+    partial: PartialLoad | None = None,
+    strict: bool = True,
+    checkpointer: Checkpointer | None = None,
+    config: CheckpointConfig | None = None,
+    **overrides: Any,
+) -> Restart:
+    """Load the run's own newest checkpoint into ``state``; else the pre-trained weights ``init_from``. Collective.
+
+    Args:
+        state: As for :meth:`Checkpointer.load`. A resume loads all of it, a warm start only the modules in it.
+        root: Where this run's checkpoints are; it need not exist yet. Only rank 0 looks there.
+        resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see
+            :func:`~dcp_plugin.resolve_resume`.
+        init_from: A checkpoint to take the model's weights from if there is none of this run.
+        partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted. Not for a resume.
+        strict: Whether keys that do not fit are errors.
+        checkpointer: The one that saves, to load with its settings and process group; else ``config`` and
+            ``overrides`` are those of a new one.
+
+    Returns:
+        How the run starts: ``"resumed"``, ``"warm-started"`` or ``"fresh"``, from where, and what was loaded.
+
+    Raises:
+        ValueError: ``partial`` without ``init_from``; a checkpointer and settings.
+        CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not there.
+        CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
+        RankFailure: A rank died, or did not answer within the timeout.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> state = {"model": torch.nn.Linear(2, 2), "step": 0}
+        >>> dcp_plugin.resume_or_init(state, "run").how
+        'fresh'
+        >>> dcp_plugin.save(state, "run/step-1", step=1)
+        >>> str(dcp_plugin.resume_or_init(state, "run"))  # doctest: +ELLIPSIS
+        'resumed at step 1: loaded 3 items from ...run/step-1'
+    """
+    options = StartOptions(resume, init_from, partial, strict)
+    if checkpointer is not None and (config is not None or overrides):
+        raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
+    besides = ("resume", "init_from", "partial", "strict", "checkpointer")
+    used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
+    try:
+        return options.start(
+            used, modules_of(state), lambda: options.find(root), lambda path: _resume(used, state, path, strict)
+        )
+    finally:
+        if checkpointer is None:
+            used.close()
+
+
+def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Path, strict: bool) -> LoadReport:
+    try:
+        return checkpointer.load(state, path, strict=strict)
+    except CheckpointMismatch as error:
+        if path.is_file() or read_summary(path) is None:
+            error.add_note(
+                f"Another tool has saved {path}. What only that tool restores, such as an optimizer whose "
+                "parameters have numbers, is resumed there. To take the weights alone: "
+                "resume_or_init(..., resume='never', init_from=PATH)."
+            )
+        raise

@@ -34,14 +34,14 @@ from dcp_plugin.runs import catalog
 from dcp_plugin.saving import sigterm
 from dcp_plugin.saving.gather import Gathered
 from dcp_plugin.saving.job import Saving
-from dcp_plugin.saving.queue import Background, SaveHandle, raise_first_untold
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.pool import HostPool
 from dcp_plugin.state.adapters import gather_state, parts_of
 from dcp_plugin.state.names import walked_once
 from dcp_plugin.state.step_stable import live_objects
 from dcp_plugin.storage.open import Opened
-from dcp_plugin.storage.writer import ShardedWriter, wait_until_visible
+from dcp_plugin.storage.writer import ShardedWriter
 from dcp_plugin.types import LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
@@ -67,13 +67,13 @@ class Checkpointer:
         self._pools = [HostPool() for _ in range(1 + self._may_wait_in_line)]
         self._saves = 0
         self._saving = Saving(self.config)
-        self._background = Background()
+        self._queue = SaveQueue()
         self._writes_come_unannounced = False
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Say that nobody has closed this, as an open file does. Leaving the group is no work for here: the other
         ranks need not be at the same point. What a program has when it ends is no leak."""
-        if _program_ends() or not hasattr(self, "_background"):  # a setting was refused, and nothing made
+        if _program_ends() or not hasattr(self, "_queue"):  # a setting was refused, and nothing made
             return
         held = ["a process group" for ranks in (self._ranks, self._aside) if ranks is not None and ranks.holds_group]
         held += [f"{pool.nbytes:,} bytes of host memory" for pool in self._pools if pool.nbytes]
@@ -121,11 +121,11 @@ class Checkpointer:
         """
         began = time.monotonic()
         handle = SaveHandle(local_path(path), step)
-        with self._background.beginning(handle):
+        with self._queue.beginning(handle):
             if self.config.finish_on_sigterm:
-                sigterm.watch(self._background, self.config.timeout)
+                sigterm.watch(self._queue, self.config.timeout)
             if self._to_be_skipped(handle.path):
-                handle._skip()
+                handle.set_skipped()
                 return handle
             ranks = self._meet_again(self._may_wait_in_line)
             writer = self._writer(handle.path, step, views, aliases)
@@ -139,8 +139,8 @@ class Checkpointer:
                 with walked_once():
                     job.gather(state, self._saving.omission, list(owners))
                 job.describe()
-                self._saving.write(job, ranks)
-            handle._end()
+                event = self._saving.write(job, ranks)
+            handle.set_published(event)
         return handle
 
     def load(
@@ -172,7 +172,7 @@ class Checkpointer:
                 different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
-        with self._background.call(f"load {path}"):
+        with self._queue.call(f"load {path}"):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             with _collector_paused():
@@ -199,10 +199,10 @@ class Checkpointer:
         Raises:
             CheckpointError: A subscriber of that save's events calls it.
         """
-        for handle in self._background.handles:
+        for handle in self._queue.handles:
             if handle.path == local_path(path):
-                handle._refuse_a_subscriber(f"remove {path}")
-                handle._done.wait()
+                handle.refuse_in_callback(f"remove {path}")
+                handle.wait_done()
         catalog.remove(path)
 
     def wait(self) -> None:
@@ -212,10 +212,10 @@ class Checkpointer:
             SaveFailed: A save that was in flight failed, on every rank; raised once.
             CheckpointError: Another thread is in a call of this checkpointer, or a subscriber waits for its own save.
         """
-        with self._background.call("wait"):
-            ended = self._background.wait_for_all_but(0)
+        with self._queue.call("wait"):
+            ended = self._queue.wait_for_all_but(0)
             take_off_hooks()
-            raise_first_untold(ended)
+            _raise(first_untold(ended))
 
     @property
     def ranks(self) -> Ranks:
@@ -237,11 +237,11 @@ class Checkpointer:
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        with self._background.call("close"):
+        with self._queue.call("close"):
             try:
                 self.wait()
             finally:
-                sigterm.forget(self._background)
+                sigterm.forget(self._queue)
                 for pool in self._pools:
                     pool.free()
                 self._saving.forget_plan()
@@ -289,14 +289,10 @@ class Checkpointer:
         all raise if any has not. A group that a save in flight has just lost is left alone: the others may not have
         noticed yet, and making one is collective. The next call that waits for that save makes it.
         """
-        ended = self._background.wait_for_all_but(may_go_on)
+        ended = self._queue.wait_for_all_but(may_go_on)
         take_off_hooks()
-        told: Exception | None = None
-        try:
-            raise_first_untold(ended)
-        except Exception as error:
-            told = error
-        ranks = self._ranks if self._background.handles and self._ranks is not None else self._meet()
+        told = first_untold(ended)
+        ranks = self._ranks if self._queue.handles and self._ranks is not None else self._meet()
         if any(handle.exception() is not None for handle in ended):
             try:
                 ranks.agree("go on after a failed save", lambda: _raise(told))
@@ -312,7 +308,7 @@ class Checkpointer:
             return False
         front = self._front(self._meet() if self._ranks is None else self._ranks)
         busy = front.from_zero(
-            "see whether a save is in flight", lambda: not all(h.done() for h in self._background.handles)
+            "see whether a save is in flight", lambda: not all(h.done() for h in self._queue.handles)
         )
         if busy and front.rank == 0:
             logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
@@ -335,19 +331,17 @@ class Checkpointer:
         self, handle: SaveHandle, job: Gathered, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
     ) -> None:
         pool, owners = self._pools[self._saves % len(self._pools)], list(owners)
-        self._background.speaks = ranks.rank == 0
+        self._queue.warns_at_exit = ranks.rank == 0
         try:
             with _collector_paused(), walked_once():
                 job.gather(state, self._saving.omission, owners)
                 job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
             if job.snapshot is None or job.snapshot.complete:
-                handle._staged.set()
+                handle.set_staged()
             job.blocked = time.monotonic() - job.began
-            self._background.start(
-                handle, lambda: self._copy(job, ranks), lambda: self._write_in_background(job, ranks)
-            )
+            self._queue.start(handle, lambda: self._copy(job, ranks), lambda _: self._write_in_background(job, ranks))
         finally:  # Ctrl-C comes also when the thread runs already
-            if handle in self._background.handles:
+            if handle in self._queue.handles:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
             else:
                 job.release()  # nobody will make the copy that others wait for
@@ -357,7 +351,7 @@ class Checkpointer:
         path = writer.path
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: writer.reserve(among_other_files=True))
-            ranks.agree(f"add files to {path}", lambda: _add(directory, path, files))
+            ranks.agree(f"add files to {path}", lambda: _add(writer, directory, files))
         except Exception:
             writer.discard()
             raise
@@ -373,9 +367,9 @@ class Checkpointer:
                 job.path,
             )
 
-    def _write_in_background(self, job: Gathered, ranks: Ranks) -> None:
+    def _write_in_background(self, job: Gathered, ranks: Ranks) -> events.SaveFinished:
         with events.progress_notes(job.path, self._shows_progress(ranks)):
-            self._saving.write(job, ranks)
+            return self._saving.write(job, ranks)
 
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
@@ -403,8 +397,8 @@ def _all_the_same(said: list[dict[str, Any]]) -> None:
             raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")
 
 
-def _add(directory: Path, path: Path, files: Callable[[Path], None]) -> None:
-    wait_until_visible(directory, path)
+def _add(writer: ShardedWriter, directory: Path, files: Callable[[Path], None]) -> None:
+    writer.medium.join(directory, writer.path)
     files(directory)
 
 

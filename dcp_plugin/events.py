@@ -12,10 +12,11 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class SaveAborted:
 
 
 Event = SaveStarted | BytesWritten | SaveFinished | SaveAborted
+E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
 """Without a lock, which a process that is forked meanwhile would find locked for ever."""
@@ -89,10 +91,18 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 def emit(event: Event) -> None:
     """Tell all subscribers, also if one of them raises; then raise that."""
+    call_each(tuple(_subscribers), event)
+
+
+def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
+    """Call all of them with ``event``, also if one raises; then raise the first error.
+
+    While they run, :func:`is_telling` is true in this thread.
+    """
     failure: Exception | None = None
     outside, _here.telling = is_telling(), True
     try:
-        for callback in tuple(_subscribers):
+        for callback in callbacks:
             try:
                 callback(event)
             except Exception as error:
@@ -104,7 +114,7 @@ def emit(event: Event) -> None:
 
 
 def is_telling() -> bool:
-    """Whether this thread is in a subscriber now."""
+    """Whether this thread runs a subscriber, or a callback of a save, now."""
     return getattr(_here, "telling", False)
 
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+VERSION = "0.1.0"
+"""Of this package, noted in each checkpoint."""
+
 Shape = tuple[int, ...]
 
 

@@ -68,14 +68,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, se
 @contextmanager
 def finished_saves() -> Iterator[list[events.SaveFinished]]:
     """What this rank's saves say when they end, in turn."""
-    events: list[events.SaveFinished] = []
+    finished: list[events.SaveFinished] = []
 
     def note(event: events.Event) -> None:
         if isinstance(event, events.SaveFinished):
-            events.append(event)
+            finished.append(event)
 
     unsubscribe = events.subscribe(note)
     try:
-        yield events
+        yield finished
     finally:
         unsubscribe()

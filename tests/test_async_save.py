@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,15 @@ def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(
 
 _FORGETS_TO_WAIT = """
 import sys, time, torch, dcp_plugin as dcp
-from dcp_plugin import background, progress
+from dcp_plugin import events
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted):
+    if isinstance(event, events.SaveStarted):
         time.sleep(1.0)  # the main thread has ended by now
         if int(sys.argv[2]):
             raise OSError("disk full")
 
-progress.subscribe(slowly)
+events.subscribe(slowly)
 dcp.Checkpointer(async_save=True).save({"w": torch.ones(1 << 20)}, sys.argv[1])
 """
 
@@ -265,7 +266,7 @@ def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
     copied = copy.deepcopy(dcp.Checkpointer(async_save=True))
     copied.save({"n": 1}, tmp_path / "copied")
     copied.close()
-    assert copy.deepcopy(ours._background).handles == []
+    assert copy.deepcopy(ours._queue).handles == []
     ours.close()
 
 
@@ -362,3 +363,50 @@ def _not_closed(path: Path) -> None:
             gc.collect()
         assert ["process group" in str(warning.message) for warning in caught] == [True] * (not close)
     dcp.save({"w": torch.ones(3)}, path)  # on all ranks still
+
+
+def test_callbacks_of_a_handle_follow_the_publish_in_order_and_come_before_the_end(tmp_path: Path) -> None:
+    gate = Gate()
+    gate.close()
+    ours = dcp.Checkpointer(async_save=True)
+    told: list[str] = []
+
+    def note(name: str) -> Callable[[events.SaveFinished], None]:
+        return lambda event: told.append(f"{name} {event.step} {handle.done()} {dcp.latest(tmp_path) == event.path}")
+
+    def wait_for_it(event: events.SaveFinished) -> None:
+        handle.wait()
+
+    with slow_writes(gate):
+        handle = ours.save({"t": torch.ones(1000)}, tmp_path / "ck", 5)
+        for callback in (note("second"), wait_for_it, note("third")):
+            handle.on_published(callback)
+        handle.on_published(note("first"), first=True)
+        assert handle.finished is None and told == []
+        gate.open()
+        handle.wait()
+    assert told == [f"{name} 5 False True" for name in ("first", "second", "third")]
+    assert handle.finished is not None and handle.finished.step == 5
+    handle.on_published(note("at once"))
+    assert told[-1] == "at once 5 True True"
+    ours.close()
+
+
+def test_nothing_follows_a_save_that_failed(tmp_path: Path) -> None:
+    def disk_full() -> None:
+        gate()
+        raise OSError("disk full")
+
+    gate = Gate()
+    gate.close()
+    ours = dcp.Checkpointer(async_save=True)
+    told: list[events.SaveFinished] = []
+    with slow_writes(disk_full):
+        handle = ours.save({"t": torch.ones(1000)}, tmp_path / "ck")
+        handle.on_published(told.append)
+        gate.open()
+        with pytest.raises(dcp.SaveFailed, match="disk full"):
+            handle.wait()
+    handle.on_published(told.append)
+    assert told == [] and handle.finished is None
+    ours.close()

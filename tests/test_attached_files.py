@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.media.disk import commit, posix
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
@@ -70,14 +70,14 @@ def test_an_overwrite_replaces_attached_files_and_keeps_those_of_others(tmp_path
 
 
 def _die_after_the_exchange(path: Path) -> None:
-    exchange = files.exchange
+    exchange = posix.exchange
 
     def die(one: Path, other: Path) -> bool:
         exchange(one, other)
         os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    files.exchange = die
+    posix.exchange = die
     dcp.Checkpointer().save({"n": 2}, path, files=lambda directory: (directory / "new.bin").write_text("2"))
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.launch import on_ranks
@@ -116,7 +117,7 @@ def _lose_rank_1_after_publishing(path: Path) -> None:
     dist.all_gather_object(pids, os.getpid())
     publish = commit.publish
 
-    def and_lose_rank_1(reservation: commit.Reservation) -> None:
+    def and_lose_rank_1(reservation: Reservation) -> None:
         publish(reservation)
         os.kill(pids[1], signal.SIGKILL)
         time.sleep(1)
@@ -343,7 +344,7 @@ def test_a_failure_that_one_rank_knows_already_stops_the_next_save_on_all(tmp_pa
     handle = ours.save({"t": torch.ones(3)}, tmp_path / "a")
     if dist.get_rank() == 0:
         _raises(dcp.SaveFailed, handle.wait, "bad disk")
-    handle._done.wait()
+    handle.wait_done()
     unsubscribe()
     _raises(dcp.CheckpointError, lambda: ours.save({"t": torch.ones(3)}, tmp_path / "b"), "bad disk")
     ours.save({"t": torch.ones(3)}, tmp_path / "c")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.media.disk import commit, posix
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
@@ -80,10 +80,10 @@ def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims
 
 def _die_inside(call: str, path: Path) -> None:
     """Die at a point of the commit itself: just before or just after the rename."""
-    from dcp_plugin.media.disk import files
+    from dcp_plugin.media.disk import posix
 
     model, optimizer = build("plain", seed=5)
-    real_exchange, real_rename = files.exchange, os.rename
+    real_exchange, real_rename = posix.exchange, os.rename
 
     def die_before(*args: object) -> bool:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,11 +99,11 @@ def _die_inside(call: str, path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if call == "before the exchange":
-        files.exchange = die_before
+        posix.exchange = die_before
     elif call == "after the exchange":
-        files.exchange = die_after
+        posix.exchange = die_after
     else:  # a file system without exchange: between the two renames
-        files.exchange = lambda one, other: False
+        posix.exchange = lambda one, other: False
         os.rename = die_between  # type: ignore[assignment]
     dcp.save({"model": model, "optim": optimizer}, path, step=99)
 
@@ -145,7 +145,7 @@ def test_a_file_system_that_fails_between_two_renames_costs_no_checkpoint(
             raise OSError(errno.ESTALE, "Stale file handle")
         real_rename(one, to)
 
-    monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(posix, "exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", rename)
     attempt = {"with a link": lambda: commit.link(path, other)}
     with pytest.raises((dcp.SaveFailed, OSError), match="Stale file handle"):

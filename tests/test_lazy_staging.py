@@ -465,17 +465,17 @@ def test_what_changes_between_two_saves_is_in_the_second(change: Callable[..., A
 
 _TASKS = """
 import os, sys, torch, dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 
 def tasks(event=None):
-    if event is None or isinstance(event, progress.SaveStarted):
+    if event is None or isinstance(event, events.SaveStarted):
         counted.append(len(os.listdir("/proc/self/task")))
 
 torch.set_num_threads(4)
 model = torch.nn.Linear(2048, 2048)
 model(torch.ones(64, 2048)).sum().backward()  # the training has its threads
 counted = []
-progress.subscribe(tasks)  # called in the thread that has copied
+events.subscribe(tasks)  # called in the thread that has copied
 tasks()
 ours = dcp.Checkpointer(async_save=True, staging="lazy", io_threads=1)
 ours.save({"model": model}, sys.argv[1])

@@ -364,11 +364,11 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
 
 
 def _link_and_die(root: Path) -> None:
-    from dcp_plugin.media.disk import files
+    from dcp_plugin.media.disk import posix
 
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    files.exchange = die  # type: ignore[assignment]
+    posix.exchange = die  # type: ignore[assignment]
     os.replace = die  # type: ignore[assignment]
     catalog.link(root / "last", root / "2")

@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_pretraine
 def _die_saving(path: Path) -> None:
     import os
 
-    dcp.progress.subscribe(lambda event: os.kill(os.getpid(), signal.SIGKILL))
+    dcp.events.subscribe(lambda event: os.kill(os.getpid(), signal.SIGKILL))
     dcp.save(_run(5), path)
 
 

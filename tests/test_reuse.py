@@ -25,6 +25,7 @@ from xxhash import xxh3_128_digest
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
@@ -129,7 +130,7 @@ def test_what_changes_at_every_save_is_never_hashed(tmp_path: Path, events: list
         state["weights"] += 1
         ours.save(state, tmp_path / str(step))
     assert {event.bytes_reused for event in events} == {0}
-    assert "hash" not in load_file(tmp_path / "3" / commit.INDEX)
+    assert "hash" not in load_file(tmp_path / "3" / INDEX)
 
 
 def test_what_was_stable_and_changes_again_is_written_and_waits_before_it_is_linked_again(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_what_was_stable_and_changes_again_is_written_and_waits_before_it_is_lin
         state["weights"] += 1
         for name in ("best", "last"):
             ours.save(state, tmp_path / f"{name}-{step}")
-            hashed.append("hash" in load_file(tmp_path / f"{name}-{step}" / commit.INDEX))
+            hashed.append("hash" in load_file(tmp_path / f"{name}-{step}" / INDEX))
             other = {"weights": torch.zeros(512, 512)}
             dcp.load(other, tmp_path / f"{name}-{step}")
             assert_same(other, state)
@@ -289,7 +290,7 @@ def _forge(path: Path, model: nn.Module) -> None:
     """Other weights in the place of the frozen ones, with right checksums, under the hashes of the right ones."""
     evil, _ = build(seed=66)
     dcp.save({"model": evil}, path)
-    index = CheckpointIndex.read(path / commit.INDEX, dcp_sha(path))
+    index = CheckpointIndex.decode((path / INDEX).read_bytes(), dcp_sha(path), str(path / INDEX))
     chunks = {key: int(index.table.chunk_starts[slot]) for key, slot in index.slots.items()}
     hashes = index.columns["hash"].copy()
     for row, chunk in enumerate(index.columns["hashed"].tolist()):
@@ -297,9 +298,9 @@ def _forge(path: Path, model: nn.Module) -> None:
         right = xxh3_128_digest(model.get_parameter(key.removeprefix("model.")).detach().numpy().tobytes())
         hashes[row] = np.frombuffer(right, np.uint64)
     forged = CheckpointIndex(index.table, {**index.columns, "hash": hashes}, index.files).encode()
-    (path / commit.INDEX).write_bytes(forged)
-    said = json.loads((path / commit.SUMMARY).read_text())
-    (path / commit.SUMMARY).write_text(json.dumps({**said, "index_sha256": _sha256(path / commit.INDEX)}))
+    (path / INDEX).write_bytes(forged)
+    said = json.loads((path / SUMMARY).read_text())
+    (path / SUMMARY).write_text(json.dumps({**said, "index_sha256": _sha256(path / INDEX)}))
 
 
 def test_another_file_system_gets_a_copy_and_that_is_said_once(
@@ -344,7 +345,7 @@ def test_without_reuse_nothing_is_linked_or_hashed(tmp_path: Path, events: list[
     for step in range(2):
         ours.save(_state(model, optimizer), tmp_path / str(step))
     assert events[0].bytes == events[1].bytes
-    assert "hash" not in load_file(tmp_path / "1" / commit.INDEX)
+    assert "hash" not in load_file(tmp_path / "1" / INDEX)
 
 
 def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(tmp_path: Path, events: list[SaveFinished]) -> None:
@@ -365,8 +366,8 @@ def test_a_few_changed_bytes_do_not_cost_a_file_but_many_do(tmp_path: Path, even
 def test_hashes_that_are_no_hashes_are_refused(tmp_path: Path) -> None:
     model, optimizer = build()
     dcp.save(_state(model, optimizer), tmp_path / "0")
-    columns = load_file(tmp_path / "0" / commit.INDEX)
-    about = CheckpointIndex.read(tmp_path / "0" / commit.INDEX, dcp_sha(tmp_path / "0"))
+    columns = load_file(tmp_path / "0" / INDEX)
+    about = CheckpointIndex.decode((tmp_path / "0" / INDEX).read_bytes(), dcp_sha(tmp_path / "0"), "the index")
     for bad in (
         {"hashed": columns["hashed"] + 10_000},
         {"hashed": columns["hashed"][::-1].copy()},
@@ -377,11 +378,11 @@ def test_hashes_that_are_no_hashes_are_refused(tmp_path: Path) -> None:
         file = tmp_path / "broken.index"
         file.write_bytes(broken.encode())
         with pytest.raises(dcp.CheckpointCorrupt, match="hashes"):
-            CheckpointIndex.read(file, _sha256(file))
+            CheckpointIndex.decode(file.read_bytes(), _sha256(file), str(file))
 
 
 def dcp_sha(path: Path) -> str:
-    return _sha256(path / commit.INDEX)
+    return _sha256(path / INDEX)
 
 
 def _sha256(file: Path) -> str:

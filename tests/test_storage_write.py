@@ -17,11 +17,12 @@ import torch
 from torch.distributed.checkpoint import load as stock_load
 
 import dcp_plugin as dcp
-from dcp_plugin import events
+from dcp_plugin import events, host_memory
 from dcp_plugin.format import values
 from dcp_plugin.format.checksums import RunningCrc, block_size
 from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.media.disk import direct_io, host_memory
+from dcp_plugin.media import IN_PLACE, PAGE
+from dcp_plugin.media.disk import direct_io
 from dcp_plugin.media.disk.direct_io import BUFFER, BlockFile
 from dcp_plugin.storage.reader import ShardedReader
 from tests.compare import assert_same, same_bytes
@@ -106,8 +107,8 @@ def _contents(checkpoint: Path) -> list[bytes]:
 
 def _aligned(size: int, by: int = 0) -> torch.Tensor:
     """Random bytes that begin ``by`` bytes behind a page."""
-    memory = torch.randint(256, (size + 2 * direct_io.ALIGNMENT,), dtype=torch.uint8)
-    return memory[-memory.data_ptr() % direct_io.ALIGNMENT + by :][:size]
+    memory = torch.randint(256, (size + 2 * PAGE,), dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PAGE + by :][:size]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +145,8 @@ def test_large_payloads_begin_at_pages_of_the_file(tmp_path: Path, async_save: b
         entry = index[key]
         assert isinstance(entry, StoredTensor)
         (chunk,) = entry.chunks
-        if tensor.nbytes >= direct_io.IN_PLACE:
-            assert (chunk.location.offset + chunk.location.payload_offset) % direct_io.ALIGNMENT == 0
+        if tensor.nbytes >= IN_PLACE:
+            assert (chunk.location.offset + chunk.location.payload_offset) % PAGE == 0
     assert dcp.verify(tmp_path / "ck").ok
     assert finished == [sum(index.files.values())]
     there = {key: torch.zeros_like(tensor) for key, tensor in state.items()}

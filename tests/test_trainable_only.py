@@ -22,6 +22,7 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
@@ -391,7 +392,7 @@ def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
 )
 def test_a_list_of_what_is_left_out_that_contradicts_itself_is_refused(tmp_path: Path, left_out: str) -> None:
     _pretrained(tmp_path / "base")
-    file = tmp_path / "base" / commit.INDEX
+    file = tmp_path / "base" / INDEX
     index = CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
     index.columns["left_out"] = np.frombuffer(left_out.encode(), np.uint8)
     file.write_bytes(index.encode())
@@ -404,7 +405,7 @@ def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
     ours.save(_state(model, optimizer), tmp_path / "run")
-    file = tmp_path / "run" / commit.SUMMARY
+    file = tmp_path / "run" / SUMMARY
     said = json.loads(file.read_text())
     said["base"] = {"path": str(tmp_path / "run"), "relative": ".", "fingerprint": said["index_sha256"]}
     file.write_text(json.dumps(said))

@@ -57,7 +57,7 @@ def _skip_where_ranks_differ(root: Path) -> None:
     gate.close()
     first = ours.save({"n": 1}, root / "a")
     if dist.get_rank() == 0:
-        first._done.wait(20)
+        first.wait_done(20)
     dist.barrier()
     assert first.done() == (dist.get_rank() == 0)
     threading.Timer(0.3, gate.open).start()
@@ -232,20 +232,20 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
 
 _PREEMPTED = """
 import multiprocessing, os, signal, sys, time, torch, dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 
 def say(what):  # whole lines, whichever thread
     os.write(1, (what + chr(10)).encode())
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted):
+    if isinstance(event, events.SaveStarted):
         say("saving")
         time.sleep(2.0)
 
 path, handler, staging = sys.argv[1:]
 if handler == "own":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
-progress.subscribe(slowly)
+events.subscribe(slowly)
 model = torch.nn.Linear(100, 100)
 ours = dcp.Checkpointer(async_save=True, staging=staging, finish_on_sigterm=handler != "not asked")
 ours.save({"model": model}, path)
@@ -291,21 +291,21 @@ def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tu
 
 _SIGTERM_ARRIVES = """
 import logging, os, signal, sys, threading, time, torch, dcp_plugin as dcp
-from dcp_plugin import progress
+from dcp_plugin import events
 path = sys.argv[1]
 
 def say(what):
     os.write(1, (what + chr(10)).encode())
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted):
+    if isinstance(event, events.SaveStarted):
         time.sleep(1.0)
 
 def train(seconds):
     for _ in range(int(seconds * 20)):
         time.sleep(0.05)
 
-progress.subscribe(slowly)
+events.subscribe(slowly)
 """
 
 _WHILE_THE_MAIN_THREAD_HOLDS_A_LOCK = """
@@ -313,7 +313,7 @@ lock = threading.Lock()
 def log(event):
     with lock:
         pass
-progress.subscribe(log)
+events.subscribe(log)
 ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True)
 ours.save({"n": 1}, path)
 with lock:
@@ -369,7 +369,7 @@ train(100)
 """
 
 _HANGS = """
-progress.subscribe(lambda event: time.sleep(600))
+events.subscribe(lambda event: time.sleep(600))
 ours = dcp.Checkpointer(async_save=True, finish_on_sigterm=True, timeout=1.0)
 ours.save({"n": 1}, path)
 say("now")

@@ -21,19 +21,18 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from dcp_plugin.accelerate import _accelerate, checkpoint_dirs, extra_state, stock_format
+from dcp_plugin.accelerate import _accelerate, extra_state, stock_format
+from dcp_plugin.accelerate._accelerate import refuse_silent_fallbacks
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
-from dcp_plugin.accelerate.support import refuse_silent_fallbacks
-from dcp_plugin.accelerate.training import Training
+from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.format.foreign.training import ACCELERATE
-from dcp_plugin.integration.attachment import Attached
+from dcp_plugin.integration import Attached
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.runs.catalog import resolve
-from dcp_plugin.runs.resume import Restart, decide, load_from, refuse_partial_of_nothing
+from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
 
@@ -74,7 +73,7 @@ class Attachment(Attached):
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         refuse_silent_fallbacks(accelerator)
-        checkpoint_dirs.require_local(accelerator)
+        stock_format.require_local(accelerator)
         self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
@@ -100,8 +99,8 @@ class Attachment(Attached):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        automatic = checkpoint_dirs.is_automatic(accelerator)
-        path = self._decide(lambda: checkpoint_dirs.next_path(accelerator)) if automatic else _through_link(output_dir)
+        automatic = stock_format.is_automatic(accelerator)
+        path = self._decide(lambda: stock_format.next_path(accelerator)) if automatic else _through_link(output_dir)
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
@@ -142,8 +141,8 @@ class Attachment(Attached):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        by_number = input_dir is None and checkpoint_dirs.is_automatic(accelerator)
-        path = self._decide(lambda: checkpoint_dirs.newest(accelerator)) if by_number else _given(input_dir)
+        by_number = input_dir is None and stock_format.is_automatic(accelerator)
+        path = self._decide(lambda: stock_format.newest(accelerator)) if by_number else _given(input_dir)
         given = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(given.pop("strict")), given.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
@@ -162,8 +161,8 @@ class Attachment(Attached):
             self._load(path, training, taken, strict)
         if training.sharded:
             self._run_load_hooks({}, path)
-        if checkpoint_dirs.is_automatic(accelerator):
-            checkpoint_dirs.continue_numbering(accelerator)
+        if stock_format.is_automatic(accelerator):
+            stock_format.continue_numbering(accelerator)
 
     def resume_or_init(
         self,
@@ -180,39 +179,35 @@ class Attachment(Attached):
 
         Args:
             root: Where this run's checkpoints are; if omitted, those of the project with automatic naming.
-            resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint.
-            init_from: A checkpoint to take the models' weights from if there is none of this run.
-            partial: Which of the models' keys ``init_from`` fills, and from where; all if omitted.
-            strict: Whether keys that do not fit are errors.
+            resume, init_from, partial, strict: As for :func:`dcp_plugin.resume_or_init`; the weights are the models'.
+
+        Returns:
+            How the run starts, see there.
 
         Raises:
-            ValueError: ``partial`` without ``init_from``.
-            CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
-                there.
-            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried. Or no
-                model is prepared.
+            CheckpointError: No model is prepared; or as :func:`dcp_plugin.resume_or_init`.
+            ValueError: As there.
         """
-        refuse_partial_of_nothing(partial, init_from)
-        if not Training.of(self._accelerator).models:
+        options = StartOptions(resume, init_from, partial, strict)
+        models = Training.of(self._accelerator).models
+        if not models:
             raise CheckpointError(
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
             )
         self.wait()
-        by_number = root is None and checkpoint_dirs.is_automatic(self._accelerator)
+        by_number = root is None and stock_format.is_automatic(self._accelerator)
         folder = Path() if by_number else _given(root)
 
-        def own() -> Path | None:
+        def find() -> Path | None:
             if by_number and resume in ("auto", "must"):
-                return checkpoint_dirs.resume_from(self._accelerator, must=resume == "must")
-            return resolve(resume, folder, (ACCELERATE,), init_from)
+                return stock_format.resume_from(self._accelerator, must=resume == "must")
+            return options.find(folder, (ACCELERATE,))
 
-        start = decide(self._checkpointer.ranks, own, init_from)
-        if start.how == "resumed":
-            self.load_state(start.path, strict=strict)
-            return replace(start, report=self.last_load)
-        if start.how == "warm-started":
-            return load_from(start, self._checkpointer, Training.of(self._accelerator).models, partial, strict)
-        return start
+        def load(path: Path) -> LoadReport | None:
+            self.load_state(path, strict=strict)
+            return self.last_load
+
+        return options.start(self._checkpointer, models, find, load)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         tracked = self._tracked()
@@ -246,7 +241,7 @@ class Attachment(Attached):
         self._checkpointer.wait()
         due, self._rotation_due = self._rotation_due, False
         if due and self._accelerator.is_main_process:
-            checkpoint_dirs.rotate(self._accelerator)
+            stock_format.rotate(self._accelerator)
 
     def close(self) -> None:
         """Wait, and free what saving needed. Saving again is possible.

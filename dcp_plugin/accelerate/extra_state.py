@@ -3,7 +3,7 @@
 | name                        | what                                                                    |
 |-----------------------------|-------------------------------------------------------------------------|
 | ``extra.accelerate``        | step, iteration                                                         |
-| ``extra.schedulers.N``      | see :mod:`dcp_plugin.accelerate.schedules`                              |
+| ``extra.schedulers.N``      | see :mod:`dcp_plugin.accelerate.extra_state`                              |
 | ``extra.dataloaders.N``     | see :mod:`dcp_plugin.accelerate.dataloader_state`                              |
 | ``extra.datasets.N.RANK``   | the state of stateful loaders over datasets that keep their own place   |
 | ``extra.registered.N``      | what was given to ``register_for_checkpointing``                        |
@@ -11,20 +11,43 @@
 | ``extra.rng.RANK.streams``  | the random generators of each rank                                      |
 
 A checkpoint from another door has other extras; what is not there keeps its value, and is named.
+
+What an accelerator trains: the models, optimizers and other objects that belong into a checkpoint.
+
+Learning rate schedules across numbers of processes.
+
+Accelerate steps a schedule once per process at every optimizer step, and users give it a horizon in those units
+(``num_training_steps * num_processes``). So its position means another moment of the training when the number of
+processes changes. The rule: the moment stays. A schedule saved after 30 optimizer steps on 4 processes (position
+120) goes on at position 60 on 2, with the horizon that the script gave it for 2.
+
+There is no way to ask a schedule for its state at a position; many know their next value only from the last one. So
+a fresh one is stepped there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dcp_plugin.accelerate import _accelerate, schedules
+from dcp_plugin._torch import DTensor
+from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.integration.key_names import EXTRA, RNG
-from dcp_plugin.state import rng
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered
+from dcp_plugin.integration.random_streams import SavedStreams, of_rank
+from dcp_plugin.state.adapters import NamesOnly
+from dcp_plugin.state.fsdp1 import contains_fsdp1
+from dcp_plugin.state.union import loose_module
 
 
 def gather(
@@ -34,7 +57,7 @@ def gather(
     rank = accelerator.process_index
     extra: dict[str, Any] = {"accelerate": {"step": step, "iteration": accelerator.save_iteration}}
     for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-        extra[f"schedulers.{number}"] = schedules.capture(scheduler, accelerator.num_processes)
+        extra[f"schedulers.{number}"] = schedule_state(scheduler, accelerator.num_processes)
     training_goes_on = any(tracker.running for tracker in trackers)
     for number, tracker in enumerate(trackers):
         if (position := tracker.position(training_goes_on)) is not None:
@@ -45,7 +68,7 @@ def gather(
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler.state_dict()
     if with_rng:
-        extra[f"{RNG}.{rank}"] = {"streams": rng.capture(accelerator.device)}
+        extra[RNG] = of_rank(rank, accelerator.device)
     return {f"{EXTRA}.{name}": value for name, value in extra.items()}
 
 
@@ -66,10 +89,12 @@ class Restoring:
         self._trackers = trackers
         self._stored = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
         self._schedules = [
-            schedules.Restoring(scheduler, schedules.stride(scheduler, accelerator.num_processes))
+            RestoringSchedule(scheduler, stride(scheduler, accelerator.num_processes))
             for scheduler in _accelerate.schedulers(accelerator)
         ]
-        self._rng_rank = next((r for r in (accelerator.process_index, 0) if f"{RNG}.{r}" in self._stored), None)
+        self._streams = SavedStreams.among(
+            self._stored, accelerator.process_index, accelerator.num_processes, accelerator.device
+        )
         self._read: dict[str, Any] = {}
         self._absent: list[str] = []
         self._check_registered(registered)
@@ -96,9 +121,8 @@ class Restoring:
                 own = self._read.get(f"datasets.{number}.{accelerator.process_index}")
                 said.append(tracker.resume(position, own, self._restore_rng))
         self._restore_rng()
-        known = sum(name.startswith(f"{RNG}.") and name.count(".") == 1 for name in self._stored)
-        if 0 < known < accelerator.num_processes:
-            said.append(f"it has {rng.about_new_ranks(known, accelerator.num_processes)}")
+        if self._streams.about_new_ranks:
+            said.append(f"it has {self._streams.about_new_ranks}")
         return [message for message in said if message]
 
     def _check_registered(self, registered: list[Any]) -> None:
@@ -125,8 +149,8 @@ class Restoring:
             self._ask(f"registered.{number}", f"state of the registered {type(one).__name__}", one)
         if accelerator.scaler is not None:
             self._ask("scaler", "gradient scaler")
-        if self._rng_rank is not None:
-            self._ask(f"{RNG}.{self._rng_rank}", "")
+        if self._streams.name is not None:
+            self._ask(self._streams.name, "")
 
     def _ask(self, name: str, said: str, target: Any = None) -> None:
         if name in self._stored:
@@ -134,12 +158,109 @@ class Restoring:
         else:
             self._absent.append(said)
 
+    def _restore_rng(self) -> None:
+        if self._streams.name is not None:
+            self._streams.restore(self._read[self._streams.name])
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objects of an accelerator at this moment."""
+
+    models: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    registered: list[Any]
+    """Given to ``register_for_checkpointing``, and neither a model nor an optimizer of the training."""
+    sharded: bool
+    """Accelerate knows that it is: then it has formats and habits of its own."""
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Training:
+        """Models and optimizers may be prepared, or sharded by the user and registered only: a registered module is a
+        model if an optimizer trains it."""
+        given = _accelerate.registered_objects(accelerator)
+        optimizers = _accelerate.optimizers(accelerator)
+        optimizers += [one for one in given if isinstance(one, torch.optim.Optimizer)]
+        trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        models = list(_accelerate.models(accelerator))
+        known = {id(one) for one in models}
+        models += [one for one in given if id(one) not in known and _has_any(one, trained)]
+        live = {id(one) for one in (*models, *optimizers)}
+        return cls(
+            dict(zip(numbered(MODEL, len(models)), models, strict=True)),
+            dict(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)),
+            [one for one in given if id(one) not in live],
+            accelerator.distributed_type == DistributedType.FSDP,
+        )
+
     @property
-    def _restore_rng(self) -> Callable[[], None]:
-        if self._rng_rank is None:
-            return lambda: None
-        streams = self._read[f"{RNG}.{self._rng_rank}"]["streams"]
-        rank, device = self._accelerator.process_index, self._accelerator.device
-        if self._rng_rank == rank:
-            return lambda: rng.restore(streams, device)
-        return lambda: rng.derive(streams, rank)
+    def shared_names(self) -> dict[str, NamesOnly]:
+        """What names the parameters of an optimizer that trains several models, or what was never prepared: Accelerate
+        saves and loads its state without it."""
+        names = {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
+        if self.sharded or any(map(_is_sharded, self.models.values())):
+            return names  # there it is more likely that the optimizer was made before the model was sharded
+        for name, optimizer in self.optimizers.items():
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not any(_has_any(model, trained) for model in self.models.values()):
+                names[f"names_for_{name}"] = NamesOnly(loose_module(optimizer))
+        return names
+
+
+def _has_any(one: Any, parameters: set[int]) -> bool:
+    return isinstance(one, nn.Module) and any(id(parameter) in parameters for parameter in one.parameters())
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return contains_fsdp1(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+_SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
+"""The fields of a param group that schedules set."""
+
+
+def schedule_state(scheduler: AcceleratedScheduler, num_processes: int) -> dict[str, Any]:
+    return {"state": scheduler.state_dict(), "stride": stride(scheduler, num_processes)}
+
+
+def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
+    """How often the schedule is stepped per optimizer step."""
+    return 1 if scheduler.split_batches or not scheduler.step_with_optimizer else num_processes
+
+
+@dataclass
+class RestoringSchedule:
+    """One schedule while a checkpoint is loaded. Make it before the optimizer is loaded, which overwrites the rates
+    that the schedule starts from."""
+
+    scheduler: AcceleratedScheduler
+    stride: int
+
+    def __post_init__(self) -> None:
+        inner = self.scheduler.scheduler
+        self._fresh = getattr(inner, "last_epoch", None) == 0 and not isinstance(inner, ReduceLROnPlateau)
+        groups = inner.optimizer.param_groups if self._fresh else []
+        self._rates = [{field: group[field] for field in _SCHEDULED & group.keys()} for group in groups]
+
+    def finish(self, saved: dict[str, Any]) -> str:
+        """Bring the schedule to the saved moment. Returns what has to be said about it, if anything."""
+        inner, state = self.scheduler.scheduler, saved["state"]
+        if saved["stride"] == self.stride:
+            inner.load_state_dict(state)
+            return ""
+        name = type(inner).__name__
+        if not self._fresh:
+            inner.load_state_dict(state)
+            return (
+                f"{name} goes on at position {state.get('last_epoch')}, counted in steps of {saved['stride']} per "
+                f"optimizer step; it is now stepped {self.stride} times: a schedule on a metric, or one that has "
+                f"already been stepped, cannot be converted"
+            )
+        position = state["last_epoch"] * self.stride // saved["stride"]
+        for group, rates in zip(inner.optimizer.param_groups, self._rates, strict=True):
+            group.update(rates)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "call optimizer.step() before lr_scheduler.step()"
+            for _ in range(position):
+                inner.step()
+        return f"{name} goes on at position {position} instead of {state['last_epoch']}, which is the same moment"

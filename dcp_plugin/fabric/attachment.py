@@ -7,7 +7,6 @@ and is told so.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from dcp_plugin.config import CheckpointConfig, PathLike
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.training import OTHERS
-from dcp_plugin.integration.attachment import Attached
+from dcp_plugin.integration import Attached
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.runs.catalog import resolve
-from dcp_plugin.runs.resume import Restart, decide, load_from, modules_of, refuse_partial_of_nothing
+from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
 
 class Attachment(Attached):
@@ -79,29 +77,28 @@ class Attachment(Attached):
         Args:
             state: As for ``fabric.load``.
             root: Where this run's checkpoints are.
-            resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint.
-            init_from: A checkpoint to take the modules' weights from if there is none of this run.
-            partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted.
-            strict: Whether keys that do not fit are errors.
+            resume, init_from, partial, strict: As for :func:`dcp_plugin.resume_or_init`.
+
+        Returns:
+            How the run starts, see there; without a report if it resumes.
 
         Raises:
-            ValueError: ``partial`` without ``init_from``.
-            CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not
-                there.
-            CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
+            CheckpointError: :func:`attach` was given no Fabric; or as :func:`dcp_plugin.resume_or_init`.
+            ValueError: As there.
         """
-        refuse_partial_of_nothing(partial, init_from)
+        options = StartOptions(resume, init_from, partial, strict)
         if self.fabric is None:
             raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
-        # Fabric's own files are those of ``torch.save``, with the names of the state that is to be loaded.
-        own = functools.partial(resolve, resume, root, (OTHERS,), init_from)
-        start = decide(self.checkpointer.ranks, own, init_from)
-        if start.how == "resumed":
-            self.fabric.load(start.path, state, strict=strict)
-        elif start.how == "warm-started":
-            modules = unwrapped(self.fabric, modules_of(state))
-            start = load_from(start, self.checkpointer, modules, partial, strict)
-        return start
+        return options.start(
+            self.checkpointer,
+            unwrapped(self.fabric, modules_of(state)),
+            # Fabric's own files are those of ``torch.save``, with the names of the state that is to be loaded.
+            lambda: options.find(root, (OTHERS,)),
+            lambda path: self._load(path, state, strict),
+        )
+
+    def _load(self, path: Path, state: dict[str, Any], strict: bool) -> None:
+        self.fabric.load(path, state, strict=strict)
 
     def wait(self) -> None:
         """Wait until what was saved is on disk.

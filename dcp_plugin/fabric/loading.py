@@ -25,9 +25,9 @@ from dcp_plugin.fabric.resume import STARTS_AGAIN, Say, Through, continue_at, ha
 from dcp_plugin.fabric.saving import NAMES, names_for, of_kind, trained_modules
 from dcp_plugin.format.foreign.dcp_folder import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
+from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import unflatten_optimizer
-from dcp_plugin.state.sampler import data_rank
 from dcp_plugin.state.union import is_of_no_module
 
 logger = logging.getLogger("dcp_plugin")

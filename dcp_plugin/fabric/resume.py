@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dcp_plugin.state import rng
-from dcp_plugin.state.sampler import made_by
+from dcp_plugin.integration import random_streams
+from dcp_plugin.integration.sampler_state import made_by
 
 STARTS_AGAIN = "the dataloader starts with its first batch, so samples of the epoch under way come again"
 Say = Callable[[str], None]
@@ -86,11 +86,11 @@ def restore_rng(strategy: Any, saved_on: int, say: Say, state: Mapping[str, Any]
     """Continue this rank's streams, or start some of its own if the checkpoint, made by fewer ranks, has none."""
     rank = getattr(strategy, "global_rank", 0)
     if rank < saved_on:
-        rng.restore(state["streams"], strategy.root_device)
+        random_streams.restore(state["streams"], strategy.root_device)
     else:
-        rng.derive(state["streams"], rank)
+        random_streams.derive(state["streams"], rank)
     if (ranks := getattr(strategy, "world_size", 1)) > saved_on:
-        say(f"it has {rng.about_new_ranks(saved_on, ranks)}")
+        say(f"it has {random_streams.about_new_ranks(saved_on, ranks)}")
 
 
 def _sampler_with_epoch(loader: Any) -> Any:
@@ -117,6 +117,6 @@ def _number_epochs_from(sampler: Any, epoch: int, finished: bool) -> None:
     sampler.set_epoch = counting_on
 
 
-def random_streams(device: torch.device) -> dict[str, Any]:
+def rank_streams(device: torch.device) -> dict[str, Any]:
     """The random streams of this rank, as every door stores them."""
-    return {"streams": rng.capture(device)}
+    return {"streams": random_streams.capture(device)}

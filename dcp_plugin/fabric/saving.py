@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.fabric.resume import Through, has_position, position_of, random_streams
+from dcp_plugin.fabric.resume import Through, has_position, position_of, rank_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
+from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
 from dcp_plugin.state.adapters import NamesOnly, module_of
-from dcp_plugin.state.sampler import data_rank
 from dcp_plugin.state.union import joint_module, loose_module
 
 NAMES = "fabric_names"
@@ -75,7 +75,7 @@ def named_state(strategy: Any, state: Mapping[str, Any], filters: Mapping[str, F
     extra[NAMES] = dict(zip(ours, users, strict=True))
     if with_rng:  # last: asking a dataloader for its state may draw
         rank = str(getattr(strategy, "global_rank", 0))
-        extra[RNG] = {rank: Through.saves(partial(random_streams, strategy.root_device))}
+        extra[RNG] = {rank: Through.saves(partial(rank_streams, strategy.root_device))}
     return {**named, EXTRA: extra}
 
 

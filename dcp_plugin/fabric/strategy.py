@@ -31,7 +31,7 @@ from dcp_plugin.fabric._fabric import (
     is_strategy,
 )
 from dcp_plugin.fabric.attachment import Attachment, refuse_init_from
-from dcp_plugin.state.sampler import make_resumable
+from dcp_plugin.integration.sampler_state import make_resumable
 
 
 def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any) -> Attachment:

@@ -22,7 +22,7 @@ import torch
 from isal.isal_zlib import crc32
 from xxhash import xxh3_128, xxh3_128_digest
 
-from dcp_plugin.media.disk.host_memory import Rings, is_plain_memory, memory_view
+from dcp_plugin.host_memory import Rings, is_plain_memory, memory_view
 
 SMALLEST_BLOCK = 4096
 BLOCKS_PER_ITEM = 256

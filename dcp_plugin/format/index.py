@@ -14,7 +14,6 @@ import posixpath
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -301,25 +300,29 @@ class CheckpointIndex(Mapping[str, Entry]):
         return IndexFile(self.table, self.columns, self.files, self.smallest_block, *about).encode()
 
     @classmethod
-    def read(cls, path: Path, sha256: str) -> CheckpointIndex:
-        """Open an index file that has this fingerprint, and check that it does not contradict itself.
+    def decode(cls, data: bytes, sha256: str, where: str) -> CheckpointIndex:
+        """The index in a file that has this fingerprint, if it does not contradict itself.
+
+        Args:
+            where: What messages call the file.
 
         Raises:
             CheckpointCorrupt: It is another file, no index, or contradicts itself.
         """
-        file = IndexFile.read(path, sha256)
+        file = IndexFile.decode(data, sha256, where)
         index = cls(file.table, file.columns, file.files, file.smallest_block)
         index.left_out, index.empty, index.planner_data = file.left_out, file.empty, file.planner_data
-        index.validate(path.parent)
+        index.validate(posixpath.dirname(where))
         return index
 
-    def validate(self, directory: Path, shares_bytes: bool = False) -> None:
+    def validate(self, where: str, shares_bytes: bool = False) -> None:
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
 
         Args:
+            where: What messages call the checkpoint.
             shares_bytes: Items may overlap: they are views of the same storages.
 
         Raises:
             CheckpointCorrupt: Naming file and key.
         """
-        validate(self.table, self.columns, self.files, self.smallest_block, directory, shares_bytes)
+        validate(self.table, self.columns, self.files, self.smallest_block, where, shares_bytes)

@@ -24,16 +24,16 @@ Blocks are described in :mod:`~dcp_plugin.format.checksums`; their size follows 
 What an index must not say: items outside of files or over each other, boxes that do not make up their tensors.
 
 Every check is over whole columns, so that a million items take a fraction of a second. The data files themselves are
-looked at by :func:`check_files`: by one rank for all of them, and by each for those it reads.
+not looked at here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,6 @@ from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format import values
 from dcp_plugin.format.checksums import LARGEST_BLOCK, block_counts
 from dcp_plugin.format.columns import NO_TENSOR, Column, Table, dtype_named, partitioned
-from dcp_plugin.media.disk.files import read_regular
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
@@ -83,25 +82,24 @@ class IndexFile:
         return save_columns({**self.columns, **columns}, metadata=about)
 
     @classmethod
-    def read(cls, path: Path, sha256: str) -> IndexFile:
-        """Open the file that has this fingerprint, and check that its columns fit each other.
+    def decode(cls, data: bytes, sha256: str, where: str) -> IndexFile:
+        """What the file says that has this fingerprint, if its columns fit each other.
+
+        Args:
+            where: What messages call the file.
 
         Raises:
             CheckpointCorrupt: It is another file, no index, or its columns contradict each other.
         """
-        try:
-            data = read_regular(path)
-        except OSError as error:
-            raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise CheckpointCorrupt(f"{path} is not the index that was saved (its SHA-256 differs)")
+            raise CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
         try:
             columns = load_columns(data)  # validates the header
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
             about = header.get("__metadata__", {})
             if about.get("format") != "dcp_plugin" or int(about["format_version"]) != FORMAT_VERSION:
                 raise CheckpointCorrupt(
-                    f"{path} is of format {about.get('format')!r} version {about.get('format_version')}; this version "
+                    f"{where} is of format {about.get('format')!r} version {about.get('format_version')}; this version "
                     f"of dcp_plugin reads version {FORMAT_VERSION}. Upgrade dcp_plugin if it is older, or delete the "
                     f"file and dcp_plugin.json to read the checkpoint as a stock one."
                 )
@@ -110,7 +108,7 @@ class IndexFile:
             SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError,
             RecursionError,
         ) as error:  # fmt: skip
-            raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
+            raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
 
     @classmethod
     def _checked(cls, columns: dict[str, Column], about: dict[str, str]) -> IndexFile:
@@ -207,7 +205,7 @@ def validate(
     columns: dict[str, Column],
     files: dict[str, int],
     smallest_block: int,
-    directory: Path,
+    where: str,
     shares_bytes: bool = False,
 ) -> None:
     """Check every item against its file's size, every other item (unless they may share bytes), and its box.
@@ -217,12 +215,12 @@ def validate(
     """
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
-            raise CheckpointCorrupt(f"{directory}: the index names {name!r}, which leaves the checkpoint")
+            raise CheckpointCorrupt(f"{where}: the index names {name!r}, which leaves the checkpoint")
     file = columns["file"]
     if len(file) == 0:
         return
     if file.min() < 0 or file.max() >= len(files):
-        raise CheckpointCorrupt(f"{directory}: an item is in a file that the index does not list")
+        raise CheckpointCorrupt(f"{where}: an item is in a file that the index does not list")
     sizes = np.array(list(files.values()), np.int64)[file]
     offset, length, payload_offset, payload_length = columns["place"].T
     outside = (offset < 0) | (length < 0) | (offset > sizes - length) | (payload_length < 0)
@@ -236,8 +234,8 @@ def validate(
         if bad.any():
             chunk = int(np.argmax(bad))
             key = table.keys[int(np.searchsorted(columns["chunk_ends"], chunk, side="right"))]
-            raise CheckpointCorrupt(f"{directory}: {key} in {list(files)[file[chunk]]} {what}")
-    _check_boxes(table, columns["place"], directory)
+            raise CheckpointCorrupt(f"{where}: {key} in {list(files)[file[chunk]]} {what}")
+    _check_boxes(table, columns["place"], where)
 
 
 def _overlapping(columns: dict[str, Column]) -> Column:
@@ -251,13 +249,13 @@ def _overlapping(columns: dict[str, Column]) -> Column:
     return overlapping
 
 
-def _check_boxes(table: Table, place: Column, directory: Path) -> None:
+def _check_boxes(table: Table, place: Column, where: str) -> None:
     no_tensor = table.columns["dtype"] == NO_TENSOR
     counts = np.diff(table.chunk_starts)
     for slot in np.flatnonzero(no_tensor & (counts != 1)).tolist():
-        raise CheckpointCorrupt(f"{directory}: {table.keys[slot]} is a value with {counts[slot]} items")
+        raise CheckpointCorrupt(f"{where}: {table.keys[slot]} is a value with {counts[slot]} items")
     if (no_tensor & (table.columns["ndim"] > 0)).any():
-        raise CheckpointCorrupt(f"{directory}: a value has dimensions")
+        raise CheckpointCorrupt(f"{where}: a value has dimensions")
     itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
     itemsizes[: len(table.dtypes)] = [dtype_named(name).itemsize for name in table.dtypes]
     for slots, chunks, boxes in table.by_ndim():
@@ -269,7 +267,7 @@ def _check_boxes(table: Table, place: Column, directory: Path) -> None:
         absurd = (shape < 0).any(axis=1) | (shape.astype(float).prod(axis=1) > 1 << 60)
         for slot in np.unique(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
             raise CheckpointCorrupt(
-                f"{directory}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
+                f"{where}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
             )
         volumes = sizes.prod(axis=1)
         total = np.zeros(len(slots), np.int64)
@@ -277,40 +275,10 @@ def _check_boxes(table: Table, place: Column, directory: Path) -> None:
         wrong = (total != shape.prod(axis=1)) | ~partitioned(offsets, sizes, shape, of, len(slots))
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(
-                f"{directory}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
+                f"{where}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "
                 f"{tuple(shape[slot])}: there are holes, or chunks overlap"
             )
         expected = volumes * itemsizes[table.columns["dtype"][slots]][of]
         misfit = (place[chunks, 2] >= 0) & (place[chunks, 3] != expected) & ~no_tensor[slots][of]
         for slot in of[misfit][:1].tolist():
-            raise CheckpointCorrupt(
-                f"{directory}: an item of {table.keys[slots[slot]]} has the wrong size for its shape"
-            )
-
-
-def check_files(directory: Path, files: dict[str, int], names: Iterable[str], links: bool = False) -> None:
-    """Check that these data files are there, inside of the directory, and of the size that the index says.
-
-    Args:
-        links: They may be links that lead elsewhere.
-
-    Raises:
-        CheckpointCorrupt: Naming the file.
-    """
-    root = directory.resolve()
-    for name in names:
-        path = directory / name
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            raise CheckpointCorrupt(f"{directory}: data file {name} is missing ({error.strerror})") from error
-        nested = len(PurePosixPath(name).parts) > 1
-        if not links and (nested or path.is_symlink()) and path.resolve().parent != root / PurePosixPath(name).parent:
-            raise CheckpointCorrupt(f"{directory}: {name} is a link that leaves the checkpoint")
-        if found < files[name]:
-            raise CheckpointCorrupt(f"{directory}: {name} is truncated: {found} of {files[name]} bytes")
-        if found > files[name]:
-            raise CheckpointCorrupt(
-                f"{directory}: {name} has {found} bytes, and had {files[name]} when it was saved: something, perhaps "
-                f"a save of another tool, has written to it since"
-            )
+            raise CheckpointCorrupt(f"{where}: an item of {table.keys[slots[slot]]} has the wrong size for its shape")

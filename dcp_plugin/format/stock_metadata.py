@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import pickle
-from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +25,7 @@ from dcp_plugin._torch import transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import FIELDS_OF_ALL_VERSIONS, planner_paths
-from dcp_plugin.format.torch_zip import Frame, frame_if_possible
-from dcp_plugin.media.disk.commit import METADATA
-from dcp_plugin.media.disk.files import read_regular
+from dcp_plugin.format.names import METADATA, Files, read
 from dcp_plugin.types import KeyPath
 
 _DCP = "torch.distributed.checkpoint"
@@ -79,60 +71,50 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(directory: Path) -> Metadata:
+def decode(data: bytes, where: str) -> Metadata:
     """Unpickle ``.metadata`` with nothing but DCP's own classes.
+
+    Args:
+        where: What messages call the file.
 
     Raises:
         UnsafeCheckpoint: It refers to anything else.
         CheckpointCorrupt: It is no metadata.
     """
-    path = directory / METADATA
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(read_bytes(directory))).load()
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{path} {error}") from None
+        raise UnsafeCheckpoint(f"{where} {error}") from None
     except Exception as error:
-        raise CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointCorrupt(f"{where} is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointCorrupt(f"{path} holds a {type(metadata).__name__}, not the metadata of a DCP checkpoint")
+        raise CheckpointCorrupt(f"{where} holds a {type(metadata).__name__}, not the metadata of a DCP checkpoint")
     return metadata
 
 
-def read_bytes(directory: Path) -> bytes:
-    """``.metadata`` as it is.
-
-    Raises:
-        CheckpointCorrupt: It cannot be read.
-    """
-    try:
-        return read_regular(directory / METADATA)
-    except OSError as error:
-        raise CheckpointCorrupt(f"{directory / METADATA} cannot be read: {error.strerror}") from error
-
-
-def read_index(directory: Path) -> CheckpointIndex:
+def read_index(files: Files) -> CheckpointIndex:
     """The index of a stock checkpoint: items of unknown inner layout, without checksums.
 
     Raises:
-        UnsafeCheckpoint, CheckpointCorrupt: As :func:`read_metadata`, and if an item lies outside its file.
+        UnsafeCheckpoint, CheckpointCorrupt: As :func:`decode`, and if an item lies outside its file.
     """
-    return index_of(read_metadata(directory), directory)
+    return index_of(decode(read(files, METADATA), f"{files.where}/{METADATA}"), files)
 
 
-def index_of(metadata: Metadata, directory: Path) -> CheckpointIndex:
-    """:func:`read_index` of what :func:`read_metadata` returned."""
+def index_of(metadata: Metadata, files: Files) -> CheckpointIndex:
+    """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
     try:
         entries = [
             (key, _entry(metadata.storage_data, key, stored)) for key, stored in metadata.state_dict_metadata.items()
         ]
-        files = sorted({info.relative_path for info in metadata.storage_data.values()})
+        names = sorted({info.relative_path for info in metadata.storage_data.values()})
         noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
         paths = {key: _key_path(path) for key, path in (noted or {}).items()}
     except (KeyError, AttributeError, TypeError) as error:
-        raise CheckpointCorrupt(f"{directory / METADATA} contradicts itself: {error!r}") from error
-    sizes = {name: _size(directory, name) for name in files}
+        raise CheckpointCorrupt(f"{files.where}/{METADATA} contradicts itself: {error!r}") from error
+    sizes = {name: _size(files, name) for name in names}
     index = CheckpointIndex.build(entries, sizes, paths)
-    index.validate(directory)
+    index.validate(files.where)
     index.transforms = _transforms(metadata)
     index.storage_meta = metadata.storage_meta if isinstance(metadata.storage_meta, StorageMeta) else None
     if noted is None:
@@ -145,11 +127,11 @@ def save_id_of(metadata: Metadata) -> str:
     return str(getattr(metadata.storage_meta, "save_id", None) or "")
 
 
-def _size(directory: Path, name: str) -> int:
+def _size(files: Files, name: str) -> int:
     try:
-        return (directory / name).stat().st_size
+        return files.size(name)
     except OSError as error:
-        raise CheckpointCorrupt(f"{directory}: data file {name} is missing ({error.strerror})") from error
+        raise CheckpointCorrupt(f"{files.where}: data file {name} is missing ({error.strerror})") from error
 
 
 def _transforms(metadata: Metadata) -> dict[tuple[str, int], tuple[str, ...]]:
@@ -185,35 +167,3 @@ def _location(info: Any) -> Location:
 
 def _key_path(path: Any) -> KeyPath:
     return tuple(part if isinstance(part, (str, int)) else str(part) for part in path)
-
-
-def recognise(
-    directory: Path,
-    wanted: Iterable[tuple[StoredChunk, torch.dtype]],
-    layouts: dict[tuple[str, int], StoredChunk],
-) -> int:
-    """Note in ``layouts``, by file and offset, the items that begin as we would begin them; the bytes it took to see.
-
-    The beginning of an item holds the pickle that says dtype, shape and strides, so it settles where the payload is.
-    Another version of torch may write another beginning; such items stay unknown.
-    """
-    read = 0
-    by_file: dict[str, dict[int, tuple[StoredChunk, Frame]]] = defaultdict(dict)
-    for chunk, dtype in wanted:
-        around = frame_if_possible(dtype, chunk.sizes)
-        if around is not None and around.length == chunk.location.length:
-            by_file[chunk.location.file][chunk.location.offset] = chunk, around
-    for name, items in by_file.items():
-        with (
-            suppress(OSError),
-            open(directory / name, "rb", buffering=0) as file,
-        ):  # who reads it will say what is wrong
-            for offset in sorted(items.keys() - {known for file_name, known in layouts if file_name == name}):
-                chunk, around = items[offset]
-                read += len(around.head)
-                if os.pread(file.fileno(), len(around.head), offset) == around.head:
-                    place = replace(
-                        chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length
-                    )
-                    layouts[name, offset] = replace(chunk, location=place)
-    return read

@@ -11,13 +11,12 @@ Two forms, for two kinds of frameworks. We never read either ourselves: our own 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.format.names import METADATA
 from dcp_plugin.types import KeyPath
 
 Aliases = Mapping[str, tuple[str, KeyPath]]
@@ -37,12 +36,9 @@ def with_aliases(index: CheckpointIndex, aliases: Aliases) -> CheckpointIndex:
     return index.selected({**{key: key for key in index}, **again}, paths)
 
 
-def write_views(directory: Path, views: Views, index: CheckpointIndex, storage_meta: StorageMeta | None) -> None:
-    """Write the views of a checkpoint, and sync them."""
-    for folder, names in views.items():
-        (directory / folder).mkdir()
-        files.write_durably(directory / folder / commit.METADATA, encode(_view(index, names), storage_meta))
-        files.sync_directory(directory / folder)
+def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMeta | None) -> dict[str, bytes]:
+    """The files of the views by name, to be put beside the checkpoint's own."""
+    return {f"{folder}/{METADATA}": encode(_view(index, names), storage_meta) for folder, names in views.items()}
 
 
 def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:

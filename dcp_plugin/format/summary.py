@@ -14,10 +14,11 @@ import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
 from dcp_plugin.format.index_file import FORMAT_VERSION
-from dcp_plugin.media.disk.commit import SUMMARY
-from dcp_plugin.media.disk.files import read_regular
+from dcp_plugin.format.names import SUMMARY
+from dcp_plugin.types import VERSION
 
-_MAX_SIZE = 1 << 20
+MAX_SIZE = 1 << 20
+"""Bytes. A reader need not read more than one beyond that."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Base:
     fingerprint: str
 
     @classmethod
-    def of_summary(cls, said: dict[str, Any], checkpoint: Path) -> Base:
-        """Raises CheckpointCorrupt if nothing is said, or no base."""
+    def of_summary(cls, said: dict[str, Any], checkpoint: object) -> Base:
+        """Raises CheckpointCorrupt, which names the checkpoint, if nothing is said, or no base."""
         if not all(isinstance(said.get(name), str) for name in ("path", "relative", "fingerprint")):
-            raise CheckpointCorrupt(f"{checkpoint / SUMMARY} does not say which base has what is left out")
+            raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} does not say which base has what is left out")
         return cls(Path(said["path"]), said["relative"], said["fingerprint"])
 
     def to_summary(self) -> dict[str, str]:
@@ -72,15 +73,14 @@ class Summary:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def describe(cls, index_bytes: bytes, metadata_bytes: bytes, directory: Path, **facts: Any) -> Summary:
-        """The summary of a checkpoint that will be published in ``directory``, later than all that are there.
+    def describe(cls, index_bytes: bytes, metadata_bytes: bytes, newest: float, **facts: Any) -> Summary:
+        """The summary of a checkpoint that is about to be published.
 
-        Later even if the clock was set back, or a neighbour comes from a host whose clock is ahead.
+        Args:
+            newest: The time of the newest checkpoint beside it. Its own is later, even if the clock was set back, or
+                the other comes from a host whose clock is ahead.
         """
-        from dcp_plugin import __version__
-
-        versions = {"dcp_plugin": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        newest = max((_time_of(path) for path in directory.glob(f"*/{SUMMARY}")), default=0.0)
+        versions = {"dcp_plugin": VERSION, "torch": torch.__version__, "python": platform.python_version()}
         now = max(time.time(), newest + 0.001)
         return cls(
             time=now,
@@ -93,15 +93,14 @@ class Summary:
     def encode(self) -> bytes:
         """Raises SaveFailed if it would be larger than a reader accepts."""
         data = (json.dumps(asdict(self), indent=2) + "\n").encode()
-        if len(data) > _MAX_SIZE:
+        if len(data) > MAX_SIZE:
             raise SaveFailed(f"the summary would have {len(data)} bytes: the state has too many modules or layouts")
         return data
 
     @classmethod
-    def read(cls, path: Path) -> Summary:
-        """Raises CheckpointCorrupt if the file is no summary."""
+    def decode(cls, data: bytes, where: str) -> Summary:
+        """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary."""
         try:
-            data = read_regular(path, _MAX_SIZE + 1)
             said = json.loads(data)
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
             summary = cls(**known)
@@ -112,18 +111,11 @@ class Summary:
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
             if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
                 raise ValueError("exclude is a list of text, base an object")
-            if summary.format != "dcp_plugin" or len(data) > _MAX_SIZE:
+            if summary.format != "dcp_plugin" or len(data) > MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{path} is damaged: {error}") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         return summary
-
-
-def _time_of(path: Path) -> float:
-    try:
-        return Summary.read(path).time
-    except CheckpointCorrupt:
-        return 0.0
 
 
 def fingerprint(index_bytes: bytes) -> str:

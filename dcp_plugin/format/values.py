@@ -1,7 +1,7 @@
 """Values that are no tensors, as bytes and back, without executing code.
 
 They are ``torch.save`` files, as stock DCP writes them and reads them, restricted to what
-``torch.load(weights_only=True)`` takes and to the objects of :mod:`dcp_plugin.format.pickles`.
+``torch.load(weights_only=True)`` takes and to the objects of :mod:`dcp_plugin.format.pickle_stubs`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from dcp_plugin._torch import load_bytes
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.pickles import Described, load_with_stand_ins, rebuilt
+from dcp_plugin.format.pickle_stubs import Described, load_with_stand_ins, rebuilt
 
 _SMALL = 4096
 """Bytes up to which the values of items are remembered."""

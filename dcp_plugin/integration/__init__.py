@@ -1,1 +1,51 @@
-"""Layer 8: what the packages for Lightning, Fabric, Accelerate and transformers share."""
+"""What the packages for Lightning, Fabric, Accelerate and transformers share.
+
+Enters: a framework's objects and their settings. Leaves: the names under which they are stored
+(:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, the positions of samplers, and
+:class:`Attached`, the base of what ``attach`` returns. The rule: what one framework saved, any other can load.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from dcp_plugin.errors import CheckpointError
+
+
+class Attached(ABC):
+    """Until :meth:`detach`, a framework's object saves and loads through the core.
+
+    As a context manager it detaches at the end. If the block raises, a failure of the save in flight is a note on
+    that exception and does not replace it.
+    """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until no save is in flight.
+
+        Raises:
+            SaveFailed: It failed; on every rank, and once.
+        """
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Finish the save in flight, and have the framework save and load as it did before.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.detach()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Besides, a checkpoint could not be saved: {failure}")

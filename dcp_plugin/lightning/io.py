@@ -33,7 +33,7 @@ from dcp_plugin.lightning.resume import beside_ours, without_own_state
 from dcp_plugin.lightning.stock_format import Checkpoint
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs import catalog
-from dcp_plugin.runs.resume import Restart, decide, load_from, refuse_partial_of_nothing
+from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
@@ -69,7 +69,7 @@ class DCPCheckpointIO:
         partial: PartialLoad | None = None,
         **overrides: Any,
     ) -> None:
-        refuse_partial_of_nothing(partial, init_from)
+        StartOptions(init_from=init_from, partial=partial)  # raises if they do not go together
         _be_a_plugin_for_all()
         besides = ("weights_only", "init_from", "partial")
         self.config = CheckpointConfig.merge(config, besides, **overrides).that_waits("ModelCheckpoint")
@@ -168,9 +168,8 @@ class DCPCheckpointIO:
         """
         if self.init_from is None:
             return Restart("fresh")
-        checkpointer = self.checkpointer(world_size)
-        start = decide(checkpointer.ranks, lambda: None, self.init_from)
-        return load_from(start, checkpointer, {MODEL: model}, self.partial, strict)
+        options = StartOptions(init_from=self.init_from, partial=self.partial, strict=strict)
+        return options.start(self.checkpointer(world_size), {MODEL: model})
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""

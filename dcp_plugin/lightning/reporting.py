@@ -18,8 +18,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.format.summary import Summary
-from dcp_plugin.media.disk import commit
+from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.storage.open import summary_of
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.post_commit import Afterwards
@@ -37,7 +37,7 @@ class Report:
     @classmethod
     def of(cls, event: SaveFinished) -> Report:
         try:
-            summary = Summary.read(event.path / commit.SUMMARY)
+            summary = summary_of(LocalDisk().open(event.path))
         except CheckpointError:  # deleted already: then this rank's share
             return cls(event, event.bytes / 1e9)
         return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9)

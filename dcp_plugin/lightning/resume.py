@@ -23,13 +23,13 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import RNG
+from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning._packages import package_behind
 from dcp_plugin.lightning.hyper_parameters import TYPES
-from dcp_plugin.state import rng
-from dcp_plugin.state.sampler import data_rank, made_by
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -72,7 +72,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
         loaders = _lightning.train_dataloaders(trainer)
         checkpoint[RNG] = {
             str(trainer.global_rank): {
-                "streams": rng.capture(trainer.strategy.root_device),
+                "streams": random_streams.capture(trainer.strategy.root_device),
                 "loaders": [[generator.get_state() for generator in _generators(loader)] for loader in loaders],
             }
         }
@@ -124,7 +124,7 @@ class Resume:
         mine = rng_states.get(str(trainer.global_rank))
         rank, data_ranks = data_rank(trainer)
         if rng_states and trainer.world_size > len(rng_states):
-            rank_zero_info(f"The checkpoint has {rng.about_new_ranks(len(rng_states), trainer.world_size)}.")
+            rank_zero_info(f"The checkpoint has {random_streams.about_new_ranks(len(rng_states), trainer.world_size)}.")
         return cls(
             rng=mine or rng_states.get("0"),
             new_rank=mine is None,
@@ -179,9 +179,9 @@ class Resume:
 
     def _restore_rng(self, state: dict[str, Any], trainer: Trainer) -> None:
         if self.new_rank:
-            rng.derive(state["streams"], trainer.global_rank)
+            random_streams.derive(state["streams"], trainer.global_rank)
             return
-        rng.restore(state["streams"], trainer.strategy.root_device)
+        random_streams.restore(state["streams"], trainer.strategy.root_device)
         for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
             for generator, generator_state in zip(_generators(loader), saved, strict=False):
                 generator.set_state(generator_state)

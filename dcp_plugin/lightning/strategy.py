@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.integration.sampler_state import make_resumable
 from dcp_plugin.lightning import _lightning, layout, loading, preflight, resume, stock_format
 from dcp_plugin.lightning._lightning import begins_stage, inside_distributed_sampler, unwrapped
 from dcp_plugin.lightning._packages import has_base, home_of, package_of
@@ -32,7 +33,6 @@ from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.lightning.stock_format import Checkpoint
 from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
-from dcp_plugin.state.sampler import make_resumable
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

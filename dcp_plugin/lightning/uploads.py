@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dcp_plugin.format.names import SUMMARY
 from dcp_plugin.lightning._lightning import (
     SETTINGS_LOGGED,
     artifact_name,
@@ -25,7 +26,6 @@ from dcp_plugin.lightning._lightning import (
     scored_paths,
 )
 from dcp_plugin.lightning._packages import has_base
-from dcp_plugin.media.disk import commit
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Scan:
 def _directories(callback: Any) -> list[_Found]:
     found = []
     for path, score in scored_paths(callback).items():
-        summary = Path(path, commit.SUMMARY)
+        summary = Path(path, SUMMARY)
         if path and summary.is_file():
             metadata = {
                 "score": score.item() if hasattr(score, "item") else score,

@@ -17,10 +17,11 @@ from pathlib import Path
 from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
-from dcp_plugin.format.summary import Base, Summary
-from dcp_plugin.media.disk import commit
+from dcp_plugin.format.names import METADATA, SUMMARY
+from dcp_plugin.format.summary import Base
+from dcp_plugin.media.disk import LocalDisk, commit
 from dcp_plugin.planning.load import some
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointState
 
@@ -146,15 +147,16 @@ def _say_kept(base: Path) -> None:
 
 def completed_by(base: Path) -> Path | None:
     """A checkpoint in the same directory that cannot be loaded without this one. A link to one is not the one."""
-    if base.is_symlink() or not (base / commit.METADATA).exists():
+    if base.is_symlink() or not (base / METADATA).exists():
         return None
     own = ""
     with suppress(CheckpointCorrupt):
         summary = read_summary(base)
         own = summary.index_sha256 if summary else ""
-    for file in base.parent.glob(f"*/{commit.SUMMARY}"):
+    for file in base.parent.glob(f"*/{SUMMARY}"):
         with suppress(CheckpointCorrupt, ValueError):
-            checkpoint, said = file.parent, Summary.read(file).base
+            checkpoint = file.parent
+            said = summary_of(LocalDisk().open(checkpoint)).base
             needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
             if needed and not _is_replaced(checkpoint):
                 return checkpoint
@@ -235,7 +237,7 @@ def _age(one: CheckpointState | Saved) -> tuple[float, int]:
 
 def _was_published(state: CheckpointState) -> bool:
     """Whether this was a checkpoint once, and not only a save that was interrupted."""
-    return state.committed or (state.path.suffix != ".saving" and (state.path / commit.SUMMARY).exists())
+    return state.committed or (state.path.suffix != ".saving" and (state.path / SUMMARY).exists())
 
 
 def link(path: PathLike, target: PathLike) -> None:

@@ -1,7 +1,7 @@
 """How a run starts: from its own newest checkpoint, else with the weights of a pre-trained model, else from scratch.
 
-The rule: rank 0 looks, and all ranks do what it found. Ranks that look for themselves can see different things on a
-shared file system, and one would resume where the other starts anew. What was decided is done or raised: a run whose
+Rank 0 looks, and all ranks do what it found: ranks that looked for themselves could see different things on a shared
+file system, and one would resume where the other starts anew. What was decided is done or raised: a run whose
 checkpoint cannot be loaded never starts from something else.
 
 A resumed run takes everything from its checkpoint; what it was once warm-started from is not looked at, and need not
@@ -10,16 +10,16 @@ exist any more. A warm start takes the model only: optimizer, schedules, counter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound
+from dcp_plugin.config import PathLike, local_path
+from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.format.foreign.training import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.ranks import Ranks
@@ -47,94 +47,79 @@ class Restart:
         return f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
 
 
-def resume_or_init(
-    state: Mapping[str, Any],
-    root: PathLike,
-    *,
-    resume: str | PathLike = "auto",
-    init_from: PathLike | None = None,
-    partial: PartialLoad | None = None,
-    strict: bool = True,
-    checkpointer: Checkpointer | None = None,
-    config: CheckpointConfig | None = None,
-    **overrides: Any,
-) -> Restart:
-    """Load the run's own newest checkpoint into ``state``; else the pre-trained weights ``init_from``. Collective.
+class Loader(Protocol):
+    """What a start needs of a :class:`~dcp_plugin.Checkpointer`."""
 
-    Args:
-        state: As for :meth:`Checkpointer.load`. A resume loads all of it, a warm start only the modules in it.
-        root: Where this run's checkpoints are; it need not exist yet. Only rank 0 looks there.
-        resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see
-            :func:`~dcp_plugin.resolve_resume`.
-        init_from: A checkpoint to take the model's weights from if there is none of this run.
-        partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted. Not for a resume.
-        strict: Whether keys that do not fit are errors.
-        checkpointer: The one that saves, to load with its settings and process group; else ``config`` and
-            ``overrides`` are those of a new one.
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def load(
+        self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+    ) -> LoadReport: ...
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What a user says about the start of a run, see :func:`dcp_plugin.resume_or_init`.
 
     Raises:
-        ValueError: ``partial`` without ``init_from``; a checkpointer and settings.
-        CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not there.
-        CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
-        RankFailure: A rank died, or did not answer within the timeout.
+        ValueError: A ``partial`` without ``init_from``, which nothing would heed: a resume takes all of its checkpoint.
     """
-    refuse_partial_of_nothing(partial, init_from)
-    if checkpointer is not None and (config is not None or overrides):
-        raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
-    besides = ("resume", "init_from", "partial", "strict", "checkpointer")
-    used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
-    try:
-        start = decide(used.ranks, lambda: resolve(resume, root, init_from=init_from), init_from)
-        if start.how == "resumed":
-            return _resumed(start, used, state, strict)
-        if start.how == "warm-started":
-            return load_from(start, used, modules_of(state), partial, strict)
-        return start
-    finally:
-        if checkpointer is None:
-            used.close()
 
+    resume: str | PathLike = "auto"
+    init_from: PathLike | None = None
+    partial: PartialLoad | None = None
+    strict: bool = True
 
-def refuse_partial_of_nothing(partial: PartialLoad | None, init_from: PathLike | None) -> None:
-    """Raises ValueError for a ``partial`` that nothing would heed: a resume takes all of its checkpoint."""
-    if partial is not None and init_from is None:
-        raise ValueError(
-            "partial says what is taken from init_from, which is not given: name the pre-trained checkpoint as "
-            "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
-        )
-
-
-def decide(ranks: Ranks, own: Callable[[], Path | None], init_from: PathLike | None) -> Restart:
-    """What to start from, without loading it. Collective; only rank 0 looks.
-
-    Args:
-        own: Finds the checkpoint of this run to resume from; None if there is none.
-
-    Raises:
-        CheckpointError: What ``own`` raises; or there is none, and nothing is at ``init_from`` either.
-    """
-    return ranks.from_zero("decide what to start from", lambda: _look(own(), init_from))
-
-
-def load_from(
-    start: Restart, checkpointer: Checkpointer, state: Mapping[str, Any], partial: PartialLoad | None, strict: bool
-) -> Restart:
-    """Load what :func:`decide` found; with the report. Collective."""
-    assert start.path is not None
-    return replace(start, report=checkpointer.load(state, start.path, partial, strict))
-
-
-def _resumed(start: Restart, checkpointer: Checkpointer, state: Mapping[str, Any], strict: bool) -> Restart:
-    try:
-        return load_from(start, checkpointer, state, None, strict)
-    except CheckpointMismatch as error:
-        if start.path is not None and (start.path.is_file() or read_summary(start.path) is None):
-            error.add_note(
-                f"Another tool has saved {start.path}. What only that tool restores, such as an optimizer whose "
-                "parameters have numbers, is resumed there. To take the weights alone: "
-                "resume_or_init(..., resume='never', init_from=PATH)."
+    def __post_init__(self) -> None:
+        if self.partial is not None and self.init_from is None:
+            raise ValueError(
+                "partial says what is taken from init_from, which is not given: name the pre-trained checkpoint as "
+                "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
             )
-        raise
+
+    def find(self, root: PathLike, tools: Collection[str] = RESUMABLE) -> Path | None:
+        """The run's own checkpoint to resume from, see :func:`~dcp_plugin.runs.catalog.resolve`."""
+        return resolve(self.resume, root, tools, self.init_from)
+
+    def start(
+        self,
+        loader: Loader,
+        modules: Mapping[str, Any],
+        find: Callable[[], Path | None] = lambda: None,
+        resume: Callable[[Path], LoadReport | None] = lambda path: None,
+    ) -> Restart:
+        """Resume, or load the weights of ``init_from``, or neither. Collective.
+
+        Args:
+            modules: What ``init_from`` is loaded into.
+            find: Finds the checkpoint of this run to resume from, or None if there is none. Called on rank 0.
+            resume: Loads that checkpoint. Called on every rank.
+
+        Raises:
+            CheckpointNotFound: There is nothing to resume from, and nothing at ``init_from`` either.
+            CheckpointError: What ``find``, ``resume`` or the load of ``init_from`` raises; on every rank.
+        """
+        begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find()))
+        if begun.path is None:
+            return begun
+        if begun.how == "resumed":
+            return replace(begun, report=resume(begun.path))
+        return replace(begun, report=loader.load(modules, begun.path, self.partial, self.strict))
+
+    def _decide(self, own: Path | None) -> Restart:
+        if own is not None:
+            summary = read_summary(own)
+            return Restart("resumed", own, summary.step if summary is not None else None)
+        if self.init_from is None:
+            return Restart("fresh")
+        source = commit.locate(local_path(self.init_from))
+        if not source.exists():
+            raise CheckpointNotFound(
+                f"nothing is at init_from={self.init_from}, and this run has no checkpoint of its own to resume from. "
+                "Give the path of a checkpoint, or no init_from to start from scratch."
+            )
+        return Restart("warm-started", source)
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,18 +131,3 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, Mapping) and (inner := modules_of(value)):
             modules[name] = inner
     return modules
-
-
-def _look(own: Path | None, init_from: PathLike | None) -> Restart:
-    if own is not None:
-        summary = read_summary(own)
-        return Restart("resumed", own, summary.step if summary is not None else None)
-    if init_from is None:
-        return Restart("fresh")
-    source = commit.locate(local_path(init_from))
-    if not source.exists():
-        raise CheckpointNotFound(
-            f"nothing is at init_from={init_from}, and this run has no checkpoint of its own to resume from. Give the "
-            "path of a checkpoint, or no init_from to start from scratch."
-        )
-    return Restart("warm-started", source)

@@ -63,7 +63,7 @@ class Saving:
         self.exchange = Exchange()
         self._local = RankLocal()
 
-    def write(self, job: Gathered, ranks: Ranks) -> None:
+    def write(self, job: Gathered, ranks: Ranks) -> events.SaveFinished:
         """Plan, write, publish. On every rank, or on none."""
         began = time.monotonic()
         planner, writer = ShardedSavePlanner(), job.writer
@@ -125,19 +125,19 @@ class Saving:
         if self.reuse is not None:
             self.reuse.published(job.path)
         now = time.monotonic()
-        self._tell(
-            events.SaveFinished(
-                job.path,
-                job.step,
-                writer.bytes_written,
-                seconds=now - job.began,
-                blocked_seconds=now - job.began if job.blocked is None else job.blocked,
-                staging_seconds=job.copied,
-                write_seconds=now - began,
-                rank=ranks.rank,
-                bytes_reused=writer.findings.bytes,
-            )
+        event = events.SaveFinished(
+            job.path,
+            job.step,
+            writer.bytes_written,
+            seconds=now - job.began,
+            blocked_seconds=now - job.began if job.blocked is None else job.blocked,
+            staging_seconds=job.copied,
+            write_seconds=now - began,
+            rank=ranks.rank,
+            bytes_reused=writer.findings.bytes,
         )
+        self._tell(event)
+        return event
 
     def _tell(self, event: events.SaveFinished | events.SaveAborted) -> None:
         """How a save has ended. What goes wrong with telling it is not the save's failure."""

@@ -17,7 +17,7 @@ from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.format.checksums import hashes_of
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.media.disk.host_memory import finish_device_work
+from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.planning.load import ShardedLoadPlanner, nearest, some
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.state.key_map import find_prefix

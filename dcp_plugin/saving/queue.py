@@ -1,14 +1,13 @@
-"""Saves that go on while training does: their handles, their threads, and the moments at which one has to wait.
+"""Asynchronous saves: their handles, their threads, and when a caller has to wait.
 
-A save in the background is one thread, which copies what is still to be copied, waits for the thread of the save
-before it, and writes. So saves of one checkpointer talk to the other ranks one after another, in the same order
-everywhere.
+Each asynchronous save is one thread. It finishes the copy to host memory, waits for the thread of the save before it,
+and writes. So the saves of one checkpointer talk to the other ranks one after another, in the same order everywhere.
 
-Whether a rank raises may not depend on how fast its own thread was: others would go on, into collectives that it never
-joins. So the errors of earlier saves are raised only where every rank has waited for the same saves.
+Whether a rank raises must not depend on how fast its own thread was: the other ranks would go on into collectives that
+it never joins. So errors of earlier saves are raised only where every rank has waited for the same saves.
 
-One thread calls a checkpointer. A second one at the same time would take the same host copy, and ranks would meet in
-another order each: it is refused. So is a subscriber of events that would wait for the save that waits for it.
+One thread at a time calls a checkpointer. A second one would use the same host copy, and ranks would meet in different
+orders: it is refused. A callback of a save that would wait for that save is refused, too.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from dcp_plugin import events
 from dcp_plugin._python import before_threads_end
@@ -30,12 +30,25 @@ logger = logging.getLogger("dcp_plugin")
 
 THREAD = "dcp-save"
 
+T = TypeVar("T")
+
 
 class SaveHandle:
     """A save under way.
 
     :meth:`wait` raises what the save raised. An error that nobody asked for is raised by the checkpointer at the
-    next save, at ``wait`` or at ``close``; whoever gets it first has taken it.
+    next save, at ``wait`` or at ``close``; it is raised once.
+
+    The methods ``set_...`` are for the code that runs the save, as those of ``concurrent.futures.Future`` are.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> checkpointer = dcp_plugin.Checkpointer(async_save=True)
+        >>> handle = checkpointer.save({"weights": torch.ones(3)}, "run/step-1", step=1)
+        >>> handle.on_published(lambda event: print(event.path.name, "is published"))
+        >>> handle.wait()
+        step-1 is published
+        >>> checkpointer.close()
     """
 
     def __init__(self, path: Path, step: int | None) -> None:
@@ -43,10 +56,13 @@ class SaveHandle:
         self.step = step
         self.skipped = False
         """Whether there is no such save, because another one was in flight (``when_busy="skip"``)."""
+        self.finished: events.SaveFinished | None = None
+        """What was saved; None until the checkpoint is published, and for a save that failed or was skipped."""
         self._staged = threading.Event()
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._told = False
+        self._error_was_raised = False
+        self._callbacks: deque[Callable[[events.SaveFinished], object]] = deque()
 
     def staged(self) -> bool:
         """Whether training may change the state again. True when ``save`` returns, unless staging is lazy."""
@@ -75,45 +91,112 @@ class SaveHandle:
         Raises:
             SaveFailed: It failed; on every rank.
             TimeoutError: It has not ended within ``timeout`` seconds. It goes on.
-            CheckpointError: A subscriber of events waits for a save that waits for it.
+            CheckpointError: A callback of this save, or a subscriber of its events, calls this.
         """
-        self._refuse_a_subscriber("wait for it")
-        if not self._done.wait(timeout):
+        self.refuse_in_callback("wait for it")
+        if not self.wait_done(timeout):
             raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
-        if self._error is not None and not self._told:
-            self._told = True
-            raise self._error
+        error = self.take_error()
+        if error is not None:
+            raise error
 
-    def _refuse_a_subscriber(self, what: str) -> None:
-        if events.is_telling() and not self._done.is_set():
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Wait until the save has ended, and raise nothing.
+
+        Returns:
+            Whether it has ended; False after ``timeout`` seconds.
+        """
+        return self._done.wait(timeout)
+
+    def on_published(self, callback: Callable[[events.SaveFinished], object], *, first: bool = False) -> None:
+        """Call ``callback`` on this rank when the checkpoint is published; never if the save fails or is skipped.
+
+        Callbacks run in the order in which they were added, in the thread that saves, after the subscribers of
+        :mod:`dcp_plugin.events` and before :meth:`done`: who waits for the save waits for them. What one raises is
+        logged; the checkpoint is complete. They cannot wait for the save nor begin another one. If the checkpoint is
+        published already, ``callback`` runs here and now.
+
+        Args:
+            callback: Gets the :class:`~dcp_plugin.events.SaveFinished` of this save.
+            first: Call it before all that were added earlier.
+        """
+        if first:
+            self._callbacks.appendleft(callback)
+        else:
+            self._callbacks.append(callback)
+        if self.finished is not None:
+            for waiting in self._take_callbacks():
+                waiting(self.finished)
+
+    def _take_callbacks(self) -> Iterator[Callable[[events.SaveFinished], object]]:
+        """Each callback once, also if two threads take them. Without a lock: a signal handler may wait for the save
+        while the thread that it has interrupted would hold it, and a forked process would find it locked."""
+        with suppress(IndexError):
+            while True:
+                yield self._callbacks.popleft()
+
+    def refuse_in_callback(self, what: str) -> None:
+        """Raise CheckpointError in a callback that this save waits for."""
+        if events.is_telling() and not self.done():
             raise CheckpointError(
                 f"cannot {what} while {self.path} is being saved: this is a subscriber of events, and a save waits "
                 "for its subscribers. Do it in the thread that trains, or in a thread of its own."
             )
 
-    def _end(self, error: Exception | None = None) -> None:
-        self._error = error
-        self._staged.set()
-        self._done.set()
+    def take_error(self) -> Exception | None:
+        """The error of an ended save, for a caller that will raise it; None if it was taken before."""
+        if self._error is None or self._error_was_raised:
+            return None
+        self._error_was_raised = True
+        return self._error
 
-    def _skip(self) -> None:
+    def set_staged(self) -> None:
+        """The state is copied."""
+        self._staged.set()
+
+    def set_published(self, event: events.SaveFinished) -> None:
+        """The checkpoint is published: run the callbacks, then end the save."""
+        self.finished = event
+        try:
+            events.call_each(self._take_callbacks(), event)
+        except Exception:
+            logger.exception("what was to follow the save of %s failed; the checkpoint is complete", self.path)
+        self._end()
+
+    def set_failed(self, error: Exception) -> None:
+        """The save has failed, on every rank."""
+        self._error = error
+        self._end()
+
+    def set_skipped(self) -> None:
+        """There is no such save."""
         self.skipped = True
         self._end()
 
+    def set_left_to_parent(self) -> None:
+        """In a forked process: only the parent ends this save. The events may have been locked at the fork."""
+        self._staged, self._done = threading.Event(), threading.Event()
+        self.set_failed(SaveFailed(f"{self.path} is being saved by the process from which this one was forked"))
 
-class Background:
-    """The saves in flight of one checkpointer, oldest first."""
+    def _end(self) -> None:
+        self._callbacks.clear()
+        self._staged.set()
+        self._done.set()
+
+
+class SaveQueue:
+    """The asynchronous saves of one checkpointer that nobody has waited for, oldest first."""
 
     def __init__(self) -> None:
         self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
-        self.speaks = True
+        self.warns_at_exit = True
         """Whether this rank warns at the end of a program that does not wait."""
 
-    def __reduce__(self) -> tuple[type[Background], tuple[()]]:
+    def __reduce__(self) -> tuple[type[SaveQueue], tuple[()]]:
         """A copy has no saves in flight."""
-        return Background, ()
+        return SaveQueue, ()
 
     @property
     def handles(self) -> list[SaveHandle]:
@@ -141,7 +224,7 @@ class Background:
             )
         try:
             for handle in self.in_flight:
-                handle._refuse_a_subscriber(what)
+                handle.refuse_in_callback(what)
             yield
         finally:
             self._calling.release()
@@ -164,20 +247,20 @@ class Background:
                 yield
             except BaseException as error:
                 if handle not in self.handles:
-                    handle._end(error if isinstance(error, Exception) else _ended_by(error, handle.path))
+                    handle.set_failed(_as_exception(error, handle.path))
                 raise
             finally:
                 self._beginning = None
 
-    def start(self, handle: SaveHandle, copy: Callable[[], None], write: Callable[[], None]) -> None:
-        """Run ``copy`` and, when the saves before have ended, ``write``, in a thread.
+    def start(self, handle: SaveHandle, copy: Callable[[], T], write: Callable[[T], events.SaveFinished]) -> None:
+        """Run ``copy`` and, when the saves before have ended, ``write`` with what it returned, in a thread.
 
-        ``copy`` says nothing of its failure: ``write`` does, which all ranks learn of together.
+        A failure of ``copy`` is a part of what it returns: ``write`` raises it together with all ranks.
 
         If this raises, Ctrl-C for one, either the save is among :attr:`handles` and goes on, or neither runs.
         """
         before = self._saves[-1][0] if self._saves else None
-        decided = threading.Lock()  # for whoever comes first: the thread that runs, or an error here
+        decided = threading.Lock()  # taken by the thread when it runs, or here after an error: by whichever is first
         returning = threading.Event()
 
         def run() -> None:
@@ -185,21 +268,19 @@ class Background:
             if not decided.acquire(blocking=False):
                 return
             try:
-                copy()
-                handle._staged.set()
+                staged = copy()
+                handle.set_staged()
                 _let_training_go_first()
                 if before is not None:
-                    before._done.wait()
-                write()
+                    before.wait_done()
+                handle.set_published(write(staged))
             except BaseException as error:  # nobody else would end what others wait for
-                failure = error if isinstance(error, Exception) else _ended_by(error, handle.path)
+                failure = _as_exception(error, handle.path)
                 logger.error("the background save of %s failed: %s", handle.path, failure)
-                handle._end(failure)
-            else:
-                handle._end()
+                handle.set_failed(failure)
 
         thread = threading.Thread(target=run, name=THREAD)
-        _attend_when_the_program_ends()
+        _wait_when_the_program_ends()
         try:
             self._saves.append((handle, thread))
             _unattended.add(self)
@@ -220,7 +301,7 @@ class Background:
         ended: list[SaveHandle] = []
         while len(self._saves) > count:
             handle, thread = self._saves[0]
-            handle._done.wait()  # a join that Ctrl-C has interrupted takes the thread for ended from then on
+            handle.wait_done()  # a join that Ctrl-C has interrupted takes the thread for ended from then on
             thread.join()
             self._saves.popleft()
             ended.append(handle)
@@ -231,29 +312,31 @@ class Background:
         return ended
 
     def leave_to_the_parent(self) -> None:
-        """In a process that was forked: nobody here ends these saves. To wait for one would be for ever."""
+        """In a forked process: nobody here ends these saves, so waiting for one would never return."""
         for handle in self.handles:
             if not handle.done():
-                handle._staged, handle._done = threading.Event(), threading.Event()  # those may have been locked
-                handle._end(SaveFailed(f"{handle.path} is being saved by the process from which this one was forked"))
+                handle.set_left_to_parent()
         self._saves.clear()
 
-    def attend_late(self) -> None:
+    def wait_at_exit(self) -> None:
         """The program ends, and nobody has waited for the saves in flight."""
         for handle in self.handles:
-            if self.speaks and not handle.done():
+            if self.warns_at_exit and not handle.done():
                 logger.warning(
                     "the program ends while %s is being saved; it goes on until that is on disk. Wait for it, or close "
                     "what saves, to be told whether it succeeded.",
                     handle.path,
                 )
         for handle in self.wait_for_all_but(0):
-            if handle.exception() is not None and not handle._told:
-                handle._told = True
-                logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, handle._error)
+            error = handle.take_error()
+            if error is not None:
+                logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, error)
 
 
-def _ended_by(error: BaseException, path: Path) -> SaveFailed:
+def _as_exception(error: BaseException, path: Path) -> Exception:
+    """The error itself; SaveFailed for what is no ``Exception``, Ctrl-C for one."""
+    if isinstance(error, Exception):
+        return error
     failure = SaveFailed(f"cannot save {path}: {type(error).__name__} was raised in the thread that saves ({error})")
     failure.__cause__ = error
     return failure
@@ -269,26 +352,24 @@ def _let_training_go_first() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def raise_first_untold(ended: list[SaveHandle]) -> None:
-    """Raise the errors that nobody has been told of: the first, with those of later saves as notes."""
-    untold = [handle for handle in ended if handle._error is not None and not handle._told]
-    for handle in untold:
-        handle._told = True
-    if untold:
-        error = untold[0]._error
-        assert error is not None
-        for handle in untold[1:]:
-            error.add_note(f"And the save of {handle.path} failed: {handle._error}")
-        raise error
+def first_untold(ended: list[SaveHandle]) -> Exception | None:
+    """The first error that nobody has been told of, with those of later saves as notes; the caller raises it."""
+    first: Exception | None = None
+    for handle in ended:
+        error = handle.take_error()
+        if first is not None and error is not None:
+            first.add_note(f"And the save of {handle.path} failed: {error}")
+        first = first or error
+    return first
 
 
-_unattended: set[Background] = set()
+_unattended: set[SaveQueue] = set()
 """Those with saves that nobody has waited for yet."""
 
 
 def _leave_all_to_the_parent() -> None:
-    for background in tuple(_unattended):
-        background.leave_to_the_parent()
+    for queue in tuple(_unattended):
+        queue.leave_to_the_parent()
     _unattended.clear()
 
 
@@ -296,9 +377,9 @@ os.register_at_fork(after_in_child=_leave_all_to_the_parent)
 
 
 @functools.cache
-def _attend_when_the_program_ends() -> None:
-    def attend() -> None:
-        for background in tuple(_unattended):
-            background.attend_late()
+def _wait_when_the_program_ends() -> None:
+    def wait_for_all() -> None:
+        for queue in tuple(_unattended):
+            queue.wait_at_exit()
 
-    before_threads_end(attend)
+    before_threads_end(wait_for_all)

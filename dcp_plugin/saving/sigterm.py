@@ -23,7 +23,7 @@ from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
-from dcp_plugin.saving.queue import Background, SaveHandle
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 
 
 class _Stage(Enum):
@@ -34,33 +34,33 @@ class _Stage(Enum):
     FINISHED = auto()
 
 
-_watched: list[tuple[weakref.ref[Background], float]] = []
+_watched: list[tuple[weakref.ref[SaveQueue], float]] = []
 _previous: Any = None
 _stage = _Stage.NONE
 
 
-def watch(background: Background, limit: float) -> None:
+def watch(queue: SaveQueue, limit: float) -> None:
     """Finish its saves before SIGTERM takes effect, for ``limit`` seconds at most, until :func:`forget`.
 
     Does nothing a second time.
     """
     global _previous, _stage
-    if any(one() is background for one, _ in _watched):
+    if any(one() is queue for one, _ in _watched):
         return
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if not ours and threading.current_thread() is not threading.main_thread():
         warnings.warn("finish_on_sigterm has no effect: signals are handled in the main thread alone", stacklevel=3)
         return
-    _watched.append((weakref.ref(background), limit))
+    _watched.append((weakref.ref(queue), limit))
     if not ours:
         _previous, _stage = signal.signal(signal.SIGTERM, _finish_then_chain), _Stage.NONE
 
 
-def forget(background: Background) -> None:
+def forget(queue: SaveQueue) -> None:
     """The last one to be forgotten gives SIGTERM back, unless somebody has put a handler before ours."""
-    if all(one() is not background for one, _ in _watched):
+    if all(one() is not queue for one, _ in _watched):
         return
-    _watched[:] = [(one, limit) for one, limit in _watched if one() not in (background, None)]
+    _watched[:] = [(one, limit) for one, limit in _watched if one() not in (queue, None)]
     ours = signal.getsignal(signal.SIGTERM) is _finish_then_chain
     if ours and not _watched and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _previous or signal.SIG_DFL)
@@ -92,9 +92,9 @@ def _in_flight() -> tuple[list[SaveHandle], float]:
     saves: list[SaveHandle] = []
     limit = 0.0
     for one, seconds in tuple(_watched):
-        background = one()
-        if background is not None and background.in_flight:
-            saves += background.in_flight
+        queue = one()
+        if queue is not None and queue.in_flight:
+            saves += queue.in_flight
             limit = max(limit, seconds)
     return saves, limit
 

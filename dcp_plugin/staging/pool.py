@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from dcp_plugin.media.disk import direct_io
+from dcp_plugin.media import IN_PLACE, PAGE
 
 _ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vector instructions
 _SLACK = 1.25
@@ -78,7 +78,7 @@ class _Slabs:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
-            alignment = direct_io.ALIGNMENT if tensor.nbytes >= direct_io.IN_PLACE else _ALIGNMENT
+            alignment = PAGE if tensor.nbytes >= IN_PLACE else _ALIGNMENT
             start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
             starts.append(start)
             ends[tensor.is_cuda] = start + tensor.nbytes
@@ -104,8 +104,8 @@ class _Slab:
     def of_size(self, nbytes: int) -> torch.Tensor:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
-            memory = torch.empty(nbytes + direct_io.ALIGNMENT, dtype=torch.uint8)
-            memory = memory[-memory.data_ptr() % direct_io.ALIGNMENT :][:nbytes]
+            memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+            memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
             if self._pinned and nbytes:  # to register nothing is an error
                 _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory

@@ -24,7 +24,7 @@ import torch
 
 from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
-from dcp_plugin.media.disk.host_memory import address_of, is_plain_memory
+from dcp_plugin.host_memory import address_of, is_plain_memory
 from dcp_plugin.staging.pool import HostPool, Place
 from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of

@@ -26,7 +26,7 @@ import torch
 
 from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.index import Location, StoredChunk
-from dcp_plugin.media.disk.host_memory import BLOCK, Block, is_plain_memory, memory_view
+from dcp_plugin.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
 _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block

@@ -9,8 +9,10 @@ read, tells whether it was damaged (:meth:`Opened.check_files`); a million items
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,10 +27,12 @@ from dcp_plugin.format import stock_metadata
 from dcp_plugin.format.foreign import dcp_folder, detect
 from dcp_plugin.format.foreign.contents import fingerprint_of
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.index_file import check_files
-from dcp_plugin.format.summary import Base, Summary, fingerprint
-from dcp_plugin.media.disk import commit, files
+from dcp_plugin.format.names import INDEX, METADATA, SUMMARY, Files, exists, has_traces, read
+from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
+from dcp_plugin.media import Medium, Readable
+from dcp_plugin.media.disk import LocalDisk
 
+_DISK = LocalDisk()
 _END = 1 << 10
 """More bytes than come after the save's id in our ``.metadata``."""
 
@@ -39,7 +43,7 @@ class Opened:
 
     path: Path
     """Where it is: a directory, or a file of another tool."""
-    directory: Path
+    files: Readable
     """What the files of the index are relative to."""
     index: CheckpointIndex
     fingerprint: str
@@ -64,11 +68,11 @@ class Opened:
             CheckpointCorrupt: Naming the file.
         """
         if names is None and self.summary is not None:
-            _check_metadata(self.path, self.summary)
+            _check_metadata(self.files, self.summary)
         names = list(self.index.files if names is None else names)
-        below = f"{self.base.directory}/" if self.base else ""
+        below = f"{self.base.files.where}/" if self.base else ""
         mine = [name for name in names if not below or not name.startswith(below)]
-        check_files(self.directory, self.index.files, mine, self.links)
+        check_sizes(self.files, self.index.files, mine, self.links)
         if self.base:
             self.base.check_files([name.removeprefix(below) for name in names if name.startswith(below)])
 
@@ -102,7 +106,7 @@ def completed(opened: Opened, base: Path | None) -> Opened:
     lost = [there for there in left_out.values() if there not in found.index]
     if lost:
         raise CheckpointMismatch(f"{found.path} has no {lost[0]}, which {opened.path} leaves out because of it")
-    added = found.index.selected(left_out, {}, below=str(found.directory))
+    added = found.index.selected(left_out, {}, below=found.files.where)
     return replace(opened, index=opened.index.with_added(added), base=found)
 
 
@@ -128,26 +132,46 @@ def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
 
 def open_alone(path: Path) -> Opened:
     """:func:`open_checkpoint` without what a base would add."""
-    path = commit.locate(path)
-    reason = commit.uncommitted_reason(path)
-    if reason and commit.looks_like_checkpoint(path):
+    path = _DISK.locate(path)
+    reason = _DISK.uncommitted_reason(path)
+    files = _DISK.open(path)
+    if reason and path.is_dir() and has_traces(files.names()):
         raise CheckpointIncomplete(
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
         )
     if reason:
         return _open_foreign(path, reason)
-    if (path / commit.INDEX).exists():
+    if exists(files, INDEX):
         summary = read_summary(path)
         if summary is not None:
-            index = CheckpointIndex.read(path / commit.INDEX, summary.index_sha256)
-            return Opened(path, path, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    if dcp_folder.is_of_accelerate(path) and (path.parent / commit.INDEX).exists():
+            index = _own_index(files, summary)
+            return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
+    if dcp_folder.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
-    said = fingerprint(stock_metadata.read_bytes(path))
-    if dcp_folder.is_of_lightning(path):
-        index, kinds = dcp_folder.lightning_index(path)
-        return Opened(path, path, index, said, "lightning", kinds)
-    return Opened(path, path, stock_metadata.read_index(path), said, "stock")
+    said = fingerprint(read(files, METADATA))
+    if dcp_folder.is_of_lightning(files):
+        index, kinds = dcp_folder.lightning_index(files)
+        return Opened(path, files, index, said, "lightning", kinds)
+    return Opened(path, files, stock_metadata.read_index(files), said, "stock")
+
+
+def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
+    return CheckpointIndex.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
+
+
+def summary_of(files: Files) -> Summary:
+    """What ``dcp_plugin.json`` says. Raises CheckpointCorrupt if it is not there or no summary."""
+    return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
+
+
+def newest_time(medium: Medium, root: Path) -> float:
+    """When the newest of the checkpoints directly below ``root`` was saved, in seconds since the epoch."""
+    newest = 0.0
+    for found in medium.entries(root):
+        if not found.is_file:
+            with suppress(CheckpointCorrupt):
+                newest = max(newest, summary_of(medium.open(found.path)).time)
+    return newest
 
 
 def read_summary(path: Path) -> Summary | None:
@@ -156,80 +180,114 @@ def read_summary(path: Path) -> Summary | None:
     Raises:
         CheckpointCorrupt: The summary is damaged; or ``.metadata`` is another one, and no whole checkpoint of stock's.
     """
-    if not (path / commit.SUMMARY).exists():
+    files = _DISK.open(path)
+    if not exists(files, SUMMARY):
         return None
-    summary = Summary.read(path / commit.SUMMARY)
-    try:  # an empty id, of an earlier version, is in any file
-        ours = summary.save_id.encode() in files.read_end(path / commit.METADATA, _END)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not ours:
-        _check_that_stock_saved_over(path, summary)
+    summary = summary_of(files)
+    if not _is_of_save(files, METADATA, summary):
+        _check_that_stock_saved_over(files, summary)
         return None
-    _check_views(path, summary)
+    _check_views(files, summary)
     return summary
 
 
-def _check_views(path: Path, summary: Summary) -> None:
+def _is_of_save(files: Files, name: str, summary: Summary) -> bool:
+    """Whether a ``.metadata`` is of the save of the summary."""
+    try:
+        with files.open(name) as file:
+            file.seek(max(0, files.size(name) - _END))
+            return summary.save_id.encode() in file.read()  # an empty id, of an earlier version, is in any file
+    except OSError as error:
+        raise _unreadable(files, error) from error
+
+
+def _check_views(files: Files, summary: Summary) -> None:
     """Check that the views are of this save. Accelerate without this package saves over them, and over nothing else."""
     for name in summary.attached if summary.save_id else ():
-        file = path / name / commit.METADATA
-        if file.is_file() and summary.save_id.encode() not in files.read_end(file, _END):
+        view = f"{name}/{METADATA}"
+        if exists(files, view) and not _is_of_save(files, view, summary):
             raise CheckpointCorrupt(
-                f"{path}: another tool has saved over {name}, and over nothing else. Load another checkpoint. What the "
-                f"other tool saved is a checkpoint without {commit.METADATA}, {commit.INDEX} and {commit.SUMMARY}."
+                f"{files.where}: another tool has saved over {name}, and over nothing else. Load another checkpoint. "
+                f"What the other tool saved is a checkpoint without {METADATA}, {INDEX} and {SUMMARY}."
             )
 
 
-def _check_that_stock_saved_over(path: Path, summary: Summary) -> None:
+def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
     """Check that ``.metadata``, which is not ours, is of a whole checkpoint of stock's.
 
     Stock writes ``.metadata`` last: when it is there, no data file that it names is ours any more. A file that stock
     has written under the name of one of ours has another size: our items are padded to 64 bytes, and stock's are not.
     """
-    index = CheckpointIndex.read(path / commit.INDEX, summary.index_sha256)
+    index = _own_index(files, summary)
     try:
-        metadata = stock_metadata.read_metadata(path)
-        found = stock_metadata.index_of(metadata, path).files
+        metadata = stock_metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
+        found = stock_metadata.index_of(metadata, files).files
     except (CheckpointCorrupt, UnsafeCheckpoint) as error:
-        raise _mixed(path, str(error)) from error
+        raise _mixed(files, str(error)) from error
     still_ours = [name for name, size in found.items() if index.files.get(name) == size]
     if still_ours:
-        raise _mixed(path, f"it names {still_ours[0]}, which is still the data file that {commit.INDEX} describes")
+        raise _mixed(files, f"it names {still_ours[0]}, which is still the data file that {INDEX} describes")
     if stock_metadata.save_id_of(metadata) in ("", summary.save_id):
-        raise _mixed(path, "it has no save_id of its own")
+        raise _mixed(files, "it has no save_id of its own")
 
 
-def _check_metadata(path: Path, summary: Summary) -> None:
+def _check_metadata(files: Readable, summary: Summary) -> None:
     if not summary.metadata_sha256:  # of an earlier version
         return
     try:
-        found = files.sha256_of(path / commit.METADATA)
+        with files.open(METADATA) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(files, error) from error
     if found != summary.metadata_sha256:
-        raise _mixed(path, "it is of the same save, but was changed")
+        raise _mixed(files, "it is of the same save, but was changed")
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{path / commit.METADATA} cannot be read: {error.strerror}")
+def _unreadable(files: Files, error: OSError) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{files.where}/{METADATA} cannot be read: {error.strerror}")
 
 
-def _mixed(path: Path, reason: str) -> CheckpointCorrupt:
+def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"{path}: {commit.METADATA} is not the one that was saved with {commit.INDEX}, and no other save has replaced "
-        f"the whole checkpoint: {reason}. Load another checkpoint. If you trust this {commit.METADATA}, delete "
-        f"{commit.INDEX} and {commit.SUMMARY}: then the directory is a stock checkpoint."
+        f"{files.where}: {METADATA} is not the one that was saved with {INDEX}, and no other save has replaced "
+        f"the whole checkpoint: {reason}. Load another checkpoint. If you trust this {METADATA}, delete "
+        f"{INDEX} and {SUMMARY}: then the directory is a stock checkpoint."
     )
 
 
 def _open_foreign(path: Path, reason: str) -> Opened:
-    folders = dcp_folder.accelerate_folders(path) if path.is_dir() else []
+    files = _DISK.open(path)
+    folders = dcp_folder.accelerate_folders(files) if path.is_dir() else []
     if folders:
-        index, kinds = dcp_folder.accelerate_index(path, folders)
-        said = fingerprint(b"".join(stock_metadata.read_bytes(path / folder) for folder in folders))
-        return Opened(path, path, index, said, "accelerate", kinds)
+        index, kinds = dcp_folder.accelerate_index(files, folders)
+        said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
+        return Opened(path, files, index, said, "accelerate", kinds)
     directory, contents = detect.read(path, reason)
     index = contents.index(directory)
     said = fingerprint_of(directory, contents)
-    return Opened(path, directory, index, said, contents.format, contents.kinds, links=True)
+    return Opened(path, _DISK.open(directory), index, said, contents.format, contents.kinds, links=True)
+
+
+def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], links: bool = False) -> None:
+    """Check that these data files are there, inside of the checkpoint, and of the size that the index says.
+
+    Args:
+        links: They may be links that lead elsewhere.
+
+    Raises:
+        CheckpointCorrupt: Naming the file.
+    """
+    for name in names:
+        try:
+            found = files.size(name)
+        except OSError as error:
+            raise CheckpointCorrupt(f"{files.where}: data file {name} is missing ({error.strerror})") from error
+        if not links and files.leads_elsewhere(name):
+            raise CheckpointCorrupt(f"{files.where}: {name} is a link that leaves the checkpoint")
+        if found < sizes[name]:
+            raise CheckpointCorrupt(f"{files.where}: {name} is truncated: {found} of {sizes[name]} bytes")
+        if found > sizes[name]:
+            raise CheckpointCorrupt(
+                f"{files.where}: {name} has {found} bytes, and had {sizes[name]} when it was saved: something, perhaps "
+                f"a save of another tool, has written to it since"
+            )

@@ -4,7 +4,7 @@ A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_re
 with any planner, on our checkpoints and on stock ones.
 
 What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), and these are carried out by
-:mod:`~dcp_plugin.media.disk.read_files`. Stock items whose layout is the one we would have written are
+:mod:`~dcp_plugin.storage.read_items`. Stock items whose layout is the one we would have written are
 read like our own; others go through ``torch.load(weights_only=True)``. What there is to read,
 :mod:`~dcp_plugin.storage.open` finds out; whoever wrote it, the rest is the same. The planner is only called
 from the caller's thread.
@@ -29,15 +29,13 @@ from torch.futures import Future
 from dcp_plugin._torch import undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format import stock_metadata
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
-from dcp_plugin.format.pickles import RefusedValue
+from dcp_plugin.format.pickle_stubs import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
-from dcp_plugin.media.disk import read_files
-from dcp_plugin.media.disk.host_memory import finish_device_work
-from dcp_plugin.storage import fetch
+from dcp_plugin.host_memory import finish_device_work
+from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import Opened, open_alone, open_checkpoint
 from dcp_plugin.tensors import decode, fill, is_stored_whole, require_memory, size_of
@@ -219,7 +217,7 @@ class ShardedReader(StorageReader):
     def check(self, key: str, location: Location) -> str:
         """Read one item completely. An empty string, or what is wrong with it."""
         try:
-            read_files.check_item(self.opened.directory, key, location, self.index.smallest_block)
+            read_items.check_item(self.opened.files, key, location, self.index.smallest_block)
         except Exception as error:
             return str(error)
         return ""
@@ -238,7 +236,7 @@ class ShardedReader(StorageReader):
         return target
 
     def _read(self, fetches: list[Fetch]) -> None:
-        count = read_files.read(self.opened.directory, fetches, self._io_threads)
+        count = read_items.read(self.opened.files, fetches, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
 
@@ -263,7 +261,7 @@ class ShardedReader(StorageReader):
             and read.item.storage_index.fqn not in self.index.strides
             and (read.location.file, read.location.offset) not in self.index.transforms
         ]
-        self.bytes_read += stock_metadata.recognise(self.opened.directory, unknown, self._layouts)
+        self.bytes_read += read_items.recognise(self.opened.files, unknown, self._layouts)
 
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
         key = read.item.storage_index.fqn

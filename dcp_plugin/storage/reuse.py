@@ -2,7 +2,7 @@
 
 Each checkpoint stays whole and standard: a linked file is a data file like any other, and deleting one checkpoint
 takes nothing from another. Links are made of files, so what is stable lies in files of its own
-(:mod:`~dcp_plugin.media.disk.write_files`). The rules:
+(:mod:`~dcp_plugin.storage.write_items`). The rules:
 
 - An item is unchanged if key, box, dtype and the 128-bit hash of its bytes are those of the last checkpoint. Nothing
   else is believed: that a parameter is frozen only says that looking at it will be worth it.
@@ -31,8 +31,8 @@ from dcp_plugin.format.checksums import hashes_of, sample_of
 from dcp_plugin.format.columns import Location
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.torch_zip import padded
+from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, confirmed, free_name
-from dcp_plugin.media.disk.host_memory import finish_device_work
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import Shape
 

@@ -3,7 +3,7 @@
 A real DCP ``StorageWriter``: ``torch.distributed.checkpoint.save(sd, storage_writer=ShardedWriter(path))`` uses it
 with any planner, and gets the same checkpoint, committed by the same rule, as :func:`dcp_plugin.save`.
 
-The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.media.disk.write_files` writes it. Two items
+The planner resolves an item to a tensor or to bytes, :mod:`~dcp_plugin.storage.write_items` writes it. Two items
 on one rank that are the same memory or the same bytes (tied weights, equal values) are written once.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -44,17 +42,18 @@ from dcp_plugin.format.index import (
 )
 from dcp_plugin.format.metadata import encode as encode_metadata
 from dcp_plugin.format.metadata import planner_paths, storage_info
-from dcp_plugin.format.stock_views import Aliases, Views, with_aliases, write_views
+from dcp_plugin.format.names import DATA_SUFFIX, INDEX, METADATA, SUMMARY
+from dcp_plugin.format.stock_views import Aliases, Views, encoded_views, with_aliases
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
-from dcp_plugin.media.disk import commit, files, write_files
+from dcp_plugin.media import Medium, Reservation
+from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.media.disk.hard_links import LinkableFile
+from dcp_plugin.storage import write_items
+from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
-
-_NOTICE_SECONDS = 10.0
-"""How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class ShardedWriter(StorageWriter):
         self.path = local_path(path)
         self._step = step
         self._io_threads = io_threads
-        self._direct_io: bool | Literal["auto"] = direct_io
+        self.medium: Medium = LocalDisk(direct_io)
         self._checksum = checksum
         self._views = views or {}
         self._reuse = reuse
@@ -147,7 +146,7 @@ class ShardedWriter(StorageWriter):
         self.overwrite = overwrite
         self._driven_by_stock = False
         self.facts = facts
-        self._reservation: commit.Reservation | None = None
+        self._reservation: Reservation | None = None
         self.save_id = str(uuid.uuid4())
         self.bytes_written = 0
         """Bytes of this rank's data files."""
@@ -171,7 +170,7 @@ class ShardedWriter(StorageWriter):
         _of_this_thread.assignment = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self.overwrite and commit.uncommitted_reason(commit.locate(self.path)) == "":
+        if not self.overwrite and self.medium.uncommitted_reason(self.medium.locate(self.path)) == "":
             raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")  # as stock's FileSystemWriter
         return plan
 
@@ -181,12 +180,12 @@ class ShardedWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assignment = self._assignment(plan)
-        wait_until_visible(assignment.directory, self.path)
+        self.medium.join(assignment.directory, self.path)
         resolved = [(item, _resolve(planner, item)) for item in plan.items]
         unique, same_as = _without_duplicates(resolved)
         try:
             locations = self._write(unique, assignment)
-            files.sync_directory(assignment.directory)
+            self.medium.flush(assignment.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
         places = {item.index: location for (item, _), location in zip(unique, locations, strict=True)}
@@ -213,8 +212,8 @@ class ShardedWriter(StorageWriter):
         found = self._reuse.examine(candidates, directory, rank, token, threads) if self._reuse else NOTHING
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        to = write_files.Files(directory, rank, token, threads, self._direct_io, self._checksum)
-        written = write_files.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
+        to = write_items.Destination(self.medium, directory, rank, token, threads, self._checksum)
+        written = write_items.write([items[slot][1] for slot in left], to, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if self._reuse:
             self._remember(self._reuse, candidates, {slot: locations[slot] for slot in found.stable}, directory)
@@ -274,10 +273,10 @@ class ShardedWriter(StorageWriter):
     def reserve(self, among_other_files: bool = False) -> Path:
         """The directory that this save writes into, made if there is none yet. On the coordinator.
 
-        See :func:`dcp_plugin.media.disk.commit.reserve`.
+        See :meth:`dcp_plugin.media.Medium.reserve`.
         """
         if self._reservation is None:
-            self._reservation = commit.reserve(self.path, among_other_files)
+            self._reservation = self.medium.reserve(self.path, among_other_files)
         return self._reservation.directory
 
     def finish_columns(self, table: Table, places: Places, world_size: int) -> None:
@@ -302,11 +301,11 @@ class ShardedWriter(StorageWriter):
             ) from error
         for_stock = encode_metadata(with_aliases(index, self._aliases), self.storage_meta())
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
-        attached = {name for name in os.listdir(directory) if not name.endswith(commit.DATA_SUFFIX)}
+        attached = {name for name in os.listdir(directory) if not name.endswith(DATA_SUFFIX)}
         summary = Summary.describe(
             encoded,
             for_stock,
-            self.path.parent,
+            newest_time(self.medium, self.path.parent),
             save_id=self.save_id,
             attached=sorted(attached.union(self._views)),
             step=self._step,
@@ -318,12 +317,9 @@ class ShardedWriter(StorageWriter):
         )
         described = summary.encode()
         try:
-            files.write_durably(directory / commit.INDEX, encoded)
-            files.write_durably(directory / commit.SUMMARY, described)
-            files.sync_tree(directory, but=commit.DATA_SUFFIX)  # what others have added
-            files.write_durably(directory / commit.METADATA, for_stock)
-            write_views(directory, self._views, index, self.storage_meta())
-            commit.publish(self._reservation)
+            views = encoded_views(self._views, index, self.storage_meta())
+            files = {INDEX: encoded, SUMMARY: described, **views, METADATA: for_stock}
+            self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
         self._reservation = None
@@ -331,25 +327,11 @@ class ShardedWriter(StorageWriter):
     def discard(self) -> None:
         """Delete what this save has written so far. On the coordinator; elsewhere nothing happens."""
         if self._reservation is not None:
-            commit.discard(self._reservation)
+            self.medium.discard(self._reservation)
             self._reservation = None
 
 
-def wait_until_visible(directory: Path, path: Path) -> None:
-    """The directory was made by the coordinator. Not seeing it means that the ranks do not share the file system."""
-    deadline = time.monotonic() + _NOTICE_SECONDS
-    while not directory.is_dir():
-        if time.monotonic() > deadline:
-            raise SaveFailed(
-                f"cannot save {path}: this rank does not see {directory}, which rank 0 has made. The "
-                f"checkpoint directory must be on a file system that all ranks share."
-            )
-        with suppress(OSError):
-            os.listdir(directory.parent)  # makes an NFS client look again
-        time.sleep(0.1)
-
-
-def _resolve(planner: SavePlanner, item: WriteItem) -> write_files.Data:
+def _resolve(planner: SavePlanner, item: WriteItem) -> write_items.Data:
     """What to write; other planners than ours hand over whatever the state has."""
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
@@ -390,7 +372,7 @@ def _without_duplicates(
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    names = sorted(name for name in os.listdir(directory) if name.endswith(commit.DATA_SUFFIX))
+    names = sorted(name for name in os.listdir(directory) if name.endswith(DATA_SUFFIX))
     return {name: (directory / name).stat().st_size for name in names}
 
 

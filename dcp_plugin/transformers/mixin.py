@@ -28,11 +28,11 @@ from transformers.training_args import TrainingArguments
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
-from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG
+from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
+from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.saving.queue import SaveHandle
-from dcp_plugin.state import rng
-from dcp_plugin.transformers import checkpoint_dirs, state_mapping
+from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
     code_between_steps,
@@ -44,8 +44,7 @@ from dcp_plugin.transformers._transformers import (
     saves_shards,
     unwrapped,
 )
-from dcp_plugin.transformers.checkpoint_dirs import Found
-from dcp_plugin.transformers.state_mapping import SCHEDULER, TRAINER_STATE, ToLoad
+from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found, ToLoad
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -131,7 +130,7 @@ class DCPTrainerMixin(Trainer):
             staged = self._dcp_start_staging(os.path.basename(final), cleanup)
             state: dict[str, Any] = {}
             with self._dcp_failing_together():
-                state = state_mapping.to_save(self, self.checkpoint_config.rng)
+                state = checkpoints.to_save(self, self.checkpoint_config.rng)
             with self._dcp_failing_together():
                 save_small_files(model, trial)
                 self._dcp_note_best(final, staged)
@@ -203,7 +202,7 @@ class DCPTrainerMixin(Trainer):
                 os.makedirs(output_dir, exist_ok=True)  # where rank 0 has made it, usually
                 save_model(output_dir, _internal_call)
             if adapted and self.is_fsdp_enabled and (sharded or not own):  # without the base
-                adapters = state_mapping.whole_adapters(self)
+                adapters = checkpoints.whole_adapters(self)
                 if self.args.should_save:
                     describe_adapters(self, output_dir, adapters)
 
@@ -244,7 +243,7 @@ class DCPTrainerMixin(Trainer):
             self._push_from_checkpoint(final)
         if self.is_world_process_zero():
             try:
-                checkpoint_dirs.rotate(run_dir, final, self.state.best_model_checkpoint, self.args.save_total_limit)
+                checkpoints.rotate(run_dir, final, self.state.best_model_checkpoint, self.args.save_total_limit)
             except OSError as error:  # the new checkpoint is published; old ones that stay do no harm
                 warnings.warn(f"could not delete old checkpoints in {run_dir}: {error}", stacklevel=2)
 
@@ -268,7 +267,7 @@ class DCPTrainerMixin(Trainer):
             self._dcp_checkpointer.load(self._dcp_loaded.state, self._dcp_resume.path)
             self._dcp_loaded.finish()
             if self.is_world_process_zero():
-                self._dcp_say_what_differs(self._dcp_resume)
+                self._dcp_say_what_differs(self._dcp_resume, self._dcp_loaded.streams)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -294,9 +293,9 @@ class DCPTrainerMixin(Trainer):
             return super().get_batch_samples(*args, **kwargs)
         # In the middle of an epoch, the Trainer sets the random streams when it has these batches. If the data itself
         # has drawn from the streams, the batches are others, and so is what the streams go on with.
-        expected = state_mapping.random_positions_after_iter()
+        expected = checkpoints.random_positions_after_iter()
         batches = super().get_batch_samples(*args, **kwargs)
-        if state_mapping.random_position() not in expected and self.is_world_process_zero():
+        if checkpoints.random_position() not in expected and self.is_world_process_zero():
             warnings.warn(
                 "The training resumes in the middle of an epoch, and its data collator or dataset draws random numbers "
                 "in the training process: it draws others than without the interruption. To continue exactly, resume "
@@ -309,12 +308,12 @@ class DCPTrainerMixin(Trainer):
         best = self.state.best_model_checkpoint
         assert best is not None
         found = self._dcp_on_rank_zero(
-            "open the best checkpoint", lambda: checkpoint_dirs.examine(best, self.checkpoint_config)
+            "open the best checkpoint", lambda: checkpoints.examine(best, self.checkpoint_config)
         )
         if found.stock:
             super()._load_best_model()
         else:
-            self._dcp_checkpointer.load({MODEL: state_mapping.model_of(self)}, found.path)
+            self._dcp_checkpointer.load({MODEL: checkpoints.model_of(self)}, found.path)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._dcp_finish()  # the best checkpoint may be on its way, and others are deleted now
@@ -328,9 +327,9 @@ class DCPTrainerMixin(Trainer):
         config = self.checkpoint_config
         if resume is True:
             return self._dcp_on_rank_zero(
-                "find a checkpoint", lambda: checkpoint_dirs.newest(str(self.args.output_dir), config)
+                "find a checkpoint", lambda: checkpoints.newest(str(self.args.output_dir), config)
             )
-        return self._dcp_on_rank_zero(f"open {resume}", lambda: checkpoint_dirs.named(resume, config))
+        return self._dcp_on_rank_zero(f"open {resume}", lambda: checkpoints.named(resume, config))
 
     def _dcp_on_rank_zero(self, step: str, work: Callable[[], T]) -> T:
         ranks = Ranks() if self.args.world_size == 1 else Ranks.of_default_group(self.checkpoint_config.timeout)
@@ -339,7 +338,7 @@ class DCPTrainerMixin(Trainer):
         finally:
             ranks.close()
 
-    def _dcp_say_what_differs(self, found: Found) -> None:
+    def _dcp_say_what_differs(self, found: Found, streams: SavedStreams) -> None:
         said = []
         if not found.has_trainer_state:
             said.append(f"it has no {TRAINER_STATE_NAME}, so the training starts with step 0 and a new schedule")
@@ -353,10 +352,9 @@ class DCPTrainerMixin(Trainer):
                 f"it was made with {found.samples_per_step} samples per step and this run has {samples}: the position "
                 "in the data is that of as many steps, so samples of this epoch are repeated or missed"
             )
-        known = sum(name.startswith(f"{EXTRA}.{RNG}.") for name in found.names)
-        if found.has_trainer_state and 0 < known < world_size:
-            said.append(f"it has {rng.about_new_ranks(known, world_size)}")
-        elif found.has_trainer_state and not known and self.checkpoint_config.rng:
+        if found.has_trainer_state and streams.about_new_ranks:
+            said.append(f"it has {streams.about_new_ranks}")
+        elif found.has_trainer_state and not streams.saved_on and self.checkpoint_config.rng:
             said.append("it has no random states")
         elif found.world_size not in (None, world_size):
             said.append(

@@ -92,7 +92,7 @@ def test_a_schedule_goes_on_at_the_same_moment(kind: str) -> None:
     """Compared with one that ran on the new number of processes from the start."""
     from accelerate.scheduler import AcceleratedScheduler
 
-    from dcp_plugin.accelerate.schedules import Restoring
+    from dcp_plugin.accelerate.extra_state import RestoringSchedule
 
     def make(processes: int) -> tuple[Any, Any]:
         torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_a_schedule_goes_on_at_the_same_moment(kind: str) -> None:
     saved, _ = make(4)
     run(saved, 12 * 4)
     fresh, optimizer = make(2)
-    restoring = Restoring(fresh, 2)
+    restoring = RestoringSchedule(fresh, 2)
     said = restoring.finish({"state": saved.state_dict(), "stride": 4})
     if kind == "plateau":
         assert "cannot be converted" in said

@@ -21,12 +21,12 @@ launch.preload("hydra.utils")
 def _run(script: str, run_dir: Path, settings: list[str], killed: bool = False) -> None:
     """The script on this rank, as torchrun would start it. ``killed``: rank 1 dies in the middle of the second save."""
 
-    def die(event: dcp.progress.Event) -> None:
-        if isinstance(event, dcp.progress.BytesWritten) and "step-000004" in str(event.path):
+    def die(event: dcp.events.Event) -> None:
+        if isinstance(event, dcp.events.BytesWritten) and "step-000004" in str(event.path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if killed and os.environ["RANK"] == "1":
-        dcp.progress.subscribe(die)
+        dcp.events.subscribe(die)
     sys.path.insert(0, str(ROOT / "examples"))
     if os.environ["WORLD_SIZE"] != "1":
         os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0", GROUP_WORLD_SIZE="1")

@@ -166,12 +166,12 @@ def test_sigterm_finishes_the_save_in_flight_before_lightning_ends_the_training(
 _PREEMPTED = """
 import sys, time
 from lightning.pytorch.callbacks import Callback
-from dcp_plugin import progress
+from dcp_plugin import events
 from tests.lightning import training as t
 from tests.lightning.test_background import _async_io, _saving_often
 
 def slowly(event):
-    if isinstance(event, progress.SaveStarted) and event.step == 2:
+    if isinstance(event, events.SaveStarted) and event.step == 2:
         print("saving", flush=True)
         time.sleep(2.0)
 
@@ -185,7 +185,7 @@ class Slow(Callback):
         print("ended by", type(exception).__name__.removesuffix("Exception"), flush=True)
         print("in flight:", trainer.global_step, flush=True)
 
-progress.subscribe(slowly)
+events.subscribe(slowly)
 trainer = t.trainer_for("single", [Slow(), _saving_often(sys.argv[1], save_top_k=-1)], plugin=_async_io())
 trainer.fit(t.Model("single"), t.plain_loader("single"))
 print("trained to the end", flush=True)

@@ -16,22 +16,22 @@ from tests.launch import on_ranks
 
 @on_ranks(1)
 def test_random_streams_continue() -> None:
-    from dcp_plugin.state import rng
+    from dcp_plugin.integration import random_streams
 
     def draw() -> list[float]:
         return [random.random(), random.gauss(0, 1), float(np.random.normal()), torch.rand(()).item()]
 
     cpu = torch.device("cpu")
     draw()  # leaves half of a pair of normal numbers in two generators
-    state = rng.capture(cpu)
+    state = random_streams.capture(cpu)
     expected = draw()
-    rng.restore(state, cpu)
+    random_streams.restore(state, cpu)
     assert draw() == expected
-    rng.derive(state, rank=3)
+    random_streams.derive(state, rank=3)
     once = draw()
-    rng.derive(state, rank=3)
+    random_streams.derive(state, rank=3)
     assert draw() == once
-    rng.derive(state, rank=4)
+    random_streams.derive(state, rank=4)
     assert draw() != once
 
 

@@ -83,7 +83,7 @@ class Contents:
         """
         index = CheckpointIndex.build(self._entries(), self.files)
         try:
-            index.validate(directory, shares_bytes=self.shares_bytes)
+            index.validate(str(directory), shares_bytes=self.shares_bytes)
         except CheckpointCorrupt as error:
             raise CheckpointCorrupt(f"{error}. Is a file missing?" if self.parts else str(error)) from error
         index.strides = {key: view.strides for key, view in self.views.items() if view.strides is not None}

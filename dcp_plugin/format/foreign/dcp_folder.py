@@ -10,7 +10,7 @@ from pathlib import Path
 from dcp_plugin.format import stock_metadata
 from dcp_plugin.format.foreign import torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.media.disk.commit import METADATA
+from dcp_plugin.format.names import METADATA, Files, InFolder, exists
 from dcp_plugin.types import KeyPath
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
@@ -41,38 +41,39 @@ def _lightning_name(name: str, optimizers: int) -> str:
     return "model" if name == "state_dict" else name
 
 
-def is_of_lightning(directory: Path) -> bool:
+def is_of_lightning(files: Files) -> bool:
     """Whether Lightning wrote it; Fabric's have such a file too, and the user's own names."""
-    return torch_file.mentions(directory / META, torch_file.LIGHTNING)
+    return torch_file.mentions(Path(files.where) / META, torch_file.LIGHTNING)
 
 
-def lightning_index(directory: Path) -> tuple[CheckpointIndex, Kinds]:
+def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
     """A sharded directory that Lightning wrote (``.metadata`` and ``meta.pt``), under our names."""
-    index = stock_metadata.read_index(directory)
+    index = stock_metadata.read_index(files)
     names = lightning_names(key.partition(".")[0] for key in index)
-    return joined(directory, [("", index, names.__getitem__)]), _kinds(names.values())
+    return joined(files.where, [("", index, names.__getitem__)]), _kinds(names.values())
 
 
-def is_of_accelerate(folder: Path) -> bool:
+def is_of_accelerate(folder: str) -> bool:
     """Whether it is called like one of the folders in a checkpoint of Accelerate's."""
-    return _ACCELERATE.fullmatch(folder.name) is not None
+    return _ACCELERATE.fullmatch(folder) is not None
 
 
-def accelerate_folders(directory: Path) -> list[str]:
+def accelerate_folders(files: Files) -> list[str]:
     """The DCP checkpoints in a folder of ``Accelerator.save_state`` under FSDP: models, then optimizers."""
-    folders = [path.parent.name for path in directory.glob(f"*/{METADATA}") if is_of_accelerate(path.parent)]
+    named = [name.rstrip("/") for name in files.names() if name.endswith("/")]
+    folders = [name for name in named if is_of_accelerate(name) and exists(files, f"{name}/{METADATA}")]
     models = [name for name in folders if not name.startswith("optimizer")]
     return sorted(folders, key=lambda name: (name.startswith("optimizer"), len(name), name)) if models else []
 
 
-def accelerate_index(directory: Path, folders: list[str]) -> tuple[CheckpointIndex, Kinds]:
+def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex, Kinds]:
     """The checkpoints in these folders as one: ``model`` and ``optim``, or ``model_0``, … of several."""
     parts, kinds = [], []
     for folder in folders:
         name = _accelerate_name(folder, folders)
-        parts.append((f"{folder}/", stock_metadata.read_index(directory / folder), lambda _, name=name: name))
+        parts.append((f"{folder}/", stock_metadata.read_index(InFolder(files, folder)), lambda _, name=name: name))
         kinds.append(name)
-    return joined(directory, parts), _kinds(kinds)
+    return joined(files.where, parts), _kinds(kinds)
 
 
 def _accelerate_name(folder: str, folders: list[str]) -> str:
@@ -88,7 +89,7 @@ def _kinds(names: Iterable[str]) -> Kinds:
     return {name: kinds[name.partition("_")[0]] for name in names if name.partition("_")[0] in kinds}
 
 
-def joined(directory: Path, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
+def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
     """Several stock checkpoints as one: each with the folder that its files are in (``"…/"``), and what the first
     segments of its keys become."""
     entries: list[tuple[str, Entry]] = []
@@ -104,7 +105,7 @@ def joined(directory: Path, parts: Iterable[tuple[str, CheckpointIndex, Rename]]
             entries.append((renamed, _moved(entry, folder)))
             paths[renamed] = (rename(name), *index.path_of(key)[1:])
     whole = CheckpointIndex.build(entries, files, paths)
-    whole.validate(directory)
+    whole.validate(where)
     whole.transforms = transforms
     return whole
 

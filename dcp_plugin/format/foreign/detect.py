@@ -11,6 +11,7 @@ from pathlib import Path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
 from dcp_plugin.format.foreign import safetensors, torch_file
 from dcp_plugin.format.foreign.contents import Contents
+from dcp_plugin.format.names import is_own
 from dcp_plugin.media.disk import commit
 
 _LOOKED_FOR = (
@@ -43,7 +44,7 @@ def read(path: Path, reason: str) -> tuple[Path, Contents]:
         return path, _read_directory(path, reason)
     if not path.exists():
         raise _not_found(path, reason)
-    if commit.is_inside_checkpoint(path):
+    if is_own(path.name) and path.is_file() and commit.looks_like_checkpoint(path.parent):
         raise _not_found(path, f"it is one of the files of {path.parent}. Name that directory")
     kind = kind_of_file(path)
     if kind not in _READ:

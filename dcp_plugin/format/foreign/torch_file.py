@@ -2,7 +2,8 @@
 
 ``torch.load(map_location="meta", weights_only=True)`` gives the structure; it reads the pickle only, and executes
 nothing. Torch notes in each storage where its record begins; that has to be a stored record of the zip's directory,
-and the tensor has to lie inside of it. Objects that torch refuses are left out (:mod:`.standins`), as long as there is
+and the tensor has to lie inside of it. Objects that torch refuses are left out
+(:mod:`dcp_plugin.format.pickle_stubs`), as long as there is
 no doubt which tensors are the model.
 """
 
@@ -22,7 +23,7 @@ import torch
 from dcp_plugin._torch import load_mapped, load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.foreign.contents import Contents, View
-from dcp_plugin.format.pickles import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
+from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
 from dcp_plugin.format.foreign import dcp_folder, detect, safetensors, torch_file
+from dcp_plugin.media.disk import LocalDisk
 
 LIGHTNING, ACCELERATE, TRANSFORMERS, OTHERS = "Lightning", "Accelerate", "transformers", "torch.save"
 RESUMABLE = (LIGHTNING, ACCELERATE, TRANSFORMERS)
@@ -169,8 +170,8 @@ def _damage(folder: Path) -> str:
                 torch_file.check_records(file)
             elif file.suffix == ".safetensors":
                 return f"{file.name} is no safetensors file"
-        if folders := dcp_folder.accelerate_folders(folder):
-            dcp_folder.accelerate_index(folder, folders)
+        if folders := dcp_folder.accelerate_folders(files := LocalDisk().open(folder)):
+            dcp_folder.accelerate_index(files, folders)
     except (CheckpointError, OSError) as error:
         return str(error)
     return ""

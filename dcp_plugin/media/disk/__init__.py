@@ -1,1 +1,123 @@
-"""Checkpoints on a file system that all ranks share."""
+"""Checkpoints on a file system that all ranks share: :class:`LocalDisk`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.format.names import DATA_SUFFIX
+from dcp_plugin.media import Listed, RangedFile, Reservation
+from dcp_plugin.media.disk import commit, posix
+from dcp_plugin.media.disk.direct_io import BlockFile
+
+_VISIBLE_SECONDS = 10.0
+"""How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
+
+
+class LocalFile(RangedFile):
+    """A file, read by ``preadv``. Named pipes, which would be waited for for ever, are refused."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(posix.open_regular(path))
+
+    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(self.fileno(), memory, offset)
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The files in a directory: what :meth:`LocalDisk.open` returns."""
+
+    directory: Path
+
+    @property
+    def where(self) -> str:
+        return str(self.directory)
+
+    def names(self) -> list[str]:
+        return sorted(name + "/" * (self.directory / name).is_dir() for name in os.listdir(self.directory))
+
+    def size(self, name: str) -> int:
+        return (self.directory / name).stat().st_size
+
+    def open(self, name: str) -> LocalFile:
+        return LocalFile(self.directory / name)
+
+    def leads_elsewhere(self, name: str) -> bool:
+        path = self.directory / name
+        nested = path.parent != self.directory
+        return (nested or path.is_symlink()) and path.resolve().parent != (self.directory.resolve() / name).parent
+
+
+@dataclass(frozen=True)
+class LocalDisk:
+    """A file system. Files are written with ``O_DIRECT``, and a save becomes visible by a rename or an exchange of
+    names (:mod:`~dcp_plugin.media.disk.commit`).
+
+    Args:
+        direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
+    """
+
+    direct_io: bool | Literal["auto"] = "auto"
+
+    def reserve(self, path: Path, among_other_files: bool = False) -> Reservation:
+        return commit.reserve(path, among_other_files)
+
+    def join(self, directory: Path, path: Path) -> None:
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while not directory.is_dir():
+            if time.monotonic() > deadline:
+                raise SaveFailed(
+                    f"cannot save {path}: this rank does not see {directory}, which rank 0 has made. The "
+                    f"checkpoint directory must be on a file system that all ranks share."
+                )
+            with suppress(OSError):
+                os.listdir(directory.parent)  # makes an NFS client look again
+            time.sleep(0.1)
+
+    def create(self, directory: Path, name: str, size: int, wrote: Callable[[int], None]) -> BlockFile:
+        return BlockFile(directory / name, size, self.direct_io, wrote)
+
+    def flush(self, directory: Path) -> None:
+        posix.sync_directory(directory)
+
+    def publish(self, reservation: Reservation, files: Mapping[str, bytes]) -> None:
+        for name, data in files.items():
+            path = reservation.directory / name
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "xb") as file:
+                file.write(data)
+        posix.sync_tree(reservation.directory, but=DATA_SUFFIX)  # with what others have added
+        commit.publish(reservation)
+
+    def discard(self, reservation: Reservation) -> None:
+        commit.discard(reservation)
+
+    def locate(self, path: Path) -> Path:
+        return commit.locate(path)
+
+    def uncommitted_reason(self, path: Path) -> str:
+        return commit.uncommitted_reason(path)
+
+    def open(self, path: Path) -> LocalFiles:
+        return LocalFiles(path)
+
+    def entries(self, root: Path) -> list[Listed]:
+        with os.scandir(root) as entries:
+            found = [
+                Listed(root / one.name, one.is_dir(follow_symlinks=False), one.is_file(follow_symlinks=False))
+                for one in entries
+            ]
+        return sorted(found, key=lambda one: one.path)
+
+    def link(self, path: Path, target: Path) -> None:
+        commit.link(path, target)
+
+    def remove(self, path: Path) -> None:
+        commit.remove(path)

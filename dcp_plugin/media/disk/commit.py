@@ -31,22 +31,16 @@ import time
 import uuid
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.media.disk import files
+from dcp_plugin.format import names
+from dcp_plugin.media import Reservation
+from dcp_plugin.media.disk import posix
 
 WORKSPACE = ".dcp_plugin"
-METADATA = ".metadata"
-SUMMARY = "dcp_plugin.json"
-INDEX = "dcp_plugin.index"
-DATA_SUFFIX = ".distcp"
-
-_OURS = {METADATA, SUMMARY, INDEX}
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
-_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 _mine: dict[str, tuple[int, str]] = {}
 """The locks that this process holds: descriptor and target, by token. POSIX locks do not exclude their own process,
 and closing any descriptor of a file drops them: the records of these tokens must not be opened again."""
@@ -56,30 +50,19 @@ _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it."""
 
 
-@dataclass(frozen=True)
-class Reservation:
-    """A save in flight: where its files go and what it will be called."""
-
-    final: Path
-    token: str
-
-    @property
-    def directory(self) -> Path:
-        return self._beside("saving")
-
-    @property
-    def record(self) -> Path:
-        return self._beside("json")
-
-    def _beside(self, suffix: str) -> Path:
-        return workspace_of(self.final) / f"{self.token}.{suffix}"
-
-
 def workspace_of(final: Path) -> Path:
     """Where a checkpoint is made and deleted: beside it. Only not among the numbered checkpoints of an Accelerate
     project: Accelerate takes every entry of that folder for one of them."""
     numbered = _ACCELERATE_NUMBERED.fullmatch(f"{final.parent.name}/{final.name}")
     return (final.parent.parent if numbered else final.parent) / WORKSPACE
+
+
+def _reservation(final: Path, token: str) -> Reservation:
+    return Reservation(final, token, workspace_of(final) / f"{token}.saving")
+
+
+def _record(reservation: Reservation) -> Path:
+    return reservation.directory.with_suffix(".json")
 
 
 def reserve(final: Path, among_other_files: bool = False) -> Reservation:
@@ -95,7 +78,7 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
     _refuse_to_replace_other_things(final, among_other_files)
     _refuse_below_a_file(final)
     try:
-        files.make_directories(final.parent)
+        posix.make_directories(final.parent)
         sweep(workspace_of(final))
         reservation = _open_record(final)
         reservation.directory.mkdir()
@@ -107,30 +90,30 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
 def publish(reservation: Reservation) -> None:
     """Give the finished directory its final name. All its files are synced already."""
     final, directory = reservation.final, reservation.directory
-    files.sync_directory(directory)
+    posix.sync_directory(directory)
     if not os.path.lexists(final):
         os.rename(directory, final)
-        files.sync_directory(final.parent)
+        posix.sync_directory(final.parent)
         discard(reservation)
         return
     _note_in_record(reservation, {"publishing": _identity(directory)})
-    if files.exchange(directory, final):
+    if posix.exchange(directory, final):
         _keep_other_files(directory, final)
-        files.sync_directory(directory.parent)
+        posix.sync_directory(directory.parent)
     else:
-        aside = reservation._beside("aside")
+        aside = reservation.directory.with_suffix(".aside")
         os.rename(final, aside)
         os.rename(directory, final)
         _keep_other_files(aside, final)
-    files.sync_directory(final.parent)
+    posix.sync_directory(final.parent)
     discard(reservation)
 
 
 def discard(reservation: Reservation) -> None:
     """Delete what is left of a save, whether it was published or not. What it was to replace stays, if it was not."""
     _restore(reservation)
-    for suffix in ("saving", "aside", "deleted"):
-        files.delete(reservation._beside(suffix))
+    for suffix in (".saving", ".aside", ".deleted"):
+        posix.delete(reservation.directory.with_suffix(suffix))
     _close_record(reservation)
 
 
@@ -142,8 +125,8 @@ def remove(path: Path) -> None:
         path.unlink()
         return
     reservation = _open_record(path)
-    os.rename(path, reservation._beside("deleted"))
-    files.sync_directory(path.parent)
+    os.rename(path, reservation.directory.with_suffix(".deleted"))
+    posix.sync_directory(path.parent)
     discard(reservation)
 
 
@@ -159,10 +142,10 @@ def link(path: Path, target: Path) -> None:
         os.symlink(os.path.relpath(target, path.parent), fresh)
         if path.is_symlink() or not path.is_dir():
             os.replace(fresh, path)
-        elif not files.exchange(fresh, path):
-            os.rename(path, reservation._beside("aside"))
+        elif not posix.exchange(fresh, path):
+            os.rename(path, reservation.directory.with_suffix(".aside"))
             os.rename(fresh, path)
-        files.sync_directory(path.parent)
+        posix.sync_directory(path.parent)
     finally:
         discard(reservation)
 
@@ -174,7 +157,7 @@ def sweep(workspace: Path) -> None:
         if token in _mine:
             continue
         try:
-            descriptor = files.lock(record)
+            descriptor = posix.lock(record)
         except OSError:  # no locks on this file system: nobody can tell whether that process lives
             continue
         if descriptor is None:  # it lives
@@ -183,9 +166,9 @@ def sweep(workspace: Path) -> None:
             # Through the descriptor: closing another one of the file would drop the lock.
             noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
             if (target := _checked_target(noted)) is not None:
-                _recover(Reservation(workspace.parent / target, token), noted)
+                _recover(_reservation(workspace.parent / target, token), noted)
             for leftover in workspace.glob(f"{token}.*"):
-                files.delete(leftover)
+                posix.delete(leftover)
         finally:
             os.close(descriptor)
 
@@ -205,29 +188,12 @@ def uncommitted_reason(path: Path) -> str:
     """Why the directory is not a committed checkpoint, or an empty string if it is one."""
     if not path.is_dir():
         return "no such directory" if not path.exists() else "not a directory"
-    names = os.listdir(path)
-    if METADATA not in names:
-        if any(_OF_ONE_RANK.fullmatch(name) for name in names):
-            return (
-                "it was saved without a coordinator (use_collectives=False), so each rank has a table of contents and "
-                "none is for all; torch.distributed.checkpoint.load(..., use_collectives=False) reads it, on as many "
-                "ranks. Save with use_collectives=True"
-            )
-        return "its save was never committed (no .metadata)" if looks_like_checkpoint(path) else "it has no .metadata"
-    if (SUMMARY in names) != (INDEX in names):
-        return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"
-    return ""
+    return names.uncommitted_reason(os.listdir(path))
 
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a directory has files that only checkpoints have, committed or not."""
-    return path.is_dir() and any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in os.listdir(path))
-
-
-def is_inside_checkpoint(path: Path) -> bool:
-    """Whether this is one of the files that make up a checkpoint: then the directory above was meant."""
-    of_one = path.name in _OURS or path.name.endswith(DATA_SUFFIX)
-    return of_one and path.is_file() and looks_like_checkpoint(path.parent)
+    return path.is_dir() and names.has_traces(os.listdir(path))
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
@@ -260,9 +226,9 @@ def _refuse_below_a_file(final: Path) -> None:
 def _keep_other_files(old: Path, new: Path) -> None:
     """Files that somebody put into the old checkpoint directory move to the new one; what its save made does not."""
     if old.is_dir() and not old.is_symlink():
-        made = _OURS.union(_attached(old))
+        attached = _attached(old)
         for name in os.listdir(old):
-            foreign = name not in made and not name.endswith(DATA_SUFFIX)
+            foreign = name not in attached and not names.is_own(name)
             if foreign and not os.path.lexists(new / name):
                 os.rename(old / name, new / name)
 
@@ -270,15 +236,20 @@ def _keep_other_files(old: Path, new: Path) -> None:
 def _attached(checkpoint: Path) -> list[str]:
     """What the summary lists besides the checkpoint's own files."""
     try:
-        return [str(name) for name in json.loads(files.read_regular(checkpoint / SUMMARY))["attached"]]
+        return [str(name) for name in json.loads(_summary(checkpoint))["attached"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
+
+
+def _summary(checkpoint: Path) -> bytes:
+    with posix.open_regular(checkpoint / names.SUMMARY) as file:
+        return file.readall()
 
 
 def _identity(checkpoint: Path) -> str:
     """Tells one save from any other; empty if this is no checkpoint of ours."""
     try:
-        return hashlib.sha256(files.read_regular(checkpoint / SUMMARY)).hexdigest()
+        return hashlib.sha256(_summary(checkpoint)).hexdigest()
     except OSError:
         return ""
 
@@ -286,8 +257,8 @@ def _identity(checkpoint: Path) -> str:
 def _open_record(final: Path) -> Reservation:
     """A new token, with its locked record in the workspace."""
     for attempt in range(_ATTEMPTS):
-        reservation = Reservation(final, uuid.uuid4().hex[:16])
-        files.make_directories(reservation.record.parent)
+        reservation = _reservation(final, uuid.uuid4().hex[:16])
+        posix.make_directories(_record(reservation).parent)
         try:
             _lock_record(reservation)
         except FileNotFoundError:
@@ -300,11 +271,11 @@ def _open_record(final: Path) -> Reservation:
 
 def _lock_record(reservation: Reservation) -> None:
     try:
-        descriptor = files.lock(reservation.record)
+        descriptor = posix.lock(_record(reservation))
     except FileNotFoundError:
         raise
     except OSError:  # a file system without locks: then nobody sweeps
-        descriptor = os.open(reservation.record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(_record(reservation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if descriptor is None:
         raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
     target = _name_in(workspace_of(reservation.final), reservation.final)
@@ -334,12 +305,12 @@ def _name_in(workspace: Path, final: Path) -> str:
 
 
 def _close_record(reservation: Reservation) -> None:
-    reservation.record.unlink(missing_ok=True)
+    _record(reservation).unlink(missing_ok=True)
     descriptor, _ = _mine.pop(reservation.token, (None, ""))
     if descriptor is not None:
         os.close(descriptor)
     with suppress(OSError):  # other saves are using it
-        reservation.record.parent.rmdir()
+        _record(reservation).parent.rmdir()
 
 
 def target_of(record: Path) -> str | None:
@@ -360,16 +331,16 @@ def _checked_target(noted: dict[str, Any]) -> str | None:
 
 def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
     """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
-    final, aside = reservation.final, reservation._beside("aside")
+    final, aside = reservation.final, reservation.directory.with_suffix(".aside")
     if not _restore(reservation) and _identity(final) and _identity(final) == noted.get("publishing"):
         for old in (reservation.directory, aside):
             _keep_other_files(old, final)
-        files.sync_directory(final)
+        posix.sync_directory(final)
 
 
 def _restore(reservation: Reservation) -> bool:
     """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
-    final, aside = reservation.final, reservation._beside("aside")
+    final, aside = reservation.final, reservation.directory.with_suffix(".aside")
     if not os.path.lexists(aside):  # a link leads nowhere from there
         return False
     made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
@@ -383,7 +354,7 @@ def _put_back(aside: Path, final: Path) -> None:
     """Give the old checkpoint its name again. A script may have made the directory anew, and put files there."""
     if final.is_dir():
         for name in os.listdir(final):
-            files.delete(aside / name)
+            posix.delete(aside / name)
             os.rename(final / name, aside / name)
     os.rename(aside, final)  # replaces an empty directory
-    files.sync_directory(final.parent)
+    posix.sync_directory(final.parent)

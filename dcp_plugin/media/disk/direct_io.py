@@ -19,13 +19,10 @@ from typing import Literal
 import numpy as np
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.media.disk import files
+from dcp_plugin.media import IN_PLACE, PAGE
+from dcp_plugin.media.disk import posix
 
 BUFFER = 2 << 20
-ALIGNMENT = 4096
-"""Of memory, file offset and length; no device in use wants more."""
-IN_PLACE = 1 << 20
-"""From this size on, what is aligned already is written from where it is, without passing through the buffer."""
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
 
@@ -53,7 +50,7 @@ class BlockFile:
         self.direct = False
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            files.preallocate(self._fd, size)
+            posix.preallocate(self._fd, size)
             if direct is True or (direct == "auto" and size >= BUFFER):
                 self._try_direct()
         except BaseException:
@@ -75,7 +72,7 @@ class BlockFile:
 
     def takes_in_place(self, address: int) -> bool:
         """Whether bytes at this address, if appended now, are written without being copied."""
-        return self.direct and address % ALIGNMENT == 0 and self.tell() % ALIGNMENT == 0
+        return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append; ``data`` may change afterwards."""
@@ -85,7 +82,7 @@ class BlockFile:
             return
         if len(data) >= IN_PLACE and self.takes_in_place(np.frombuffer(data, np.uint8).ctypes.data):
             self._flush(self._filled)
-            aligned = len(data) - len(data) % ALIGNMENT
+            aligned = len(data) - len(data) % PAGE
             self._write_all(memoryview(data)[:aligned])
             data = memoryview(data)[aligned:]
         while len(data) > BUFFER - self._filled:
@@ -126,7 +123,7 @@ class BlockFile:
     def _finish(self) -> None:
         """Write what is left and make the file durable. A length that is not aligned goes through the page cache."""
         if self.direct:
-            self._flush(self._filled - self._filled % ALIGNMENT)
+            self._flush(self._filled - self._filled % PAGE)
             self._switch(False)
         self._flush(self._filled)
         os.fsync(self._fd)

@@ -27,10 +27,10 @@ from isal.isal_zlib import crc32
 
 from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
 from dcp_plugin.format.columns import Location
+from dcp_plugin.format.names import DATA_SUFFIX
 from dcp_plugin.format.torch_zip import frame_if_possible
-from dcp_plugin.media.disk import files
-from dcp_plugin.media.disk.commit import DATA_SUFFIX
-from dcp_plugin.media.disk.host_memory import BLOCK
+from dcp_plugin.host_memory import BLOCK
+from dcp_plugin.media.disk import posix
 from dcp_plugin.types import Shape
 
 _HOMES = 4
@@ -109,7 +109,7 @@ class LinkableFile:
             except OSError as error:
                 if _reflink(home, target) and self._is_at(home):
                     return LinkableFile.written(target)
-                files.delete(target)
+                posix.delete(target)
                 if error.errno != errno.ENOENT:  # not deleted just now
                     reason = f"the file system makes no hard links there ({error.strerror})"
                 continue
@@ -163,7 +163,7 @@ def _reflink(source: Path, target: Path) -> bool:
             fcntl.ioctl(here.fileno(), _FICLONE, there.fileno())
             os.fsync(here.fileno())
     except OSError:
-        files.delete(target)
+        posix.delete(target)
         return False
     return True
 

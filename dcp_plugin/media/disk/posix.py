@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import io
 import os
 import shutil
@@ -43,39 +42,13 @@ def make_directories(path: Path) -> None:
         sync_directory(created.parent)
 
 
-def read_regular(path: Path, most: int = -1) -> bytes:
-    """What is in a file, or its first bytes. A named pipe, which would be waited for for ever, is an error."""
-    with _open_regular(path) as file:
-        return file.read(most)
-
-
-def read_end(path: Path, most: int) -> bytes:
-    """The last bytes of a file; otherwise as :func:`read_regular`."""
-    with _open_regular(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        return file.read(most)
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, without holding all of it in memory; otherwise as :func:`read_regular`."""
-    with _open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _open_regular(path: Path) -> io.BufferedReader:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+def open_regular(path: Path) -> io.FileIO:
+    """A file, unbuffered. A named pipe, which would be waited for for ever, is an error."""
+    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return open(fd, "rb")
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and sync it. The caller syncs the directory, once for all its files."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    return file
 
 
 def sync_tree(directory: Path, but: str) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,9 +25,9 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
 from dcp_plugin.format.index import Location
 from dcp_plugin.format.torch_zip import frame, padded
-from dcp_plugin.media.disk.direct_io import ALIGNMENT, IN_PLACE, BlockFile
+from dcp_plugin.host_memory import PIECE, Rings, finish_device_work
+from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
 from dcp_plugin.media.disk.hard_links import free_name
-from dcp_plugin.media.disk.host_memory import PIECE, Rings, finish_device_work
 from dcp_plugin.tensors import WholeItem
 
 Data = torch.Tensor | WholeItem | bytes
@@ -40,20 +39,21 @@ _IN_PLACE_PIECE = 8 << 20  # as a system call for each is all that is done with 
 
 
 @dataclass(frozen=True)
-class Files:
+class Destination:
     """Where and how this rank writes."""
 
+    medium: Medium
     directory: Path
+    """Of the reservation."""
     rank: int
     token: str
     """Part of the names of files that may be linked later, see :func:`~dcp_plugin.media.disk.hard_links.free_name`."""
     io_threads: int
-    direct_io: bool | Literal["auto"]
     checksum: bool
 
 
 def write(
-    items: Sequence[Data], to: Files, checkpoint: Path, stable: Collection[int] = (), taken: Collection[str] = ()
+    items: Sequence[Data], to: Destination, checkpoint: Path, stable: Collection[int] = (), taken: Collection[str] = ()
 ) -> list[Location]:
     """Write and sync the items; where each of them is.
 
@@ -143,19 +143,19 @@ def _layout(items: list[Data], lengths: list[int]) -> _Layout:
     starts, end = [], 0
     for data, length in zip(items, lengths, strict=True):
         if isinstance(data, torch.Tensor) and data.nbytes >= IN_PLACE:
-            end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % ALIGNMENT
+            end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % PAGE
         starts.append(end)
         end += padded(length)
     return starts, end
 
 
 def _write_file(
-    to: Files, name: str, items: list[Data], layout: _Layout, meter: _Meter, hashed: bool
+    to: Destination, name: str, items: list[Data], layout: _Layout, meter: _Meter, hashed: bool
 ) -> list[Location]:
     starts, size = layout
     rings = Rings()
     locations = []
-    with BlockFile(to.directory / name, size, to.direct_io, meter.add) as file:
+    with to.medium.create(to.directory, name, size, meter.add) as file:
         for data, start in zip(items, starts, strict=True):
             file.write(bytes(start - file.tell()))
             if hashed and isinstance(data, torch.Tensor):
@@ -169,7 +169,7 @@ def _write_file(
 
 
 def _write_item(
-    file: BlockFile,
+    file: NewFile,
     name: str,
     data: Data,
     checksum: bool,

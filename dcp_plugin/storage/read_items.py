@@ -7,19 +7,22 @@ of a target is checked there.
 
 from __future__ import annotations
 
-import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+import torch
 from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.checksums import RunningCrc, block_size
-from dcp_plugin.format.index import Location
-from dcp_plugin.media.disk.host_memory import BLOCK, Rings, memory_view
+from dcp_plugin.format.index import Location, StoredChunk
+from dcp_plugin.format.torch_zip import Frame, frame_if_possible
+from dcp_plugin.host_memory import BLOCK, Rings, memory_view
+from dcp_plugin.media import RangedFile, Readable
 from dcp_plugin.storage.fetch import Fetch
 
 _GAP = 8 << 10  # bytes that are cheaper to read than to skip by another system call
@@ -35,7 +38,7 @@ class Count:
     unchecked: int = 0
 
 
-def read(directory: Path, fetches: Iterable[Fetch], io_threads: int) -> Count:
+def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
     """Carry out all fetches.
 
     Raises:
@@ -47,7 +50,7 @@ def read(directory: Path, fetches: Iterable[Fetch], io_threads: int) -> Count:
 
     def read_some() -> Count:
         try:
-            return _read_batches(directory, work, failed)
+            return _read_batches(files, work, failed)
         except BaseException:
             failed.set()
             raise
@@ -88,38 +91,38 @@ def _joins(fetch: Fetch, batch: list[Fetch]) -> bool:
     )
 
 
-def _read_batches(directory: Path, work: Iterator[list[Fetch]], failed: threading.Event) -> Count:
-    count = Count()
-    rings = Rings()
-    name, fd = "", -1
+def _read_batches(files: Readable, work: Iterator[list[Fetch]], failed: threading.Event) -> Count:
+    """What one thread does: it takes batches until there are none. It keeps the last file open for the next batch."""
+    rings, count = Rings(), Count()
+    name, file = "", None
     try:
         for batch in work:
             if failed.is_set():
                 break
             first = batch[0]
-            if first.location.file != name:
-                if fd >= 0:
-                    os.close(fd)
-                fd = -1
-                name, fd = first.location.file, os.open(directory / first.location.file, os.O_RDONLY | os.O_CLOEXEC)
-            _read_batch(fd, batch, rings, count)
+            if file is None or first.location.file != name:
+                if file is not None:
+                    file.close()
+                name = first.location.file
+                file = files.open(name)
+            _read_batch(file, batch, rings, count)
     except OSError as error:
-        raise CheckpointCorrupt(f"{directory}: cannot read {first.key} in {first.location.file}: {error}") from error
+        raise CheckpointCorrupt(f"{files.where}: cannot read {first.key} in {first.location.file}: {error}") from error
     except CheckpointCorrupt as error:
-        raise CheckpointCorrupt(f"{directory}: {error}") from None
+        raise CheckpointCorrupt(f"{files.where}: {error}") from None
     finally:
         rings.wait()
-        if fd >= 0:
-            os.close(fd)
+        if file is not None:
+            file.close()
     return count
 
 
-def _read_batch(fd: int, batch: list[Fetch], rings: Rings, count: Count) -> None:
+def _read_batch(file: RangedFile, batch: list[Fetch], rings: Rings, count: Count) -> None:
     block = rings.of(batch[0].device).next()
     placed = [fetch.views(block) for fetch in batch]
     if len(batch) == 1:
         for (begin, _), views in zip(batch[0].ranges, placed[0], strict=True):
-            count.read += _scatter(fd, views, batch[0].begin - batch[0].ranges[0][0] + begin, batch)
+            count.read += _scatter(file, views, batch[0].begin - batch[0].ranges[0][0] + begin, batch)
     else:
         skipped = memory_view(block.take(_GAP))
         scattered = []
@@ -129,19 +132,19 @@ def _read_batch(fd: int, batch: list[Fetch], rings: Rings, count: Count) -> None
                 scattered.append(skipped[: fetch.begin - position])
             scattered += views
             position = fetch.end
-        count.read += _scatter(fd, scattered, batch[0].begin, batch)
+        count.read += _scatter(file, scattered, batch[0].begin, batch)
     for fetch, views_of_ranges in zip(batch, placed, strict=True):
         for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
             count.unchecked += _check(fetch, begin, end, views)
         fetch.finish(block)
 
 
-def _scatter(fd: int, views: list[memoryview], offset: int, batch: list[Fetch]) -> int:
+def _scatter(file: RangedFile, views: list[memoryview], offset: int, batch: list[Fetch]) -> int:
     """Read from ``offset`` until all the memory is full."""
     total = sum(map(len, views))
     done = 0
     while done < total:
-        count = os.preadv(fd, views, offset + done)
+        count = file.read_into(views, offset + done)
         if count == 0:
             cut = next(fetch for fetch in batch if fetch.end > offset + done)
             raise CheckpointCorrupt(f"{cut.location.file} ends within {cut.key}")
@@ -184,13 +187,13 @@ def _check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
     return (end - begin) - (stop - start)
 
 
-def check_item(directory: Path, key: str, location: Location, smallest_block: int) -> None:
+def check_item(files: Readable, key: str, location: Location, smallest_block: int) -> None:
     """Read one item completely, frame included, and compare what has a checksum.
 
     Raises:
         CheckpointCorrupt: Naming file and key.
     """
-    pieces = _pieces(directory, key, location)
+    pieces = _pieces(files, key, location)
     if location.checksums is None:
         for _ in pieces:
             pass
@@ -204,20 +207,47 @@ def check_item(directory: Path, key: str, location: Location, smallest_block: in
         frame_crc = crc32(piece[high:], crc32(piece[:low], frame_crc))
         running.add(piece[low:high])
     if running.ends != location.checksums.tolist():
-        raise CheckpointCorrupt(f"{directory}: {key} in {location.file}: a checksum differs")
+        raise CheckpointCorrupt(f"{files.where}: {key} in {location.file}: a checksum differs")
     if frame_crc != location.frame_crc:
-        raise CheckpointCorrupt(f"{directory}: {key} in {location.file}: the frame's checksum differs")
+        raise CheckpointCorrupt(f"{files.where}: {key} in {location.file}: the frame's checksum differs")
 
 
-def _pieces(directory: Path, key: str, location: Location) -> Iterator[tuple[int, memoryview]]:
+def _pieces(files: Readable, key: str, location: Location) -> Iterator[tuple[int, memoryview]]:
     """The bytes of an item, and where in the item they are."""
     memory = memoryview(bytearray(min(location.length, BLOCK)))
-    with open(directory / location.file, "rb", buffering=0) as file:
-        file.seek(location.offset)
+    with files.open(location.file) as file:
         done = 0
         while done < location.length:
-            count = file.readinto(memory[: location.length - done])
+            count = file.read_into([memory[: location.length - done]], location.offset + done)
             if not count:
-                raise CheckpointCorrupt(f"{directory}: {location.file} ends within {key}")
+                raise CheckpointCorrupt(f"{files.where}: {location.file} ends within {key}")
             yield done, memory[:count]
             done += count
+
+
+def recognise(
+    files: Readable, wanted: Iterable[tuple[StoredChunk, torch.dtype]], layouts: dict[tuple[str, int], StoredChunk]
+) -> int:
+    """Note in ``layouts``, by file and offset, the items that begin as we would begin them; the bytes it took to see.
+
+    The beginning of an item holds the pickle that says dtype, shape and strides, so it settles where the payload is.
+    Another version of torch may write another beginning; such items stay unknown.
+    """
+    count = 0
+    by_file: dict[str, dict[int, tuple[StoredChunk, Frame]]] = defaultdict(dict)
+    for chunk, dtype in wanted:
+        around = frame_if_possible(dtype, chunk.sizes)
+        at = chunk.location
+        if around is not None and around.length == at.length and (at.file, at.offset) not in layouts:
+            by_file[at.file][at.offset] = chunk, around
+    for name, items in by_file.items():
+        with suppress(OSError), files.open(name) as file:  # who reads it will say what is wrong
+            for offset, (chunk, around) in sorted(items.items()):
+                head = memoryview(bytearray(len(around.head)))
+                count += file.read_into([head], offset)
+                if head == around.head:
+                    place = replace(
+                        chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length
+                    )
+                    layouts[name, offset] = replace(chunk, location=place)
+    return count

@@ -1,0 +1,134 @@
+"""The random streams of every rank: into a checkpoint as ``extra.rng.<rank>.streams``, and back on any number of ranks.
+
+A rank continues the stream it was in when the checkpoint was made. A rank without a stream there (the world has grown)
+gets one derived from rank 0's state and its own number, so that two resumes of the same checkpoint on the same number
+of ranks are the same training.
+
+Creating an iterator over a dataloader draws from the streams, so each framework package chooses when it restores them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_plugin.integration.key_names import RNG
+
+RngState = dict[str, Any]
+
+
+def of_rank(rank: int, device: torch.device, **more: Any) -> dict[str, dict[str, Any]]:
+    """What a rank stores as ``extra.rng``: its own streams under its own number.
+
+    Args:
+        device: Whose generator is stored besides those of the CPU.
+        more: What a framework keeps beside the streams.
+    """
+    return {str(rank): {"streams": capture(device), **more}}
+
+
+@dataclass(frozen=True)
+class SavedStreams:
+    """The random streams in a checkpoint, as one rank of a run sees them that loads it."""
+
+    saved_on: frozenset[int]
+    """The ranks whose streams are in the checkpoint."""
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def among(cls, names: Iterable[str], rank: int, world_size: int, device: torch.device) -> SavedStreams:
+        """Of a checkpoint with these names or keys in ``extra``, such as ``rng.0`` or ``rng.0.streams.torch``."""
+        stored = [name.split(".", 2)[1] for name in names if name.startswith(f"{RNG}.")]
+        return cls(frozenset(int(number) for number in stored if number.isdecimal()), rank, world_size, device)
+
+    @property
+    def source(self) -> int | None:
+        """Whose streams this rank has to read: its own, else those of rank 0; None if there are no streams."""
+        return next((rank for rank in (self.rank, 0) if rank in self.saved_on), None)
+
+    @property
+    def name(self) -> str | None:
+        """Where in ``extra`` the streams of :attr:`source` are: ``rng.<rank>``."""
+        return None if self.source is None else f"{RNG}.{self.source}"
+
+    @property
+    def is_new_rank(self) -> bool:
+        """Whether the checkpoint, made by fewer ranks, has no streams of this one."""
+        return self.rank not in self.saved_on
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue this rank's streams, or start derived ones if it has none.
+
+        Args:
+            state: What :func:`of_rank` gave for the rank :attr:`source`.
+        """
+        if self.is_new_rank:
+            derive(state["streams"], self.rank)
+        else:
+            restore(state["streams"], self.device)
+
+    @property
+    def about_new_ranks(self) -> str:
+        """What the checkpoint has, to tell the user when ranks are new; empty if none is, or without any streams."""
+        known = len(self.saved_on)
+        return about_new_ranks(known, self.world_size) if 0 < known < self.world_size else ""
+
+
+def about_new_ranks(known: int, world_size: int) -> str:
+    return (
+        f"random states for {known} of {world_size} ranks: the others start streams of their own, derived from rank "
+        "0's state and their number"
+    )
+
+
+def capture(device: torch.device) -> RngState:
+    """The state of every generator that training code commonly draws from. Draws nothing."""
+    version, words, gauss = random.getstate()
+    state: RngState = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        words = torch.from_numpy(keys.astype("int64"))
+        state["numpy"] = {"name": name, "words": words, "position": position, "gauss": [has_gauss, cached]}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def restore(state: RngState, device: torch.device) -> None:
+    """Continue the streams of :func:`capture`. On another kind of device than then, the device is seeded anew."""
+    if device.type != "cpu" and device.type not in state:
+        torch.get_device_module(device).manual_seed(_seed(state, "device"))
+    elif device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state[device.type].cpu())
+    torch.set_rng_state(state["torch"].cpu())
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        saved = state["numpy"]
+        words = saved["words"].numpy().astype("uint32")
+        numpy.random.set_state((saved["name"], words, saved["position"], *saved["gauss"]))
+
+
+def derive(state_of_rank_0: RngState, rank: int) -> None:
+    """Start streams for a rank that the checkpoint does not know."""
+    seed = _seed(state_of_rank_0, f"rank {rank}")
+    torch.manual_seed(seed)  # every device too
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _seed(state: RngState, purpose: str) -> int:
+    digest = hashlib.blake2b(state["torch"].cpu().numpy().tobytes() + purpose.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes a signed 64-bit seed
