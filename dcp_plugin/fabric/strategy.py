@@ -64,6 +64,17 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     Raises:
         CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
         ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which nothing would heed.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> from dcp_plugin.fabric import attach
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> with attach(fabric, async_save=True):
+        ...     fabric.save("run/step-1", {"step": 1})
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> with attach(fabric):
+        ...     fabric.load("run/step-1")
+        {'step': 1}
     """
     if not has_fabric_base(type(fabric), "Fabric"):
         fabrics = " or ".join(package.fabric_name for package in PACKAGES)
