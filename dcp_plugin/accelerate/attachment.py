@@ -242,7 +242,7 @@ class Attachment(BaseAttachment):
         self.close()
         self._originals["end_training"]()
 
-    # Beyond them
+    # What a script calls besides
 
     def wait(self) -> None:
         """Wait until no save is in flight.
