@@ -1,7 +1,7 @@
 """``class MyTrainer(DCPTrainerMixin, Trainer)``: the Trainer's checkpoints go through the core, on all ranks.
 
 The Trainer has no hook for this, so the mixin takes over the methods in which it saves and loads, and leaves what
-they decide to it: when to save, what is best, where in the data to go on. The work is done by :class:`_Adapter`. The
+they decide to it: when to save, what is best, where in the data to go on. :class:`TrainerAdapter` does the work. The
 moments, in their order:
 
 - ``train`` finds on rank 0 what to resume from. ``_prepare_for_training`` wraps model and optimizer; then all is
@@ -61,13 +61,13 @@ def _unless(busy: str, name: str) -> Any:
     """A method of the Trainer that does nothing while the core does its work.
 
     Args:
-        busy: The attribute of :class:`_Adapter` that is not None as long as it does.
+        busy: The attribute of :class:`TrainerAdapter` that is not None as long as it does.
         name: The method's.
     """
 
-    def method(self: DCPTrainerMixin, *args: Any) -> None:
+    def method(self: DCPTrainerMixin, *args: Any, **kwargs: Any) -> None:
         if getattr(self._dcp, busy) is None:
-            getattr(super(DCPTrainerMixin, self), name)(*args)
+            getattr(super(DCPTrainerMixin, self), name)(*args, **kwargs)
 
     return method
 
@@ -112,7 +112,7 @@ class DCPTrainerMixin(Trainer):
             )
         self.checkpoint_config.that_waits("the Trainer")
         refuse_unsupported(self)
-        self._dcp = _Adapter(self)
+        self._dcp = TrainerAdapter(self)
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete.
@@ -174,7 +174,7 @@ class DCPTrainerMixin(Trainer):
         return finalize(*args, **kwargs)
 
 
-class _Adapter:
+class TrainerAdapter:
     """Saves and loads for one trainer, at the moments at which :class:`DCPTrainerMixin` is called."""
 
     def __init__(self, trainer: DCPTrainerMixin) -> None:
