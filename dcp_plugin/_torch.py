@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory,
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = [
-    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "laid_out_like", "load_mapped",
+    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "laid_out_like",
     "load_structure", "pickled_tensor", "record_offset", "settled", "shape_of", "sharded_like", "sharded_value",
     "with_memory",
 ]  # fmt: skip
@@ -317,15 +316,9 @@ def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
-def load_structure(path: Path) -> Any:
+def load_structure(file: BinaryIO) -> Any:
     """What a ``torch.save`` file holds, with tensors on the meta device: no payload is read."""
-    with open(path, "rb") as file:  # given a path, torch goes by its suffix
-        return torch.load(file, map_location="meta", weights_only=True)
-
-
-def load_mapped(path: Path) -> Any:
-    """What a ``torch.save`` file holds, with tensors that are the mapped file."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return torch.load(file, map_location="meta", weights_only=True)
 
 
 def record_offset(tensor: torch.Tensor) -> int | None:

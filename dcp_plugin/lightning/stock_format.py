@@ -22,7 +22,7 @@ No lock-in: what stock Lightning needs to resume, without this package, what a s
 
 Its sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
 ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for everything else in a file
-``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.stock_views`), the
+``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.metadata`), the
 groups are small values of their own. Single device and DDP are not imitated: their format is one file, a second copy
 of everything.
 
@@ -46,9 +46,9 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format import values
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.stock_views import Aliases
+from dcp_plugin.format.metadata import Aliases
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import layout
