@@ -20,10 +20,7 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry
-from dcp_plugin.planning.flatten import (
-    flatten,
-    join,
-)
+from dcp_plugin.planning.flatten import flatten, join
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.data import MappingAdapter, StatefulAdapter, ValueAdapter
@@ -35,8 +32,8 @@ from dcp_plugin.state.optimizer import (
     flatten_optimizer,
     gather_optimizer,
     group_list,
+    group_names,
     shards_of,
-    trained_names,
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
@@ -274,8 +271,8 @@ class OptimizerAdapter:
         return shards_of(self.module, self._optimizer)
 
     def names(self) -> list[str]:
-        trained = trained_names(self.module, self._optimizer)
-        return [f"{kind}.{fqn}." for fqn in trained for kind in ("state", "param_groups")]
+        groups = group_names(self.module, self._optimizer)
+        return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)

@@ -20,12 +20,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import unflatten
 from dcp_plugin.planning.local_inventory import Box, LocalSlot
-from dcp_plugin.state.module import (
-    apply_fsdp1_optimizer,
-    gather_fsdp1_module,
-    gather_fsdp1_optimizer,
-    reshard,
-)
+from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.state.optimizer import GLOBAL, LiveState, fields_of, group_names, split_key
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
