@@ -46,7 +46,7 @@ class _Opened:
 
 
 class Loading:
-    """One load. Its steps are the lines of :meth:`run`."""
+    """One load. :meth:`run` has its steps."""
 
     def __init__(
         self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
@@ -168,7 +168,7 @@ class Loading:
         return [line] if line else []
 
     def _read_values(self, match: Match) -> None:
-        """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
+        """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         if self._planner.plain:
             match.said.append(
@@ -185,7 +185,8 @@ class Loading:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
 
     def _read_tensors(self) -> None:
-        """Into the targets. What others read for this rank is passed on once all ranks have read without a failure."""
+        """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
+        failure."""
         plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
         shared = BroadcastRead(self._ranks, self._planner, policy)
         plan = shared.meet(f"share the reading of {self._path}", plan)

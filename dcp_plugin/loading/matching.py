@@ -63,7 +63,7 @@ class Match:
 
 
 def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
-    """The partial load with its sub-module found, if it is about one. No communication.
+    """Find the sub-module of a partial load, if it has one. No communication.
 
     Raises:
         TypeError: It is none; settings that come from a file are not what annotations say.

@@ -76,7 +76,7 @@ class Description:
 
 @dataclass(frozen=True, eq=False)
 class LocalInventory:
-    """What one rank holds."""
+    """What one rank holds: a description, and the offset of every chunk."""
 
     description: Description
     offsets: Column
@@ -110,7 +110,7 @@ class LocalInventory:
     def of_plan(
         cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
     ) -> LocalInventory:
-        """What a plan of DCP's own write items says."""
+        """The inventory that a plan of DCP's own write items describes."""
         entries: dict[str, _Item] = {}
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
@@ -152,7 +152,7 @@ class LocalInventory:
 
 
 def ties_of(state: Flat) -> dict[str, str]:
-    """Keys whose tensor is the same memory as an earlier key's, and that key."""
+    """Key -> the earlier key whose tensor is the same memory."""
     seen: dict[object, str] = {}
     ties = {}
     for key, value in state.items():
@@ -186,7 +186,7 @@ class LocalSlot:
 
     @classmethod
     def parse(cls, name: str) -> LocalSlot | None:
-        """None for a slot that is not of one rank alone."""
+        """The slot of a name; None if it is not of one rank alone."""
         found = _LOCAL.fullmatch(name)
         if found is None:
             return None
@@ -247,7 +247,7 @@ class RankLocal:
         return hashlib.blake2b(text, digest_size=16).digest()
 
     def compare(self, step: str, ranks: Ranks) -> bool:
-        """Find out what differs between ranks; whether anything does. Collective."""
+        """Remember what differs between ranks; returns whether anything new does. Collective."""
 
         def differing(all_hashes: list[dict[str, bytes]]) -> frozenset[str]:
             first: dict[str, bytes] = {}
@@ -294,7 +294,7 @@ def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
 
 
 def _hashes(state: Flat) -> dict[str, bytes]:
-    """Of each tensor or value, with its dtype and shape."""
+    """A hash of each tensor or value, with dtype and shape."""
     tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
     bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
     hashes = {}

@@ -33,7 +33,7 @@ _DIGEST = 16
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a rank sends first."""
+    """The digests that a rank sends first."""
 
     plan: bytes
     description: bytes
@@ -66,7 +66,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class _Reply(Generic[T]):
-    """What rank 0 answers: the plan all remember, or who shall describe what it holds."""
+    """The answer of rank 0: the plan that all remember, or the ranks that have to send their description."""
 
     digest: bytes
     describers: list[int] | None

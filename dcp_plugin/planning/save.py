@@ -44,7 +44,7 @@ from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedVal
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What travels to the coordinator with a rank's plan where DCP itself drives the planner."""
+    """What a rank's plan takes to the coordinator when DCP drives the planner."""
 
     paths: dict[str, KeyPath]
     ties: dict[str, str]
@@ -137,7 +137,7 @@ def data_of(item: WriteItem, state: Flat) -> torch.Tensor | bytes:
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
-    """Leaves as the planner wants them: tensors as the chunks on this rank, anything else as bytes.
+    """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
 
     Raises:
         CheckpointMismatch: Naming every tensor that has nothing to store: no memory, and no parts that have.
@@ -198,7 +198,7 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
 
 
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
-    """What a box has of a chunk. All of it is the chunk itself: not every class of tensors knows how to narrow."""
+    """The part of a chunk that lies in a box. All of it is the chunk itself, since not every class can narrow."""
 
     def narrow(view: torch.Tensor) -> torch.Tensor:
         for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):

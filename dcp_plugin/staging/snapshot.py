@@ -116,7 +116,7 @@ class Snapshot:
         return not self._later
 
     def finish(self) -> Flat:
-        """Copy what is left; the state in host memory.
+        """Copy what is left, and return the state in host memory.
 
         Raises:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
@@ -143,7 +143,7 @@ class Snapshot:
 
 
 def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
-    """All memory of a state on this rank. What is tied comes several times, with the same identity."""
+    """All memory of a state on this rank. Tied tensors come several times, with the same identity."""
     for key, value in state.items():
         if isinstance(value, ShardedValue) and not value.stored_whole:
             for number, chunk in enumerate(value.chunks):
@@ -198,7 +198,7 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
-    """Equal for tied tensors; empty ones have no memory to tell them by."""
+    """Equal for tied tensors. Empty ones have no memory to compare, and are identified by their key."""
     return memory_of(tensor) if tensor.numel() else (key, number)
 
 
@@ -236,7 +236,7 @@ _CONSTANT = (float, int, bool, str, bytes, type(None))
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
-    """In-place operations on a DTensor are counted on it, and not on its local tensor."""
+    """The version counters of a tensor. Those of a DTensor include its own, where in-place operations are counted."""
     if type(leaf) in EXACTLY_TENSORS:
         return (version_of(leaf),)
     if isinstance(leaf, DTensor):
@@ -267,7 +267,7 @@ class _Sample:
         self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
 
     def differs(self, streams: _Streams) -> set[str]:
-        """The keys of tensors that are not as they were."""
+        """The keys of tensors that have changed."""
         found: set[str] = set()
         for group, before in self._groups:
             with torch.no_grad(), streams.of(before):
@@ -290,7 +290,7 @@ def _places_in(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """From the first to the last element in memory; as many as there are if no gap is between them."""
+    """Elements from the first to the last in memory: ``numel()`` if there are no gaps."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -412,5 +412,5 @@ class _Slab:
 
 
 def _check(code: int) -> None:
-    """Raise what the CUDA runtime says."""
+    """Raise the error of a CUDA runtime call."""
     torch.cuda.check_error(code)

@@ -48,7 +48,7 @@ class NamesOnly:
 
 @dataclass(frozen=True)
 class Unapplied:
-    """A module whose state is read, as it is distributed here, and not applied: whoever loads it does that later."""
+    """A module whose state is read, distributed as here, but not loaded into it: the caller does that later."""
 
     module: nn.Module
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class StateAdapter(Protocol):
         """
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible | None:
-        """Make the object what was read: the targets of :meth:`want`, filled.
+        """Load the object from the targets of :meth:`want`, filled.
 
         Args:
             read: Fills what was deferred, once it has memory.
@@ -139,8 +139,8 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
 
 
 def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """All leaves by key, and the paths of those that are not at the one that their key suggests
-    (:func:`~dcp_plugin.format.columns.default_path`). Collective if a module contains FSDP1.
+    """All leaves by key, and the paths of those whose path is not the
+    :func:`~dcp_plugin.format.columns.default_path` of their key. Collective if a module contains FSDP1.
 
     Raises:
         CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
@@ -208,7 +208,7 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether it has state to save; a class (of optimizers, say) only describes what has."""
+    """Whether a value is an object with a state dict. A class with the methods is none."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
