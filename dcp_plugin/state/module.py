@@ -250,7 +250,7 @@ def apply_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def _any_rank_has_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """All of a small trainable part may lie on one rank; the others must take part in gathering its state."""
+    """Whether any rank has state. All of it may lie on one rank, and the others must take part in gathering it."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
     found = torch.tensor(int(any(optimizer.state.values())), device=wrapper.compute_device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
@@ -296,7 +296,7 @@ def same_flat_parameter(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The public functions use FSDP's deprecated context managers and warn about that on every call."""
+    """Silence the public functions, which warn on every call that they use deprecated context managers of FSDP."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")

@@ -63,7 +63,7 @@ class Deferred:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That of the module."""
+        """The dtype in the module; None if nothing of the module is replaced."""
         return self.like.dtype if is_tensor(self.like) else None
 
     def allocate(self) -> Any:
@@ -266,7 +266,7 @@ class ModuleLoad:
         return state
 
     def _values_below(self, below: str) -> dict[str, Any]:
-        """Everything below a clean prefix, read, by clean FQN."""
+        """Read everything below a clean prefix, by clean FQN."""
         keys, names = self._keys_below[below], self._names_below[below]
         if self._fsdp1 and self._apply:
             keys, names = list(self.state.values), list(self._filled)
@@ -308,7 +308,7 @@ class ModuleLoad:
         return {f"{prefix}{name}": value for name, value in {**own, **values}.items()}
 
     def _read_now(self, names: list[str]) -> dict[str, Any]:
-        """What was read before, and what is read now."""
+        """The values of some names; what was deferred is allocated and read now."""
         later = {name: value.allocate() for name in names if isinstance(value := self._filled[name], Deferred)}
         if later:
             self._read(later)

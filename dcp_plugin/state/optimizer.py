@@ -166,7 +166,8 @@ class LiveState:
 
     @classmethod
     def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
-        """
+        """Read the state of an optimizer of ``module``, which must not contain FSDP1.
+
         Raises:
             CheckpointMismatch: The optimizer has a parameter that the module has not.
         """

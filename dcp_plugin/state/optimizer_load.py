@@ -122,7 +122,7 @@ class OptimizerLoad:
         return targets
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Whether the hyper-parameters fit the groups.
+        """Check that the hyper-parameters fit the groups.
 
         Raises:
             CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
@@ -257,7 +257,7 @@ def _full_box_of(value: Any) -> Box:
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The current tree with the leaves of the new one in it."""
+    """The current tree, with leaves replaced by those of the new one."""
     result = dict(current)
     for key, value in new.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
