@@ -37,7 +37,7 @@ from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Request:
     """What a rank is about to load; the same on all ranks, but for the path."""
 
     path: str
@@ -92,14 +92,14 @@ class Loading:
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
 
-    def _open(self, state: Mapping[str, Any]) -> _Opened:
+    def _open(self, state: Mapping[str, Any]) -> _Request:
         self._adapters = adapters_of(state)
         if self._partial is not None:
             self._partial = locate(self._partial, self._adapters)
-        return _Opened(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
+        return _Request(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
 
     @staticmethod
-    def _all_the_same(opened: list[_Opened]) -> None:
+    def _all_the_same(opened: list[_Request]) -> None:
         first = opened[0]
         for rank, other in enumerate(opened):
             if other.fingerprint != first.fingerprint:

@@ -25,7 +25,7 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 import numpy as np
@@ -68,8 +68,7 @@ class Description:
     def digest(self) -> bytes:
         names = [self.keys, {key: path_to_json(path) for key, path in self.paths.items()}, list(map(str, self.dtypes))]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
-        columns = (self.dtype, self.ndim, self.shape, self.any_rank, self.stored_whole, self.tie, self.key, self.sizes)
-        for column in columns:
+        for column in (getattr(self, field.name) for field in fields(self)[3:]):
             digest.update(str(column.shape).encode() + column.tobytes())
         return digest.digest()
 

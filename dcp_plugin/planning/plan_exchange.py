@@ -32,7 +32,7 @@ _DIGEST = 16
 
 
 @dataclass(frozen=True)
-class _Claim:
+class _Digests:
     """The digests that a rank sends first."""
 
     plan: bytes
@@ -45,7 +45,7 @@ class _Claim:
         return self.plan + self.description + self.inventory + self.doubtful
 
     @classmethod
-    def decode(cls, data: bytes) -> _Claim:
+    def decode(cls, data: bytes) -> _Digests:
         return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
 
 
@@ -102,10 +102,10 @@ class PlanExchange:
             mine[:] = [hold()]
             last = self._last.digest if self._last else bytes(_DIGEST)
             doubtful = local.digest(ranks.rank) if local else b""
-            return _Claim(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
+            return _Digests(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
 
         def answer(claims: list[bytes]) -> _Reply[T]:
-            decoded = list(map(_Claim.decode, claims))
+            decoded = list(map(_Digests.decode, claims))
             differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
             return _Reply(*self._answer(decoded), differ, prepare())
 
@@ -129,7 +129,7 @@ class PlanExchange:
         assert self._last is not None
         return self._last, reply.prepared
 
-    def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
+    def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
         """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
         remember that plan."""
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()

@@ -189,7 +189,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
 def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
     """The view of a box that lies inside one of this rank's chunks."""
     for chunk in value.chunks:
-        if _contains(chunk, box):
+        edges = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+        if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
             try:
                 return _part_of(chunk, box, value.stored_whole)
             except CheckpointMismatch as error:
@@ -209,13 +210,6 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     if tuple(box.sizes) == chunk.sizes:
         return chunk.tensor
     return narrowed(chunk.tensor, narrow) if stored_whole else narrow(chunk.tensor)
-
-
-def _contains(chunk: LocalChunk, box: ChunkStorageMetadata) -> bool:
-    return all(
-        origin <= at and at + size <= origin + extent
-        for at, size, origin, extent in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    )
 
 
 def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:

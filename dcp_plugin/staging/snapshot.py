@@ -175,7 +175,7 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
     return replace(value, chunks=tuple(chunks), origin=None)
 
 
-def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
+def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
     """Copy with torch's threads, since the caller waits. Small ones by ``memmove``: an operator costs more than their
     bytes."""
     streams = _Streams(tensor for _, tensor in copied)
@@ -246,7 +246,7 @@ def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | Non
     return tuple(map(version_of, memory))
 
 
-_PLACES = 8
+_SAMPLES = 8
 """Elements of a tensor that are compared: the first, the last, and some between them."""
 
 
@@ -261,7 +261,7 @@ class _Sample:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
         for one in later:
             for tensor in one.memory:
-                places = _places_in(tensor)
+                places = _samples_of(tensor)
                 if places is not None:
                     groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
         self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
@@ -279,12 +279,12 @@ class _Sample:
         return found
 
 
-def _places_in(tensor: torch.Tensor) -> torch.Tensor | None:
+def _samples_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A view of a few elements all over the memory of a tensor; None if that has gaps."""
     count = tensor.numel()
     if not count or not (tensor.is_contiguous() or _extent(tensor) == count):
         return None
-    places = min(count, _PLACES)
+    places = min(count, _SAMPLES)
     step = (count - 1) // (places - 1) if places > 1 else 1
     return tensor.as_strided((places,), (step,))
 
@@ -323,7 +323,7 @@ _SLACK = 1.25
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
-class Place(NamedTuple):
+class HostSlice(NamedTuple):
     """Where the copy of one tensor goes."""
 
     slab: torch.Tensor
@@ -348,18 +348,18 @@ class HostPool:
     def __init__(self) -> None:
         self._slabs = {(later, pinned): _Slab(pinned) for later in (False, True) for pinned in (False, True)}
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def places(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """A place for each tensor. All places given out before, by either method, are used again."""
         held = sum(slab.memory.nbytes for (later, _), slab in self._slabs.items() if not later)
         if sum(tensor.nbytes for tensor in tensors) > held:
             self._free(later=True)  # what comes here now may have been there before
         return self._places(tensors, later=False)
 
-    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """The same for those that are copied after the call."""
         return self._places(tensors, later=True)
 
-    def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[Place]:
+    def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[HostSlice]:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
@@ -368,7 +368,7 @@ class HostPool:
             starts.append(start)
             ends[tensor.is_cuda] = start + tensor.nbytes
         slabs = {pinned: self._slabs[later, pinned].of_size(end) for pinned, end in ends.items()}
-        return [Place(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
+        return [HostSlice(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
 
     @property
     def slabs(self) -> list[torch.Tensor]:
