@@ -17,7 +17,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
@@ -31,8 +31,7 @@ T = TypeVar("T")
 _DIGEST = 16
 
 
-@dataclass(frozen=True)
-class _Digests:
+class _Digests(NamedTuple):
     """The digests that a rank sends first."""
 
     plan: bytes
@@ -40,9 +39,6 @@ class _Digests:
     inventory: bytes
     doubtful: bytes
     """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
-
-    def encode(self) -> bytes:
-        return self.plan + self.description + self.inventory + self.doubtful
 
     @classmethod
     def decode(cls, data: bytes) -> _Digests:
@@ -102,7 +98,7 @@ class PlanExchange:
             mine[:] = [hold()]
             last = self._last.digest if self._last else bytes(_DIGEST)
             doubtful = local.digest(ranks.rank) if local else b""
-            return _Digests(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
+            return b"".join(_Digests(last, mine[0].description.digest, mine[0].digest, doubtful))
 
         def answer(claims: list[bytes]) -> _Reply[T]:
             decoded = list(map(_Digests.decode, claims))

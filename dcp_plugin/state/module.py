@@ -51,8 +51,7 @@ def reshard(module: nn.Module) -> None:
     Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones.
     """
     for _, child in named_modules(module):
-        if child._state_dict_pre_hooks:
-            _torch_modules.reshard(child)
+        _torch_modules.reshard(child)
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:
