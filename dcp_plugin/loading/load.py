@@ -77,7 +77,7 @@ class Loading:
         self._read_tensors()
         self._ranks.agree(f"apply {self._path}", lambda: self._take(match))
         if self._ranks.rank == 0:
-            for message in match.said:  # last: a warning that was made an error must not stop a load half-way
+            for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
                 warnings.warn(message, stacklevel=3)
         reader, loaded = self._reader, [*self._targets, *match.deferred]
         return replace(
@@ -90,7 +90,7 @@ class Loading:
         match = self._match(dry_run=True)
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
-        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
+        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
     def _open(self, state: Mapping[str, Any]) -> _Request:
         self._adapters = adapters_of(state)
@@ -123,7 +123,7 @@ class Loading:
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         left = [key for key in waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
-            match.said.append(
+            match.warnings.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
@@ -171,7 +171,7 @@ class Loading:
         """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         if self._planner.plain:
-            match.said.append(
+            match.warnings.append(
                 f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
@@ -230,7 +230,7 @@ class Loading:
             if keys and policy == "error" and self._strict:
                 problems.append(line)
             elif keys and policy == "warn":
-                match.said.append(f"{self._path}: {line}.")
+                match.warnings.append(f"{self._path}: {line}.")
         return problems
 
 

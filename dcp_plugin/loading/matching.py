@@ -58,7 +58,7 @@ class Match:
     """What will be missing, left out and so on; nothing is loaded yet."""
     problems: list[str] = field(default_factory=list)
     """Why the load cannot be; empty if it can."""
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """What to warn of."""
 
 
@@ -164,7 +164,7 @@ class Matching:
                 alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in names]
                 if len(alike) == 1 and sum(other.kind == adapter.kind for other in adapters) == 1:
                     name = alike[0]
-                    self._say(f"{self._path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
+                    self._warn(f"{self._path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
                 elif adapter.kind == "optimizer":
                     self._optimizers[name] = alike
             yield adapter, name
@@ -173,15 +173,15 @@ class Matching:
         key_map = self._key_maps.of(adapter, name)
         want = self._ask(adapter, key_map)
         if want.targets and key_map.unnamed_groups:
-            self._say(
+            self._warn(
                 f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
                 f"{adapter.name!r} keeps its own hyper-parameters."
             )
-        if want.alien and not key_map.is_renamed and not self._key_maps.is_about(adapter):
-            prefix = find_prefix(want.alien, key_map.entries(self._index)[0])
+        if want.unmatched and not key_map.is_renamed and not self._key_maps.is_about(adapter):
+            prefix = find_prefix(want.unmatched, key_map.entries(self._index)[0])
             if prefix is not None:
                 here, there = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
-                self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+                self._warn(f"{self._path} has {there}* for {here}*: it is loaded from there.")
                 key_map = self._key_maps.of(adapter, name, prefix)
                 want = adapter.want(*key_map.entries(self._index))
         return key_map, want
@@ -203,7 +203,10 @@ class Matching:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
         missing_keys = (*want.missing, *want.undecided)
-        self._keys += [join(adapter.name, key) for key in (*want.targets, *missing_keys, *want.lost, *want.needless)]
+        known = (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
+        self._keys += [
+            join(adapter.name, key) for key in (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
+        ]
         chosen = {}
         for key, target in want.targets.items():
             full = join(adapter.name, key)
@@ -253,7 +256,7 @@ class Matching:
             policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
             if policies - {"", "ignore"}:
                 differ = some([*missing, *unexpected])
-                self._say(f"{self._path} and {adapter.name!r} differ in {differ}: {want.tolerated}.")
+                self._warn(f"{self._path} and {adapter.name!r} differ in {differ}: {want.tolerated}.")
             return
         name = adapter.name
         if missing and name in self._optimizers and not self._index.under(f"{name}."):
@@ -335,7 +338,7 @@ class Matching:
             self._match.problems.append(policies)
         elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
             advice = some(lines, 3, "; ")
-            self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
+            self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _about_wrapper(self) -> list[str]:
         """A line where everything is in the checkpoint, with one name more or less."""
@@ -352,7 +355,7 @@ class Matching:
 
     def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:
         if policy == "warn":
-            self._say(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
+            self._warn(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
             self._match.problems.extend(first(lines))
 
@@ -373,5 +376,5 @@ class Matching:
         taken = set(self._match.stored.values())
         return [key for key in self._index if key not in taken]
 
-    def _say(self, message: str) -> None:
-        self._match.said.append(message)
+    def _warn(self, message: str) -> None:
+        self._match.warnings.append(message)

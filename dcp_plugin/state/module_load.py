@@ -152,12 +152,12 @@ class ModuleLoad:
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
         self._undecided = {key for key in absent if _is_below(key, self._judging | self._forgiving)}
-        is_alien = not any(key in stored for key in values)
+        is_unmatched = not any(key in stored for key in values)
         return Wanted(
             targets,
             missing=[key for key in absent if key not in self._undecided],
             unexpected=[key for key in stored if key not in targets],
-            alien=([key for key in values if key not in self._free] or list(values)) if is_alien else [],
+            unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
         )
 

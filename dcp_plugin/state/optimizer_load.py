@@ -100,7 +100,7 @@ class OptimizerLoad:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
             self._slots[fqn][slot] = stored[self.wanted.stored_as[f"state.{fqn}.{slot}"]]
         else:  # a rank without a part of the parameter needs none of its state
-            (self.wanted.lost if box != ((), ()) else self.wanted.needless).append(f"state.{fqn}.{slot}")
+            (self.wanted.lost if box != ((), ()) else self.wanted.for_other_ranks).append(f"state.{fqn}.{slot}")
 
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
