@@ -204,9 +204,7 @@ class Matching:
         report, match = self._match.report, self._match
         missing_keys = (*want.missing, *want.undecided)
         known = (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
-        self._keys += [
-            join(adapter.name, key) for key in (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
-        ]
+        self._keys += [join(adapter.name, key) for key in known]
         chosen = {}
         for key, target in want.targets.items():
             full = join(adapter.name, key)
