@@ -1,10 +1,10 @@
 """What a tensor is made of: memory that can be read and written, other tensors, or nothing that can be stored.
 
-Almost every tensor is memory, and everything else here reads and writes that through its address. Some have none. The
-numbers of a wrapper subclass (torchao's quantized weights and optimizer states, for some) are in other tensors, its
-attributes; a tensor on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed has no numbers at
-all. They look like any other, with shape, dtype and strides, and reading at their address ends the process. So
-:func:`require_memory` comes before the first byte.
+Almost every tensor has memory, which the other modules read and write through its address. Some have none. A wrapper
+subclass (torchao's quantized weights and optimizer states, for one) consists of other tensors, its attributes. A tensor
+on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed has no values at all. All of them have
+shape, dtype and strides like any other, and reading at their address ends the process. So :func:`require_memory` comes
+before the first byte.
 
 A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*: as one item that
 ``torch.save`` makes of it, which is what stock DCP does. Torch's own quantized tensors are stored likewise, because
