@@ -87,7 +87,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
-    """A tensor of which each rank has all."""
+    """Describe a tensor of which each rank has all."""
     if is_stored_whole(value):
         require_parts(value)
         shape = tuple(value.shape)
@@ -102,7 +102,7 @@ def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
 
 
 def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:
-    """A tensor that is distributed."""
+    """Describe a distributed tensor."""
     stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
     for chunk in chunks:
         (require_parts if stored_whole else require_memory)(chunk.tensor)
@@ -157,8 +157,8 @@ def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
 
 
 def laid_out_like(value: Any, parameter: Any) -> Any:
-    """A tensor that belongs to a parameter, as distributed as that: with its fields of ``CheckpointableTensor``, which
-    ``detach()`` and ``zeros_like()`` lose. Any other value as it is."""
+    """A tensor that belongs to a parameter, with the fields of ``CheckpointableTensor`` that the parameter has, and
+    that ``detach()`` and ``zeros_like()`` lose. Any other value as it is."""
     if not hasattr(parameter, "global_shape") or not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "global_shape") or value.shape != parameter.shape:

@@ -127,12 +127,11 @@ class Ranks:
 
     @property
     def holds_group(self) -> bool:
-        """Whether there is a group to leave. This process alone has none, nor is one left of a default group that is
-        gone."""
+        """Whether there is a group to leave: not for this process alone, nor once the default group is gone."""
         return self._group is not None and self.usable
 
     def close(self) -> None:
-        """Leave the group. Ranks that still wait in it fail now and not at their timeout."""
+        """Leave the group. Ranks that wait in it fail now and not at their timeout."""
         if self.holds_group:
             dist.destroy_process_group(self._group)
         self._group = None

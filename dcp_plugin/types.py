@@ -88,7 +88,7 @@ class Wanted:
     """Keys that the object has and the checkpoint has not. Of an optimizer: parameters unfrozen since, for one."""
     unexpected: list[str] = field(default_factory=list)
     """Keys that only the checkpoint has. Of an optimizer: parameters frozen since, for one."""
-    alien: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
     """The keys of a module of which nothing is stored under its own names."""
     undecided: list[str] = field(default_factory=list)
     """Missing keys of a module on which its own load hooks decide."""
@@ -96,7 +96,7 @@ class Wanted:
     """Targets that each rank had for itself, and the key of the one for this rank."""
     lost: list[str] = field(default_factory=list)
     """Those of which none is for this rank."""
-    needless: list[str] = field(default_factory=list)
+    for_other_ranks: list[str] = field(default_factory=list)
     """Those that are for other ranks only."""
     empty: bool = False
     """Nothing is stored because the object had nothing to store: it is loaded with that."""

@@ -37,7 +37,7 @@ from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Request:
     """What a rank is about to load; the same on all ranks, but for the path."""
 
     path: str
@@ -46,7 +46,7 @@ class _Opened:
 
 
 class Loading:
-    """One load. Its steps are the lines of :meth:`run`."""
+    """One load. :meth:`run` has its steps."""
 
     def __init__(
         self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
@@ -77,7 +77,7 @@ class Loading:
         self._read_tensors()
         self._ranks.agree(f"apply {self._path}", lambda: self._take(match))
         if self._ranks.rank == 0:
-            for message in match.said:  # last: a warning that was made an error must not stop a load half-way
+            for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
                 warnings.warn(message, stacklevel=3)
         reader, loaded = self._reader, [*self._targets, *match.deferred]
         return replace(
@@ -90,16 +90,16 @@ class Loading:
         match = self._match(dry_run=True)
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
-        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
+        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
-    def _open(self, state: Mapping[str, Any]) -> _Opened:
+    def _open(self, state: Mapping[str, Any]) -> _Request:
         self._adapters = adapters_of(state)
         if self._partial is not None:
             self._partial = locate(self._partial, self._adapters)
-        return _Opened(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
+        return _Request(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
 
     @staticmethod
-    def _all_the_same(opened: list[_Opened]) -> None:
+    def _all_the_same(opened: list[_Request]) -> None:
         first = opened[0]
         for rank, other in enumerate(opened):
             if other.fingerprint != first.fingerprint:
@@ -123,7 +123,7 @@ class Loading:
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         left = [key for key in waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
-            match.said.append(
+            match.warnings.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
@@ -168,10 +168,10 @@ class Loading:
         return [line] if line else []
 
     def _read_values(self, match: Match) -> None:
-        """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
+        """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         if self._planner.plain:
-            match.said.append(
+            match.warnings.append(
                 f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
@@ -185,7 +185,8 @@ class Loading:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
 
     def _read_tensors(self) -> None:
-        """Into the targets. What others read for this rank is passed on once all ranks have read without a failure."""
+        """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
+        failure."""
         plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
         shared = BroadcastRead(self._ranks, self._planner, policy)
         plan = shared.meet(f"share the reading of {self._path}", plan)
@@ -229,7 +230,7 @@ class Loading:
             if keys and policy == "error" and self._strict:
                 problems.append(line)
             elif keys and policy == "warn":
-                match.said.append(f"{self._path}: {line}.")
+                match.warnings.append(f"{self._path}: {line}.")
         return problems
 
 

@@ -58,12 +58,12 @@ class Match:
     """What will be missing, left out and so on; nothing is loaded yet."""
     problems: list[str] = field(default_factory=list)
     """Why the load cannot be; empty if it can."""
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """What to warn of."""
 
 
 def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
-    """The partial load with its sub-module found, if it is about one. No communication.
+    """Find the sub-module of a partial load, if it has one. No communication.
 
     Raises:
         TypeError: It is none; settings that come from a file are not what annotations say.
@@ -144,8 +144,8 @@ class Matching:
         """Collective if a module contains FSDP1."""
         self._names_here = [adapter.name for adapter in adapters]
         for adapter, name in self._names(adapters):
-            place, want = self._want(adapter, name)
-            self._select(adapter, place, want)
+            key_map, want = self._want(adapter, name)
+            self._select(adapter, key_map, want)
         self._judge_patterns()
         self._judge_dtypes()
         self._judge_keys()
@@ -164,32 +164,32 @@ class Matching:
                 alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in names]
                 if len(alike) == 1 and sum(other.kind == adapter.kind for other in adapters) == 1:
                     name = alike[0]
-                    self._say(f"{self._path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
+                    self._warn(f"{self._path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
                 elif adapter.kind == "optimizer":
                     self._optimizers[name] = alike
             yield adapter, name
 
     def _want(self, adapter: StateAdapter, name: str) -> tuple[KeyMap, Wanted]:
-        place = self._key_maps.of(adapter, name)
-        want = self._ask(adapter, place)
-        if want.targets and place.unnamed_groups:
-            self._say(
+        key_map = self._key_maps.of(adapter, name)
+        want = self._ask(adapter, key_map)
+        if want.targets and key_map.unnamed_groups:
+            self._warn(
                 f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
                 f"{adapter.name!r} keeps its own hyper-parameters."
             )
-        if want.alien and not place.is_renamed and not self._key_maps.is_about(adapter):
-            prefix = find_prefix(want.alien, place.entries(self._index)[0])
+        if want.unmatched and not key_map.is_renamed and not self._key_maps.is_about(adapter):
+            prefix = find_prefix(want.unmatched, key_map.entries(self._index)[0])
             if prefix is not None:
                 here, there = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
-                self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
-                place = self._key_maps.of(adapter, name, prefix)
-                want = adapter.want(*place.entries(self._index))
-        return place, want
+                self._warn(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+                key_map = self._key_maps.of(adapter, name, prefix)
+                want = adapter.want(*key_map.entries(self._index))
+        return key_map, want
 
-    def _ask(self, adapter: StateAdapter, place: KeyMap) -> Wanted:
+    def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
         """What an object wants; nothing if none of it is selected, because optimizers allocate memory for what they
         want. A module does not, and its optimizer needs to know where it is stored."""
-        entries, paths = place.entries(self._index)
+        entries, paths = key_map.entries(self._index)
         if self._given is not None and adapter.kind != "module":
             stored = (without_rank(key) for key in entries)
             keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in adapter.names())))
@@ -199,11 +199,12 @@ class Matching:
                 return Wanted()
         return adapter.want(entries, paths)
 
-    def _select(self, adapter: StateAdapter, place: KeyMap, want: Wanted) -> None:
+    def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
         missing_keys = (*want.missing, *want.undecided)
-        self._keys += [join(adapter.name, key) for key in (*want.targets, *missing_keys, *want.lost, *want.needless)]
+        known = (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
+        self._keys += [join(adapter.name, key) for key in known]
         chosen = {}
         for key, target in want.targets.items():
             full = join(adapter.name, key)
@@ -211,7 +212,7 @@ class Matching:
                 report.left_out.append(full)
             elif self._accept(full, target, want.refused.get(key)):
                 chosen[key] = target
-                match.stored[full] = place.stored(want.stored_as.get(key, key))
+                match.stored[full] = key_map.stored(want.stored_as.get(key, key))
                 if full != match.stored[full] and key not in want.stored_as:
                     report.renamed[full] = match.stored[full]
         report.left_out.extend(join(adapter.name, key) for key in missing_keys if not self._selected(adapter, key))
@@ -226,7 +227,7 @@ class Matching:
             self._lone.append(adapter)
         want.targets = chosen
         match.wanted[adapter.name] = want
-        self._note_differences(adapter, place, want)
+        self._note_differences(adapter, key_map, want)
 
     def _accept(self, key: str, target: Any, refused: str | None) -> bool:
         """Note a selected target, or why it cannot be filled."""
@@ -242,21 +243,22 @@ class Matching:
             return False
         return True
 
-    def _note_differences(self, adapter: StateAdapter, place: KeyMap, want: Wanted) -> None:
+    def _note_differences(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Note the missing and unexpected keys of an object, as far as they are selected."""
-        missing = {join(adapter.name, key): place.stored(key) for key in want.missing if self._selected(adapter, key)}
+        missing = {join(adapter.name, key): key_map.stored(key) for key in want.missing if self._selected(adapter, key)}
         # Several of our names may lead to one stored key.
-        unexpected = list(dict.fromkeys(place.stored(key) for key in want.unexpected if self._selected(adapter, key)))
+        unexpected = list(dict.fromkeys(key_map.stored(key) for key in want.unexpected if self._selected(adapter, key)))
         self._match.report.missing.extend(missing)
         self._match.report.unexpected.extend(unexpected)
         if want.tolerated:
             policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
             if policies - {"", "ignore"}:
                 differ = some([*missing, *unexpected])
-                self._say(f"{self._path} and {adapter.name!r} differ in {differ}: {want.tolerated}.")
+                self._warn(f"{self._path} and {adapter.name!r} differ in {differ}: {want.tolerated}.")
             return
-        if missing and adapter.name in self._optimizers and not self._index.under(f"{adapter.name}."):
-            self._absent.append(self._about_optimizer(adapter.name))
+        name = adapter.name
+        if missing and name in self._optimizers and not self._index.under(f"{name}."):
+            self._absent.append(about_optimizer(name, self._optimizers[name], self._index, self._names_here))
         else:
             self._missing.update(missing)
         self._unexpected.extend(unexpected)
@@ -334,10 +336,7 @@ class Matching:
             self._match.problems.append(policies)
         elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
             advice = some(lines, 3, "; ")
-            self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
-
-    def _about_optimizer(self, name: str) -> str:
-        return about_optimizer(name, self._optimizers[name], self._index, self._names_here)
+            self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _about_wrapper(self) -> list[str]:
         """A line where everything is in the checkpoint, with one name more or less."""
@@ -354,7 +353,7 @@ class Matching:
 
     def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:
         if policy == "warn":
-            self._say(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
+            self._warn(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
             self._match.problems.extend(first(lines))
 
@@ -375,5 +374,5 @@ class Matching:
         taken = set(self._match.stored.values())
         return [key for key in self._index if key not in taken]
 
-    def _say(self, message: str) -> None:
-        self._match.said.append(message)
+    def _warn(self, message: str) -> None:
+        self._match.warnings.append(message)

@@ -57,7 +57,7 @@ class _Read:
 
 
 class BroadcastRead:
-    """What one rank reads itself, and what it gets from others.
+    """The parts that one rank reads itself, and those that it receives from others.
 
     Args:
         ranks: All ranks of the load.
@@ -72,7 +72,7 @@ class BroadcastRead:
         self._shared: list[tuple[list[int], list[_Read]]] = []
 
     def meet(self, step: str, plan: LoadPlan) -> LoadPlan:
-        """Find out who wants the same; what is left for this rank to read. Collective."""
+        """Find the ranks that want the same, and return the reads that are left for this rank. Collective."""
         if self._ranks.size <= max(1, self._min_hosts - 1):
             return plan
         classes: list[list[_Read]] = [[], []]
@@ -133,7 +133,7 @@ class BroadcastRead:
 
 
 def _digest(reads: list[_Read]) -> bytes:
-    """Equal for ranks that want the same bytes, in the same dtypes; empty for nothing."""
+    """A digest that is equal for ranks that want the same bytes, in the same dtypes; empty without reads."""
     if not reads:
         return b""
     digest = hashlib.blake2b(digest_size=16)
@@ -145,7 +145,7 @@ def _digest(reads: list[_Read]) -> bytes:
 
 
 def _with_readers(reads: list[_Read], group: list[int]) -> list[_Read]:
-    """The reads in parts, each with the rank that has least to read so far."""
+    """The reads in parts, each given to the rank that has the least to read so far."""
     loads = dict.fromkeys(group, 0)
     shared = []
     for part in itertools.chain.from_iterable(map(_divided, reads)):

@@ -39,7 +39,7 @@ def walked_by_stock(key: str, value: Any) -> bool:
 
 
 def walked_as_stored(stored: Collection[str], old_mappings: bool = False) -> Walks:
-    """As the checkpoint has it, and by the rules of a save where it has neither the value nor parts of it.
+    """A rule that walks what the checkpoint has in parts; what is not in it is walked as in a save.
 
     Args:
         stored: The keys of the checkpoint.
@@ -102,7 +102,7 @@ class _Leaf:
 
 
 def with_types_of(current: Any, tree: Any) -> Any:
-    """A tree of plain dicts with the classes (OrderedDict, defaultdict, Counter) that it has in a current state."""
+    """A tree of plain dicts, made of the classes (OrderedDict, defaultdict, Counter) that the current state has."""
     if isinstance(current, Mapping) and type(tree) is dict:
         children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
         if type(current) is dict or not isinstance(current, dict):
@@ -140,7 +140,7 @@ def name_of(path: Iterable[Any]) -> str:
 
 
 def _restore(node: Any) -> Any:
-    """Nodes keyed by list or tuple positions become lists and tuples again."""
+    """The tree below a node, with lists and tuples for nodes whose keys are positions."""
     if isinstance(node, _Leaf):
         return node.value
     parts = list(node)
@@ -173,7 +173,7 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_empty_mapping(value: Any) -> bool:
-    """Stock stores nothing for it."""
+    """Whether a value is an empty mapping, for which stock stores nothing."""
     return isinstance(value, Mapping) and not value
 
 

@@ -85,7 +85,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     rows = everything.only_writers()
     ties = _common_ties(everything, rows)
     held = rows.held(keys)
-    parts = _partition_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
+    parts = _balance_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
     offsets = rows.offsets[row] + parts.offsets
@@ -95,7 +95,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
 
 
 class _Keys:
-    """All keys, in the order in which the first rank that has them lists them, and what all ranks say of them."""
+    """All keys, in the order of the first rank that has them, with the dtype and shape that all ranks agree on."""
 
     def __init__(self, inventories: Sequence[LocalInventory]) -> None:
         self.ranks: dict[bytes, list[int]] = {}
@@ -125,7 +125,7 @@ class _Keys:
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # what has no bytes is not cut
 
     def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
-        """Believe what a description says of some of its keys."""
+        """Take dtypes and shapes of some keys from a description."""
         numbers = numbers[chosen]
         self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(described)[chosen], described.ndim[chosen]
         self.shape[numbers] = _widened(described.shape, self.width, 1)[chosen]
@@ -203,7 +203,7 @@ class _Rows:
         return cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0)).take(order, new)
 
     def take(self, rows: Column, new: Column) -> _Rows:
-        """These rows, with other marks."""
+        """A selection of the rows, with other marks."""
         columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "new"}
         return _Rows(**columns, new=new)
 
@@ -227,7 +227,7 @@ class _Rows:
             )
 
     def only_writers(self) -> _Rows:
-        """Without the rows of ranks that may not write what an earlier rank has too."""
+        """The rows of ranks that may write: without those that hold what only an earlier rank may write."""
         kept = self.new | self.any_rank
         return self.take(kept, self.new[kept])
 
@@ -238,7 +238,7 @@ class _Rows:
 
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
-    """Keys that are the same memory as another one on every rank that has a part of either, and that other one."""
+    """Key -> the key that is the same memory, on every rank that has a part of either."""
     counts = np.stack([np.bincount(some.key) for some in (rows, writers)])
     tied = np.flatnonzero(rows.tie >= 0)
     ties: dict[int, int] = {}
@@ -249,8 +249,8 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
     return ties
 
 
-def _partition_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
-    """The partition of all boxes but some."""
+def _balance_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
+    """Balance all boxes but some."""
     kept = np.flatnonzero(~skipped)
     count = held.count[kept]
     ranks = held.ranks[ranges(held.first[kept], count)]
@@ -260,7 +260,7 @@ def _partition_without(held: HeldBoxes, skipped: Column, world_size: int) -> Box
 
 
 def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
-    """A tied key is cut like the other one and written by the same ranks, so that the writer sees both, writes one."""
+    """Cut a tied key like the other one, for the same ranks, so that the writer finds both and writes one."""
     if not ties:
         return parts
     key_of_box = rows.key[rows.new]
@@ -273,10 +273,11 @@ def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
 
 
 def _has_chunks(described: Description) -> Column:
-    """Of which keys a rank has a part. A LocalShardsWrapper without shards does not even know its shape and dtype."""
+    """For each key, whether a rank has a part of it. Without one, a LocalShardsWrapper does not know shape and
+    dtype."""
     return np.bincount(described.key, minlength=len(described.keys)) > 0
 
 
 def _widened(rows: Column, width: int, fill: int) -> Column:
-    """With more columns, of one value."""
+    """The rows with further columns of one value, up to ``width``."""
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)

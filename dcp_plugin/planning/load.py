@@ -77,7 +77,8 @@ class ShardedLoadPlanner(LoadPlanner):
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
 
     def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """The targets; what is on the meta device gets memory in the state that was handed over, as in stock DCP."""
+        """Describe the targets. Tensors on the meta device are replaced in the given state by ones with memory, as in
+        stock DCP."""
         targets: dict[str, Any] = {}
         misfits: list[str] = []
         for key, leaf in leaves.items():

@@ -59,7 +59,8 @@ class BoxPart:
         return prod(self.sizes) * self.itemsize
 
     def divide(self, at: int) -> tuple[list[BoxPart], list[BoxPart]]:
-        """Two lists of parts that together are this one; the first has ``at`` bytes, within half of the grain."""
+        """Two lists of parts that together are this one; the first has ``at`` bytes, give or take half of
+        ``_GRAIN``."""
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if dim is None:
             return ([self], []) if 2 * at > self.nbytes else ([], [self])
@@ -74,7 +75,7 @@ class BoxPart:
         return self._rows(dim, 0, cut) + left, right + self._rows(dim, cut + 1, count)
 
     def at_most(self, max_bytes: int) -> Iterator[BoxPart]:
-        """In parts of at most that many bytes, where there is anything to divide."""
+        """This part in parts of at most so many bytes, as far as its shape can be divided."""
         if self.nbytes <= max_bytes or max(self.sizes, default=1) == 1:
             yield self
             return
@@ -99,7 +100,7 @@ Cuts = dict[int, list[tuple[int, BoxPart]]]
 
 @dataclass(frozen=True)
 class BoxParts:
-    """What is written, in the order of boxes: part of which box, by the how-manieth of its holders, and where in it."""
+    """What is written, in the order of boxes: of which box, by the holder of which number, and where in the box."""
 
     box: Ints
     holder: Ints
@@ -114,7 +115,7 @@ class BoxParts:
 
 
 def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
-    """All boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
+    """Who writes which boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
     nbytes = held.nbytes
     holder = np.zeros(len(nbytes), np.int64)
     cuts: Cuts = {}

@@ -24,9 +24,11 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,12 +40,19 @@ from dcp_plugin.format.index_file import path_to_json
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
 
-_Item = tuple[str, "torch.dtype | None", Shape, bool, bool, "_Chunks"]
-"""Key, dtype (None: no tensor), shape, whether any rank that holds it may write it, whether its chunks must not be cut,
-and offsets and sizes of each chunk."""
 
-_Chunks = list[tuple[Shape, Shape]]
-_VALUE: tuple[None, Shape, bool, bool, _Chunks] = (None, (), False, False, [((), ())])
+class _Item(NamedTuple):
+    """A key of a rank; without a dtype it is no tensor."""
+
+    key: str
+    dtype: torch.dtype | None = None
+    shape: Shape = ()
+    any_rank: bool = False
+    """Whether any rank that holds it may write it."""
+    stored_whole: bool = False
+    """Whether its chunks must not be cut."""
+    boxes: Sequence[tuple[Shape, Shape]] = (((), ()),)
+    """Offsets and sizes of each chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +77,14 @@ class Description:
     def digest(self) -> bytes:
         names = [self.keys, {key: path_to_json(path) for key, path in self.paths.items()}, list(map(str, self.dtypes))]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
-        columns = (self.dtype, self.ndim, self.shape, self.any_rank, self.stored_whole, self.tie, self.key, self.sizes)
-        for column in columns:
+        for column in (getattr(self, field.name) for field in fields(self)[3:]):
             digest.update(str(column.shape).encode() + column.tobytes())
         return digest.digest()
 
 
 @dataclass(frozen=True, eq=False)
 class LocalInventory:
-    """What one rank holds."""
+    """What one rank holds: a description, and the offset of every chunk."""
 
     description: Description
     offsets: Column
@@ -97,53 +105,54 @@ class LocalInventory:
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
-        entries: list[_Item] = []
+        items = []
         for key, value in state.items():
             if isinstance(value, ShardedValue):
                 boxes = [(chunk.offsets, chunk.sizes) for chunk in value.chunks]
-                entries.append((key, value.dtype, value.shape, value.any_rank, value.stored_whole, boxes))
+                items.append(_Item(key, value.dtype, value.shape, value.any_rank, value.stored_whole, boxes))
             else:
-                entries.append((key, *_VALUE))
-        return cls._of(entries, paths, ties_of(state))
+                items.append(_Item(key))
+        return cls._of(items, paths, ties_of(state))
 
     @classmethod
     def of_plan(
         cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
     ) -> LocalInventory:
-        """What a plan of DCP's own write items says."""
-        entries: dict[str, _Item] = {}
+        """The inventory that a plan of DCP's own write items describes."""
+        items: dict[str, _Item] = {}
+        boxes: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if data is None:
-                entries[key] = (key, *_VALUE)
+                items[key] = _Item(key)
                 continue
+            boxes[key].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
             any_rank = item.type == WriteItemType.SHARD
-            whole = key in stored_whole
-            entry = entries.setdefault(key, (key, data.properties.dtype, tuple(data.size), any_rank, whole, []))
-            entry[5].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-        return cls._of(list(entries.values()), paths, ties)
+            dtype, shape = data.properties.dtype, tuple(data.size)
+            items.setdefault(key, _Item(key, dtype, shape, any_rank, key in stored_whole, boxes[key]))
+        return cls._of(list(items.values()), paths, ties)
 
     @classmethod
-    def _of(cls, entries: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
-        numbers = {entry[0]: number for number, entry in enumerate(entries)}
-        dtypes = [dtype for dtype in dict.fromkeys(entry[1] for entry in entries) if dtype is not None]
+    def _of(cls, items: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
+        numbers = {item.key: number for number, item in enumerate(items)}
+        dtypes = [dtype for dtype in dict.fromkeys(item.dtype for item in items) if dtype is not None]
         number_of = {None: NO_TENSOR} | {dtype: number for number, dtype in enumerate(dtypes)}
-        width = max((len(entry[2]) for entry in entries), default=0)
+        width = max((len(item.shape) for item in items), default=0)
         chunks = [
-            (numbers[key], offsets, sizes)
-            for key, _, shape, _, _, boxes in entries
-            for offsets, sizes in boxes
-            if 0 not in sizes or 0 in shape  # a chunk without elements, of a tensor that has some, is none
+            (number, offsets, sizes)
+            for number, item in enumerate(items)
+            for offsets, sizes in item.boxes
+            if 0 not in sizes or 0 in item.shape  # a chunk without elements, of a tensor that has some, is none
         ]
         description = Description(
             list(numbers),
             {key: paths[key] for key in numbers if key in paths and paths[key] != default_path(key)},
             dtypes,
-            np.array([number_of[entry[1]] for entry in entries], np.uint8),
-            np.array([len(entry[2]) for entry in entries], np.uint8),
-            padded([entry[2] for entry in entries], width, 1),
-            np.array([entry[3] for entry in entries], bool),
-            np.array([entry[4] for entry in entries], bool),
+            np.array([number_of[item.dtype] for item in items], np.uint8),
+            np.array([len(item.shape) for item in items], np.uint8),
+            padded([item.shape for item in items], width, 1),
+            np.array([item.any_rank for item in items], bool),
+            np.array([item.stored_whole for item in items], bool),
             np.array([numbers.get(ties.get(key, ""), -1) for key in numbers], np.int64),
             np.array([number for number, _, _ in chunks], np.int64),
             padded([sizes for _, _, sizes in chunks], width, 1),
@@ -152,7 +161,7 @@ class LocalInventory:
 
 
 def ties_of(state: Flat) -> dict[str, str]:
-    """Keys whose tensor is the same memory as an earlier key's, and that key."""
+    """Key -> the earlier key whose tensor is the same memory."""
     seen: dict[object, str] = {}
     ties = {}
     for key, value in state.items():
@@ -186,7 +195,7 @@ class LocalSlot:
 
     @classmethod
     def parse(cls, name: str) -> LocalSlot | None:
-        """None for a slot that is not of one rank alone."""
+        """The slot of a name; None if it is not of one rank alone."""
         found = _LOCAL.fullmatch(name)
         if found is None:
             return None
@@ -247,7 +256,7 @@ class RankLocal:
         return hashlib.blake2b(text, digest_size=16).digest()
 
     def compare(self, step: str, ranks: Ranks) -> bool:
-        """Find out what differs between ranks; whether anything does. Collective."""
+        """Remember what differs between ranks; returns whether anything new does. Collective."""
 
         def differing(all_hashes: list[dict[str, bytes]]) -> frozenset[str]:
             first: dict[str, bytes] = {}
@@ -294,7 +303,7 @@ def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
 
 
 def _hashes(state: Flat) -> dict[str, bytes]:
-    """Of each tensor or value, with its dtype and shape."""
+    """A hash of each tensor or value, with dtype and shape."""
     tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
     bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
     hashes = {}

@@ -17,7 +17,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
@@ -31,9 +31,8 @@ T = TypeVar("T")
 _DIGEST = 16
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """What a rank sends first."""
+class _Digests(NamedTuple):
+    """The digests that a rank sends first."""
 
     plan: bytes
     description: bytes
@@ -41,11 +40,8 @@ class _Claim:
     doubtful: bytes
     """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
 
-    def encode(self) -> bytes:
-        return self.plan + self.description + self.inventory + self.doubtful
-
     @classmethod
-    def decode(cls, data: bytes) -> _Claim:
+    def decode(cls, data: bytes) -> _Digests:
         return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
 
 
@@ -66,7 +62,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class _Reply(Generic[T]):
-    """What rank 0 answers: the plan all remember, or who shall describe what it holds."""
+    """The answer of rank 0: the plan that all remember, or the ranks that have to send their description."""
 
     digest: bytes
     describers: list[int] | None
@@ -102,10 +98,10 @@ class PlanExchange:
             mine[:] = [hold()]
             last = self._last.digest if self._last else bytes(_DIGEST)
             doubtful = local.digest(ranks.rank) if local else b""
-            return _Claim(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
+            return b"".join(_Digests(last, mine[0].description.digest, mine[0].digest, doubtful))
 
         def answer(claims: list[bytes]) -> _Reply[T]:
-            decoded = list(map(_Claim.decode, claims))
+            decoded = list(map(_Digests.decode, claims))
             differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
             return _Reply(*self._answer(decoded), differ, prepare())
 
@@ -129,7 +125,7 @@ class PlanExchange:
         assert self._last is not None
         return self._last, reply.prepared
 
-    def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
+    def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
         """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
         remember that plan."""
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()

@@ -44,7 +44,7 @@ from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedVal
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What travels to the coordinator with a rank's plan where DCP itself drives the planner."""
+    """What a rank's plan takes to the coordinator when DCP drives the planner."""
 
     paths: dict[str, KeyPath]
     ties: dict[str, str]
@@ -137,7 +137,7 @@ def data_of(item: WriteItem, state: Flat) -> torch.Tensor | bytes:
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
-    """Leaves as the planner wants them: tensors as the chunks on this rank, anything else as bytes.
+    """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
 
     Raises:
         CheckpointMismatch: Naming every tensor that has nothing to store: no memory, and no parts that have.
@@ -189,7 +189,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
 def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
     """The view of a box that lies inside one of this rank's chunks."""
     for chunk in value.chunks:
-        if _contains(chunk, box):
+        edges = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+        if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
             try:
                 return _part_of(chunk, box, value.stored_whole)
             except CheckpointMismatch as error:
@@ -198,7 +199,7 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
 
 
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
-    """What a box has of a chunk. All of it is the chunk itself: not every class of tensors knows how to narrow."""
+    """The part of a chunk that lies in a box. All of it is the chunk itself, since not every class can narrow."""
 
     def narrow(view: torch.Tensor) -> torch.Tensor:
         for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
@@ -209,13 +210,6 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     if tuple(box.sizes) == chunk.sizes:
         return chunk.tensor
     return narrowed(chunk.tensor, narrow) if stored_whole else narrow(chunk.tensor)
-
-
-def _contains(chunk: LocalChunk, box: ChunkStorageMetadata) -> bool:
-    return all(
-        origin <= at and at + size <= origin + extent
-        for at, size, origin, extent in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    )
 
 
 def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:

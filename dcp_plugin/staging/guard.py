@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread th
 
 
 class Guard:
-    """One copy under way. From its making until :meth:`release`, what would change the state waits.
+    """One copy under way. Until :meth:`release`, what would change the state waits.
 
     Args:
         modules: To load into one of them, alone or as a part of another, waits, too.
@@ -49,7 +49,7 @@ class Guard:
         _under_way.append(self)
 
     def release(self) -> None:
-        """The copy is made, or will never be."""
+        """Let what was held back go on: the copy is made, or will never be."""
         self._copied.set()
 
     @property

@@ -116,7 +116,7 @@ class Snapshot:
         return not self._later
 
     def finish(self) -> Flat:
-        """Copy what is left; the state in host memory.
+        """Copy what is left, and return the state in host memory.
 
         Raises:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
@@ -143,7 +143,7 @@ class Snapshot:
 
 
 def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
-    """All memory of a state on this rank. What is tied comes several times, with the same identity."""
+    """All memory of a state on this rank. Tied tensors come several times, with the same identity."""
     for key, value in state.items():
         if isinstance(value, ShardedValue) and not value.stored_whole:
             for number, chunk in enumerate(value.chunks):
@@ -175,7 +175,7 @@ def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> An
     return replace(value, chunks=tuple(chunks), origin=None)
 
 
-def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
+def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
     """Copy with torch's threads, since the caller waits. Small ones by ``memmove``: an operator costs more than their
     bytes."""
     streams = _Streams(tensor for _, tensor in copied)
@@ -198,7 +198,7 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
-    """Equal for tied tensors; empty ones have no memory to tell them by."""
+    """Equal for tied tensors. Empty ones have no memory to compare, and are identified by their key."""
     return memory_of(tensor) if tensor.numel() else (key, number)
 
 
@@ -236,7 +236,7 @@ _CONSTANT = (float, int, bool, str, bytes, type(None))
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
-    """In-place operations on a DTensor are counted on it, and not on its local tensor."""
+    """The version counters of a tensor. Those of a DTensor include its own, where in-place operations are counted."""
     if type(leaf) in EXACTLY_TENSORS:
         return (version_of(leaf),)
     if isinstance(leaf, DTensor):
@@ -246,7 +246,7 @@ def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | Non
     return tuple(map(version_of, memory))
 
 
-_PLACES = 8
+_SAMPLES = 8
 """Elements of a tensor that are compared: the first, the last, and some between them."""
 
 
@@ -261,13 +261,13 @@ class _Sample:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
         for one in later:
             for tensor in one.memory:
-                places = _places_in(tensor)
+                places = _samples_of(tensor)
                 if places is not None:
                     groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
         self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
 
     def differs(self, streams: _Streams) -> set[str]:
-        """The keys of tensors that are not as they were."""
+        """The keys of tensors that have changed."""
         found: set[str] = set()
         for group, before in self._groups:
             with torch.no_grad(), streams.of(before):
@@ -279,18 +279,18 @@ class _Sample:
         return found
 
 
-def _places_in(tensor: torch.Tensor) -> torch.Tensor | None:
+def _samples_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A view of a few elements all over the memory of a tensor; None if that has gaps."""
     count = tensor.numel()
     if not count or not (tensor.is_contiguous() or _extent(tensor) == count):
         return None
-    places = min(count, _PLACES)
+    places = min(count, _SAMPLES)
     step = (count - 1) // (places - 1) if places > 1 else 1
     return tensor.as_strided((places,), (step,))
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """From the first to the last element in memory; as many as there are if no gap is between them."""
+    """Elements from the first to the last in memory: ``numel()`` if there are no gaps."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -323,7 +323,7 @@ _SLACK = 1.25
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
-class Place(NamedTuple):
+class HostSlice(NamedTuple):
     """Where the copy of one tensor goes."""
 
     slab: torch.Tensor
@@ -348,18 +348,18 @@ class HostPool:
     def __init__(self) -> None:
         self._slabs = {(later, pinned): _Slab(pinned) for later in (False, True) for pinned in (False, True)}
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def places(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """A place for each tensor. All places given out before, by either method, are used again."""
         held = sum(slab.memory.nbytes for (later, _), slab in self._slabs.items() if not later)
         if sum(tensor.nbytes for tensor in tensors) > held:
             self._free(later=True)  # what comes here now may have been there before
         return self._places(tensors, later=False)
 
-    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """The same for those that are copied after the call."""
         return self._places(tensors, later=True)
 
-    def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[Place]:
+    def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[HostSlice]:
         ends = {False: 0, True: 0}
         starts = []
         for tensor in tensors:
@@ -368,7 +368,7 @@ class HostPool:
             starts.append(start)
             ends[tensor.is_cuda] = start + tensor.nbytes
         slabs = {pinned: self._slabs[later, pinned].of_size(end) for pinned, end in ends.items()}
-        return [Place(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
+        return [HostSlice(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
 
     @property
     def slabs(self) -> list[torch.Tensor]:
@@ -412,5 +412,5 @@ class _Slab:
 
 
 def _check(code: int) -> None:
-    """Raise what the CUDA runtime says."""
+    """Raise the error of a CUDA runtime call."""
     torch.cuda.check_error(code)

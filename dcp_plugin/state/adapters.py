@@ -20,10 +20,7 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry
-from dcp_plugin.planning.flatten import (
-    flatten,
-    join,
-)
+from dcp_plugin.planning.flatten import flatten, join
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.data import MappingAdapter, StatefulAdapter, ValueAdapter
@@ -35,8 +32,8 @@ from dcp_plugin.state.optimizer import (
     flatten_optimizer,
     gather_optimizer,
     group_list,
+    group_names,
     shards_of,
-    trained_names,
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
@@ -51,7 +48,7 @@ class NamesOnly:
 
 @dataclass(frozen=True)
 class Unapplied:
-    """A module whose state is read, as it is distributed here, and not applied: whoever loads it does that later."""
+    """A module whose state is read, distributed as here, but not loaded into it: the caller does that later."""
 
     module: nn.Module
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +86,7 @@ class StateAdapter(Protocol):
         """
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible | None:
-        """Make the object what was read: the targets of :meth:`want`, filled.
+        """Load the object from the targets of :meth:`want`, filled.
 
         Args:
             read: Fills what was deferred, once it has memory.
@@ -142,8 +139,8 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
 
 
 def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """All leaves by key, and the paths of those that are not at the one that their key suggests
-    (:func:`~dcp_plugin.format.columns.default_path`). Collective if a module contains FSDP1.
+    """All leaves by key, and the paths of those whose path is not the
+    :func:`~dcp_plugin.format.columns.default_path` of their key. Collective if a module contains FSDP1.
 
     Raises:
         CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
@@ -211,7 +208,7 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether it has state to save; a class (of optimizers, say) only describes what has."""
+    """Whether a value is an object with a state dict. A class with the methods is none."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
@@ -274,8 +271,8 @@ class OptimizerAdapter:
         return shards_of(self.module, self._optimizer)
 
     def names(self) -> list[str]:
-        trained = trained_names(self.module, self._optimizer)
-        return [f"{kind}.{fqn}." for fqn in trained for kind in ("state", "param_groups")]
+        groups = group_names(self.module, self._optimizer)
+        return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)

@@ -33,7 +33,7 @@ from dcp_plugin.types import KeyPath, Wanted
 
 
 class TreeAdapter:
-    """Common to data and Stateful objects: the checkpoint says what is there, the object only offers memory for it."""
+    """What data and Stateful objects have in common."""
 
     kind = "value"
     module: nn.Module | None = None
@@ -106,7 +106,7 @@ class TreeAdapter:
 
 
 def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """An empty mapping is a value too, stored under the bare name."""
+    """Flatten a mapping. An empty one is a value, stored under the bare name."""
     return flatten(tree, walks) if tree else ({"": {}}, {"": ()})
 
 

@@ -41,6 +41,7 @@ from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
 from dcp_plugin._torch_modules import Incompatible, checkpointable_parameters, overrides_load_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
+from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import memory_of
 
 
@@ -50,8 +51,7 @@ def reshard(module: nn.Module) -> None:
     Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones.
     """
     for _, child in named_modules(module):
-        if child._state_dict_pre_hooks:
-            _torch_modules.reshard(child)
+        _torch_modules.reshard(child)
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:
@@ -187,7 +187,10 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors are the same memory on this rank, seen in the same way."""
+    """Whether two tensors are the same memory on this rank, seen in the same way. Every load asks for every tensor, so
+    plain ones are compared without a description."""
+    if type(one) in EXACTLY_TENSORS and type(other) in EXACTLY_TENSORS:
+        return memory_of(one) == memory_of(other)
     mine, others = sharded_value(one).chunks, sharded_value(other).chunks
     return [memory_of(chunk.tensor) for chunk in mine] == [memory_of(chunk.tensor) for chunk in others]
 
@@ -246,7 +249,7 @@ def apply_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def _any_rank_has_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """All of a small trainable part may lie on one rank; the others must take part in gathering its state."""
+    """Whether any rank has state. All of it may lie on one rank, and the others must take part in gathering it."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
     found = torch.tensor(int(any(optimizer.state.values())), device=wrapper.compute_device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
@@ -292,7 +295,7 @@ def same_flat_parameter(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The public functions use FSDP's deprecated context managers and warn about that on every call."""
+    """Silence the public functions, which warn on every call that they use deprecated context managers of FSDP."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")

@@ -63,7 +63,7 @@ class Deferred:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That of the module."""
+        """The dtype in the module; None if nothing of the module is replaced."""
         return self.like.dtype if is_tensor(self.like) else None
 
     def allocate(self) -> Any:
@@ -152,12 +152,12 @@ class ModuleLoad:
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
         self._undecided = {key for key in absent if _is_below(key, self._judging | self._forgiving)}
-        is_alien = not any(key in stored for key in values)
+        is_unmatched = not any(key in stored for key in values)
         return Wanted(
             targets,
             missing=[key for key in absent if key not in self._undecided],
             unexpected=[key for key in stored if key not in targets],
-            alien=([key for key in values if key not in self._free] or list(values)) if is_alien else [],
+            unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
         )
 
@@ -266,7 +266,7 @@ class ModuleLoad:
         return state
 
     def _values_below(self, below: str) -> dict[str, Any]:
-        """Everything below a clean prefix, read, by clean FQN."""
+        """Read everything below a clean prefix, by clean FQN."""
         keys, names = self._keys_below[below], self._names_below[below]
         if self._fsdp1 and self._apply:
             keys, names = list(self.state.values), list(self._filled)
@@ -308,7 +308,7 @@ class ModuleLoad:
         return {f"{prefix}{name}": value for name, value in {**own, **values}.items()}
 
     def _read_now(self, names: list[str]) -> dict[str, Any]:
-        """What was read before, and what is read now."""
+        """The values of some names; what was deferred is allocated and read now."""
         later = {name: value.allocate() for name in names if isinstance(value := self._filled[name], Deferred)}
         if later:
             self._read(later)

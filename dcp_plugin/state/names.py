@@ -73,7 +73,7 @@ def without_wrappers(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
-    """The module, and what is in it as long as it is a wrapper; the user's own is the last."""
+    """The module, the one that it wraps, and so on; the last is the user's own."""
     chain = [module]
     while True:
         inner = [child for name, child in chain[-1].named_children() if name in _WRAPPER_SEGMENTS]
@@ -104,12 +104,12 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 Named = Sequence[tuple[str, nn.Module]]
 
-_walks: ContextVar[dict[int, Named] | None] = ContextVar("dcp_walks", default=None)
+_cached: ContextVar[dict[int, Named] | None] = ContextVar("dcp_cached", default=None)
 
 
 def named_modules(module: nn.Module) -> Named:
-    """``module.named_modules()``."""
-    walks = _walks.get()
+    """``module.named_modules()``, from the cache inside of :func:`module_cache`."""
+    walks = _cached.get()
     if walks is None:
         return tuple(module.named_modules())
     if id(module) not in walks:
@@ -119,12 +119,12 @@ def named_modules(module: nn.Module) -> Named:
 
 @contextmanager
 def module_cache() -> Iterator[None]:
-    """Within, modules are taken to stay where they are: each tree is walked at most once."""
-    before = _walks.set({})
+    """Walk each module tree at most once in this context, in which no module may be added or removed."""
+    before = _cached.set({})
     try:
         yield
     finally:
-        _walks.reset(before)
+        _cached.reset(before)
 
 
 LOOSE = "loose"
@@ -193,12 +193,12 @@ def joint_module(
 
 
 def loose_module(optimizer: torch.optim.Optimizer) -> nn.Module:
-    """A module that names all parameters of an optimizer as those of none, for who knows that none is meant to."""
+    """A module that names all parameters of an optimizer as those of no module."""
     return union_of({}, _by_place(optimizer))
 
 
 def is_of_no_module(keys: Iterable[str]) -> bool:
-    """Whether the state of an optimizer, by its keys, is that of parameters of none (:func:`loose_module`)."""
+    """Whether an optimizer's stored keys are those of parameters of no module (:func:`loose_module`)."""
     return all(key.split(".")[1:2] == [LOOSE] for key in keys)
 
 

@@ -29,11 +29,7 @@ from dcp_plugin._torch_modules import has_own_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.local_inventory import Box
-from dcp_plugin.state.module import (
-    flat_parameter_names,
-    gather_fsdp1_optimizer,
-    reshard,
-)
+from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.types import KeyPath
 
@@ -122,11 +118,6 @@ def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
     return [[single[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The clean FQNs of an optimizer's parameters, in its order."""
-    return [fqn for names in group_names(module, optimizer) for fqn in names]
-
-
 def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Box]:
     """The parts that this rank has of the sharded parameters of an optimizer, by clean FQN. None under FSDP1, whose
     state dicts have no state of a rank's own."""
@@ -175,7 +166,8 @@ class LiveState:
 
     @classmethod
     def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
-        """
+        """Read the state of an optimizer of ``module``, which must not contain FSDP1.
+
         Raises:
             CheckpointMismatch: The optimizer has a parameter that the module has not.
         """

@@ -20,12 +20,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import unflatten
 from dcp_plugin.planning.local_inventory import Box, LocalSlot
-from dcp_plugin.state.module import (
-    apply_fsdp1_optimizer,
-    gather_fsdp1_module,
-    gather_fsdp1_optimizer,
-    reshard,
-)
+from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.state.optimizer import GLOBAL, LiveState, fields_of, group_names, split_key
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
@@ -105,7 +100,7 @@ class OptimizerLoad:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
             self._slots[fqn][slot] = stored[self.wanted.stored_as[f"state.{fqn}.{slot}"]]
         else:  # a rank without a part of the parameter needs none of its state
-            (self.wanted.lost if box != ((), ()) else self.wanted.needless).append(f"state.{fqn}.{slot}")
+            (self.wanted.lost if box != ((), ()) else self.wanted.for_other_ranks).append(f"state.{fqn}.{slot}")
 
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
@@ -127,7 +122,7 @@ class OptimizerLoad:
         return targets
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Whether the hyper-parameters fit the groups.
+        """Check that the hyper-parameters fit the groups.
 
         Raises:
             CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
@@ -262,7 +257,7 @@ def _full_box_of(value: Any) -> Box:
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The current tree with the leaves of the new one in it."""
+    """The current tree, with leaves replaced by those of the new one."""
     result = dict(current)
     for key, value in new.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
