@@ -186,11 +186,10 @@ class Places:
         return cls(
             [name for part in parts for name in part.files],
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
-            np.concatenate([part.place for part in parts]),
-            np.concatenate([part.frame_crc for part in parts]),
-            np.concatenate([part.blocks for part in parts]),
-            np.concatenate([part.block_crc for part in parts]),
-            np.concatenate([part.hash for part in parts]),
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in ("place", "frame_crc", "blocks", "block_crc", "hash")
+            ),
         )
 
     def without_checksums(self) -> Places:

@@ -14,7 +14,7 @@ import posixpath
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +48,7 @@ class _Chunks(Sequence[StoredChunk]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    @overload
-    def __getitem__(self, number: int) -> StoredChunk: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[StoredChunk, ...]: ...
-    def __getitem__(self, number: int | slice) -> StoredChunk | tuple[StoredChunk, ...]:
+    def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return tuple(self[each] for each in range(*number.indices(len(self))))
         at = range(len(self))[number]
