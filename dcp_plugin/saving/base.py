@@ -24,7 +24,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.format.summary import Base
 from dcp_plugin.messages import some
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.saving.provenance import Origins, Source, reason_it_is_lost
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.types import Flat
@@ -68,7 +68,7 @@ class _Claim:
         return claim
 
 
-class Omission:
+class KeySelection:
     """What the saves of one checkpointer leave out."""
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -101,11 +101,11 @@ class Omission:
         """Remember what was loaded: see :meth:`Origins.loaded`."""
         self._origins.loaded(state, names, opened)
 
-    def agree(self, state: Flat, ranks: Ranks, path: Path, failure: Exception | None) -> LeftOut:
+    def agree(self, state: Attempt[Flat], ranks: Ranks, path: Path) -> LeftOut:
         """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
 
         Args:
-            failure: This rank's state could not be gathered; told to all.
+            state: This rank's; if it could not be staged, all ranks raise that.
 
         Raises:
             SaveFailed: The base is not known, or would be overwritten.
@@ -114,15 +114,11 @@ class Omission:
         if self._checked and not self._config.trainable_only:
             return LeftOut({})
 
-        def claim() -> bytes:
-            if failure is not None:
-                raise failure
-            return self._claim(state).encode()
-
-        def decide(claims: list[bytes]) -> LeftOut:
-            return self._decide(list(map(_Claim.decode, claims)), path)
-
-        decided = ranks.combine(f"decide what to leave out of {path}", claim, decide)
+        decided = ranks.combine(
+            f"decide what to leave out of {path}",
+            lambda: self._claim(state.get()).encode(),
+            lambda claims: self._decide(list(map(_Claim.decode, claims)), path),
+        )
         self._checked = True
         return decided
 
