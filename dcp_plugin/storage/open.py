@@ -25,7 +25,19 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     UnsafeCheckpoint,
 )
-from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, has_traces, is_own, metadata, opened, read
+from dcp_plugin.format import (
+    INDEX,
+    METADATA,
+    SUMMARY,
+    Files,
+    exists,
+    has_traces,
+    index_file,
+    is_own,
+    metadata,
+    opened,
+    read,
+)
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
@@ -158,7 +170,7 @@ def open_alone(path: Path) -> Opened:
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
-    return CheckpointIndex.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
+    return index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
 
 
 def summary_of(files: Files) -> Summary:

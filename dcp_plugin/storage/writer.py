@@ -33,7 +33,7 @@ from torch.futures import Future
 from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
-from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY
+from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import (
     CheckpointIndex,
@@ -265,7 +265,7 @@ class Publication:
         self.begun = True
         directory = self._reservation.directory
         try:
-            encoded = index.encode()
+            encoded = index_file.encode(index)
         except UnsafeCheckpoint as error:
             raise UnsafeCheckpoint(
                 f"cannot save {self.path}: the planner_data that the planner has put into the metadata is {error}. "
