@@ -54,7 +54,7 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
         CheckpointMismatch: It has nothing that could be stored or filled. Without the key.
     """
     if type(value) in EXACTLY_TENSORS and not hasattr(value, "global_shape"):
-        return _of_whole(value, any_rank)
+        return _of_full(value, any_rank)
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
         chunks = [
@@ -74,7 +74,7 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
         return _of_protocol(value, tuple(value.shape), value.dtype)
     if all(hasattr(value, name) for name in _CHECKPOINTABLE):
         return _of_chunks(tuple(value.global_shape), value.dtype, _told_by_fields(value))
-    return _of_whole(value, any_rank)
+    return _of_full(value, any_rank)
 
 
 _CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -82,11 +82,11 @@ _CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_siz
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective that may still be under way, when it is there; any other tensor as it is."""
+    """The result of a collective, once it has finished; any other tensor as it is."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def _of_whole(value: torch.Tensor, any_rank: bool) -> ShardedValue:
+def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     """A tensor of which each rank has all."""
     if is_stored_whole(value):
         require_parts(value)
@@ -101,19 +101,19 @@ def _of_whole(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)
 
 
-def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], whole: Any = None) -> ShardedValue:
+def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:
     """A tensor that is distributed."""
     stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
     for chunk in chunks:
         (require_parts if stored_whole else require_memory)(chunk.tensor)
-    return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, whole=whole)
+    return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, origin=origin)
 
 
 def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
     return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
 
 
-def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, whole: Any = None) -> ShardedValue:
+def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
     """A tensor with DCP's protocol ``_Checkpointable``, without the chunks that have no elements."""
     found = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
@@ -122,7 +122,7 @@ def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, whole: Any = None
             found.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
     if found:  # LocalShardsWrapper tells another dtype than that of its shards
         dtype = found[0].tensor.dtype
-    return _of_chunks(shape, dtype, found, whole)
+    return _of_chunks(shape, dtype, found, origin)
 
 
 def _told_by_fields(value: Any) -> list[LocalChunk]:
@@ -170,7 +170,7 @@ def laid_out_like(value: Any, parameter: Any) -> Any:
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The shape of the whole tensor; None if it can be neither stored nor filled."""
+    """The global shape of a tensor; None if it can be neither stored nor filled."""
     try:
         return sharded_value(value).shape
     except CheckpointMismatch:
