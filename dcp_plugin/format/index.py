@@ -27,9 +27,9 @@ from dcp_plugin.format.checksums import SMALLEST_BLOCK, block_counts
 from dcp_plugin.format.columns import (
     NO_TENSOR,
     Column,
+    KeyColumns,
     Location,
     Places,
-    Table,
     default_path,
     dtype_named,
     hash_in,
@@ -112,7 +112,7 @@ class CheckpointIndex(Mapping[str, Entry]):
     """All entries of a checkpoint by key, in the order in which they were saved."""
 
     def __init__(
-        self, table: Table, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
+        self, table: KeyColumns, columns: dict[str, Column], files: dict[str, int], smallest_block: int = SMALLEST_BLOCK
     ) -> None:
         self.table = table
         self.columns = columns
@@ -196,7 +196,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         )
 
     @classmethod
-    def of(cls, table: Table, places: Places, files: dict[str, int]) -> CheckpointIndex:
+    def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
         """The index of a table whose chunks are at these places, in the same order."""
         keys = [key.encode() for key in table.keys]
         file_ids = {name: number for number, name in enumerate(files)}
@@ -301,7 +301,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             "box": np.array(box, np.int64),
         }
         unusual = {key: path for key, path in (paths or {}).items() if path != default_path(key)}
-        return cls.of(Table(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
+        return cls.of(KeyColumns(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
 
     def validate(self, where: str, shares_bytes: bool = False) -> None:
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
@@ -353,7 +353,7 @@ def _overlapping(columns: dict[str, Column]) -> Column:
     return overlapping
 
 
-def _check_boxes(table: Table, place: Column, where: str) -> None:
+def _check_boxes(table: KeyColumns, place: Column, where: str) -> None:
     no_tensor = table.columns["dtype"] == NO_TENSOR
     counts = np.diff(table.chunk_starts)
     for slot in np.flatnonzero(no_tensor & (counts != 1)).tolist():

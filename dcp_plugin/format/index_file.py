@@ -37,7 +37,7 @@ from safetensors.numpy import save as save_columns
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format import values
 from dcp_plugin.format.checksums import LARGEST_BLOCK
-from dcp_plugin.format.columns import NO_TENSOR, Column, Table, dtype_named
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.types import KeyPath
 
@@ -125,7 +125,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     smallest_block = int(about["smallest_block"])
     if not 4096 <= smallest_block <= LARGEST_BLOCK or smallest_block & (smallest_block - 1):
         raise ValueError(f"block size {smallest_block}")
-    table = Table(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
+    table = KeyColumns(_split_keys(columns["keys"], columns["key_ends"]), dtypes, paths, columns)
     if len(table.slots) != count:
         raise ValueError("a key occurs twice")
     left_out: dict[str, str] = {}

@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -37,13 +36,17 @@ from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import (
     CheckpointIndex,
-    Entry,
     Location,
-    StoredChunk,
-    StoredTensor,
-    StoredValue,
 )
-from dcp_plugin.format.metadata import Aliases, Views, encoded_views, planner_paths, storage_info, with_aliases
+from dcp_plugin.format.metadata import (
+    Aliases,
+    Views,
+    encoded_views,
+    entries_of,
+    planner_paths,
+    storage_info,
+    with_aliases,
+)
 from dcp_plugin.format.metadata import encode as encode_metadata
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
@@ -405,7 +408,7 @@ class ShardedWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
         try:
-            entries = list(_entries(metadata, places))
+            entries = list(entries_of(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
         paths = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
@@ -471,15 +474,3 @@ def _without_duplicates(
             unique.append((item, data))
         first.append(position[identity])
     return unique, first
-
-
-def _entries(metadata: Metadata, places: dict[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            yield key, StoredValue(places[MetadataIndex(key)])
-        else:
-            chunks = tuple(
-                StoredChunk(tuple(c.offsets), tuple(c.sizes), places[MetadataIndex(key, c.offsets)])
-                for c in stored.chunks
-            )
-            yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
