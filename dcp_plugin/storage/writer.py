@@ -250,9 +250,8 @@ class Publication:
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of the data files of all ranks, by name."""
-        directory = self.reserve()
-        names = sorted(name for name in os.listdir(directory) if name.endswith(DATA_SUFFIX))
-        return {name: (directory / name).stat().st_size for name in names}
+        files = self.medium.open(self.reserve())
+        return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
     def publish(self, index: CheckpointIndex, facts: Facts) -> Summary:
         """Write the metadata and make the directory the checkpoint at ``path``, in place of one that is there.
@@ -275,7 +274,8 @@ class Publication:
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
-        attached = {name for name in os.listdir(directory) if not name.endswith(DATA_SUFFIX)}
+        names = self.medium.open(directory).names()
+        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         summary = Summary.describe(
             encoded,

@@ -41,7 +41,8 @@ class LocalFiles:
         return str(self.directory)
 
     def names(self) -> list[str]:
-        return sorted(name + "/" * (self.directory / name).is_dir() for name in os.listdir(self.directory))
+        with os.scandir(self.directory) as entries:  # which tells folders from files without a system call for each
+            return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
 
     def size(self, name: str) -> int:
         return (self.directory / name).stat().st_size
