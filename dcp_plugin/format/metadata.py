@@ -64,9 +64,11 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
     storage: dict[MetadataIndex, Any] = {}
     for key in state:
         entry = index[key]
-        places = [(None, entry.location)] if isinstance(entry, StoredValue) else _places(entry)
-        for offsets, where in places:
-            storage[MetadataIndex(key, offsets)] = storage_info(where)
+        if isinstance(entry, StoredValue):
+            storage[MetadataIndex(key)] = storage_info(entry.location)
+            continue
+        for chunk in entry.chunks:
+            storage[MetadataIndex(key, torch.Size(chunk.offsets))] = storage_info(chunk.location)
     said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
     return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
 
@@ -85,10 +87,6 @@ def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath
         for key, path in planner_data.items()
     )
     return dict(planner_data) if known else None
-
-
-def _places(entry: Any) -> list[tuple[Any, Any]]:
-    return [(torch.Size(chunk.offsets), chunk.location) for chunk in entry.chunks]
 
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
