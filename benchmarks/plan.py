@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_plugin.format import index_file
 from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.columns import Location, Places
 from dcp_plugin.format.index import CheckpointIndex
@@ -212,7 +213,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     def commit() -> tuple[bytes, bytes]:
         places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(global_plan))
         index = CheckpointIndex.of(global_plan.table, places, dict.fromkeys(places.files, 1 << 50))
-        return index.encode(), encode(index, StorageMeta())
+        return index_file.encode(index), encode(index, StorageMeta())
 
     encoded, metadata = figures.time("commit", commit)
     (directory / "index").write_bytes(encoded)
@@ -225,9 +226,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
     }
     digest = fingerprint(encoded)
-    index = figures.time(
-        "read", lambda: CheckpointIndex.decode((directory / "index").read_bytes(), digest, "the index")
-    )
+    index = figures.time("read", lambda: index_file.decode((directory / "index").read_bytes(), digest, "the index"))
 
     def local() -> None:
         planner = ShardedLoadPlanner()

@@ -10,7 +10,8 @@ A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO, Protocol
 
 from dcp_plugin.errors import CheckpointCorrupt
@@ -55,17 +56,24 @@ def exists(files: Files, name: str) -> bool:
     return True
 
 
-def read(files: Files, name: str, most: int = -1) -> bytes:
-    """A file, or its first bytes.
+@contextmanager
+def opened(files: Files, name: str) -> Iterator[BinaryIO]:
+    """A file, open for reading.
 
     Raises:
-        CheckpointCorrupt: It cannot be read.
+        CheckpointCorrupt: It cannot be opened or read.
     """
     try:
         with files.open(name) as file:
-            return file.read(most)
+            yield file
     except OSError as error:
         raise CheckpointCorrupt(f"{files.where}/{name} cannot be read: {error.strerror}") from error
+
+
+def read(files: Files, name: str, most: int = -1) -> bytes:
+    """A file, or its first bytes; raises as :func:`opened`."""
+    with opened(files, name) as file:
+        return file.read(most)
 
 
 def is_own(name: str) -> bool:

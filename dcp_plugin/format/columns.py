@@ -45,7 +45,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyColumns:
     """The keys of a checkpoint and the boxes in which its tensors are stored.
 
     ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` has only those
@@ -99,7 +99,7 @@ class Table:
         boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
         return boxes[:, 0], boxes[:, 1]
 
-    def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> Table:
+    def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> KeyColumns:
         """Some of the keys, under other names."""
         ndim = self.columns["ndim"][slots].astype(np.int64)
         counts = np.diff(self.chunk_starts)[slots]
@@ -110,11 +110,11 @@ class Table:
             "chunk_ends": np.cumsum(counts),
             "box": self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)],
         }
-        return Table(
+        return KeyColumns(
             keys, self.dtypes, {key: path for key, path in paths.items() if path != default_path(key)}, columns
         )
 
-    def with_added(self, other: Table) -> Table:
+    def with_added(self, other: KeyColumns) -> KeyColumns:
         """The keys of both, one after the other; those of ``other`` have none of these names."""
         dtypes = list(dict.fromkeys((*self.dtypes, *other.dtypes)))
         numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
@@ -124,7 +124,7 @@ class Table:
         columns = {name: np.concatenate((mine[name], theirs[name])) for name in ("ndim", "shape", "box")}
         columns["dtype"] = np.concatenate((mine["dtype"], numbers[theirs["dtype"]]))
         columns["chunk_ends"] = np.concatenate((mine["chunk_ends"], theirs["chunk_ends"] + chunks))
-        return Table([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
+        return KeyColumns([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """For each number of dimensions: the keys (numbers), all their chunks (numbers), and the boxes of these as an
@@ -186,11 +186,10 @@ class Places:
         return cls(
             [name for part in parts for name in part.files],
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
-            np.concatenate([part.place for part in parts]),
-            np.concatenate([part.frame_crc for part in parts]),
-            np.concatenate([part.blocks for part in parts]),
-            np.concatenate([part.block_crc for part in parts]),
-            np.concatenate([part.hash for part in parts]),
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in ("place", "frame_crc", "blocks", "block_crc", "hash")
+            ),
         )
 
     def without_checksums(self) -> Places:
@@ -265,6 +264,6 @@ def flat_start(offsets: Column, shapes: Column) -> Column:
     return (offsets * strides[:, ::-1]).sum(axis=1)  # type: ignore[no-any-return]
 
 
-def padded(rows: Sequence[Shape], width: int, fill: int) -> Column:
+def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
     """Tuples of up to ``width`` numbers as one array."""
     return np.array([(*row, *[fill] * (width - len(row))) for row in rows], np.int64).reshape(len(rows), width)

@@ -20,7 +20,7 @@ import functools
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -38,12 +38,12 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_plugin._torch import StorageInfo, transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
 from dcp_plugin.format import METADATA, Files, read
-from dcp_plugin.format.columns import NO_TENSOR, Column, Table
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
 
 
-def state_metadata(table: Table) -> dict[str, Any]:
+def state_metadata(table: KeyColumns) -> dict[str, Any]:
     """What a table says of each key, in DCP's words."""
     state: dict[str, Any] = {}
     for slot, key in enumerate(table.keys):
@@ -64,9 +64,11 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
     storage: dict[MetadataIndex, Any] = {}
     for key in state:
         entry = index[key]
-        places = [(None, entry.location)] if isinstance(entry, StoredValue) else _places(entry)
-        for offsets, where in places:
-            storage[MetadataIndex(key, offsets)] = storage_info(where)
+        if isinstance(entry, StoredValue):
+            storage[MetadataIndex(key)] = storage_info(entry.location)
+            continue
+        for chunk in entry.chunks:
+            storage[MetadataIndex(key, torch.Size(chunk.offsets))] = storage_info(chunk.location)
     said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
     return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
 
@@ -85,10 +87,6 @@ def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath
         for key, path in planner_data.items()
     )
     return dict(planner_data) if known else None
-
-
-def _places(entry: Any) -> list[tuple[Any, Any]]:
-    return [(torch.Size(chunk.offsets), chunk.location) for chunk in entry.chunks]
 
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
@@ -137,7 +135,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
 
 
-def _stored(memo: _Memo, table: Table, slot: int, chunks: bytes) -> bytes:
+def _stored(memo: _Memo, table: KeyColumns, slot: int, chunks: bytes) -> bytes:
     dtype = table.dtype_of(slot)
     if dtype is None:
         return memo.any_value
@@ -304,13 +302,12 @@ def read_index(files: Files, folder: str = "") -> CheckpointIndex:
 def index_of(metadata: Metadata, files: Files, folder: str = "") -> CheckpointIndex:
     """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
     try:
-        entries = [
-            (key, _entry(metadata.storage_data, key, stored)) for key, stored in metadata.state_dict_metadata.items()
-        ]
+        places = {item: _location(info) for item, info in metadata.storage_data.items()}
+        entries = list(entries_of(metadata, places))
         names = sorted({info.relative_path for info in metadata.storage_data.values()})
         noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
         paths = {key: _key_path(path) for key, path in (noted or {}).items()}
-    except (KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{files.where}/{folder}{METADATA} contradicts itself: {error!r}") from error
     sizes = {name: _size(files, folder + name) for name in names}
     index = CheckpointIndex.build(entries, sizes, paths)
@@ -350,15 +347,17 @@ def _transforms(metadata: Metadata) -> dict[tuple[str, int], tuple[str, ...]]:
     return found
 
 
-def _entry(places: dict[MetadataIndex, Any], key: str, stored: Any) -> Entry:
-    if isinstance(stored, BytesStorageMetadata):
-        return StoredValue(_location(places[MetadataIndex(key)]))
-    assert isinstance(stored, TensorStorageMetadata)
-    chunks = tuple(
-        StoredChunk(tuple(c.offsets), tuple(c.sizes), _location(places[MetadataIndex(key, c.offsets)]))
-        for c in stored.chunks
-    )
-    return StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
+def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
+    """What DCP's metadata says of each key, with the places of its items. Raises KeyError if one has no place."""
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, BytesStorageMetadata):
+            yield key, StoredValue(places[MetadataIndex(key)])
+        else:
+            chunks = tuple(
+                StoredChunk(tuple(c.offsets), tuple(c.sizes), places[MetadataIndex(key, c.offsets)])
+                for c in stored.chunks
+            )
+            yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
 
 
 def _location(info: Any) -> Location:

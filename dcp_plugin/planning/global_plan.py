@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import NO_TENSOR, Column, Table, flat_start, partitioned, ragged, ranges
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, flat_start, partitioned, ragged, ranges
 from dcp_plugin.format.torch_zip import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
@@ -51,7 +51,7 @@ class Share:
 class GlobalPlan:
     """The table of the checkpoint, and for each chunk in it the rank that writes it, from which of its own chunks."""
 
-    table: Table
+    table: KeyColumns
     rank: Column
     chunk: Column
     uncut: Column
@@ -159,7 +159,7 @@ class _Keys:
     def shape_of(self, number: int) -> tuple[int, ...]:
         return tuple(self.shape[number, : self.ndim[number]].tolist())
 
-    def table(self, key: Column, offsets: Column, sizes: Column) -> Table:
+    def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
         """The table with these boxes, which are in the order of keys."""
         columns = {
             "dtype": self.dtype,
@@ -169,7 +169,7 @@ class _Keys:
             "box": ragged([offsets, sizes], self.ndim[key]),
         }
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
-        return Table(list(self.numbers), dtypes, self._paths, columns)
+        return KeyColumns(list(self.numbers), dtypes, self._paths, columns)
 
 
 @dataclass(frozen=True)

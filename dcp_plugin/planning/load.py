@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.format import values
-from dcp_plugin.format.columns import Column, Table, padded
+from dcp_plugin.format.columns import Column, KeyColumns, filled_rows
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.messages import first, nearest
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, step_of, walked_as_stored
@@ -191,12 +191,12 @@ class _Stored:
         if isinstance(stored, BytesStorageMetadata):
             return cls(None, (), np.empty((1, 0), np.int64), np.empty((1, 0), np.int64))
         width = len(stored.size)
-        offsets = padded([chunk.offsets for chunk in stored.chunks], width, 0)
-        sizes = padded([chunk.sizes for chunk in stored.chunks], width, 0)
+        offsets = filled_rows([chunk.offsets for chunk in stored.chunks], width, 0)
+        sizes = filled_rows([chunk.sizes for chunk in stored.chunks], width, 0)
         return cls(stored.properties.dtype, tuple(stored.size), offsets, sizes)
 
     @classmethod
-    def of_table(cls, table: Table, slot: int) -> _Stored:
+    def of_table(cls, table: KeyColumns, slot: int) -> _Stored:
         return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
 
     def overlaps(self, chunk: LocalChunk) -> list[tuple[int, list[int], Shape, Shape]]:

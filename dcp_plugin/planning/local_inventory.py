@@ -35,7 +35,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcp_plugin.format.checksums import hashes_of
-from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, padded
+from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
 from dcp_plugin.format.index_file import path_to_json
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
@@ -150,14 +150,14 @@ class LocalInventory:
             dtypes,
             np.array([number_of[item.dtype] for item in items], np.uint8),
             np.array([len(item.shape) for item in items], np.uint8),
-            padded([item.shape for item in items], width, 1),
+            filled_rows([item.shape for item in items], width, 1),
             np.array([item.any_rank for item in items], bool),
             np.array([item.stored_whole for item in items], bool),
             np.array([numbers.get(ties.get(key, ""), -1) for key in numbers], np.int64),
             np.array([number for number, _, _ in chunks], np.int64),
-            padded([sizes for _, _, sizes in chunks], width, 1),
+            filled_rows([sizes for _, _, sizes in chunks], width, 1),
         )
-        return cls(description, padded([offsets for _, offsets, _ in chunks], width, 0))
+        return cls(description, filled_rows([offsets for _, offsets, _ in chunks], width, 0))
 
 
 def ties_of(state: Flat) -> dict[str, str]:

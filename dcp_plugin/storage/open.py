@@ -14,7 +14,9 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -23,7 +25,19 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     UnsafeCheckpoint,
 )
-from dcp_plugin.format import INDEX, METADATA, SUMMARY, Files, exists, has_traces, is_own, metadata, read
+from dcp_plugin.format import (
+    INDEX,
+    METADATA,
+    SUMMARY,
+    Files,
+    exists,
+    has_traces,
+    index_file,
+    is_own,
+    metadata,
+    opened,
+    read,
+)
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
@@ -156,7 +170,7 @@ def open_alone(path: Path) -> Opened:
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
-    return CheckpointIndex.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
+    return index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
 
 
 def summary_of(files: Files) -> Summary:
@@ -193,12 +207,9 @@ def read_summary(path: Path) -> Summary | None:
 
 def _is_of_save(files: Files, name: str, summary: Summary) -> bool:
     """Whether a ``.metadata`` is of the save of the summary."""
-    try:
-        with files.open(name) as file:
-            file.seek(max(0, files.size(name) - _END))
-            return summary.save_id.encode() in file.read()  # an empty id, of an earlier version, is in any file
-    except OSError as error:
-        raise _unreadable(files, error) from error
+    with opened(files, name) as file:
+        file.seek(max(0, files.size(name) - _END))
+        return summary.save_id.encode() in file.read()  # an empty id, of an earlier version, is in any file
 
 
 def _check_views(files: Files, summary: Summary) -> None:
@@ -234,17 +245,10 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
 def _check_metadata(files: Readable, summary: Summary) -> None:
     if not summary.metadata_sha256:  # of an earlier version
         return
-    try:
-        with files.open(METADATA) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(files, error) from error
+    with opened(files, METADATA) as file:
+        found = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
     if found != summary.metadata_sha256:
         raise _mixed(files, "it is of the same save, but was changed")
-
-
-def _unreadable(files: Files, error: OSError) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{files.where}/{METADATA} cannot be read: {error.strerror}")
 
 
 def _mixed(files: Files, reason: str) -> CheckpointCorrupt:

@@ -62,18 +62,26 @@ class _Read:
 
 
 class ShardedReader(StorageReader):
-    """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.storage.foreign`).
+    """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.format.foreign`).
 
     Args:
-        path: The checkpoint: a directory, or a file of another tool's.
-        io_threads: Threads that read.
-        verify: Check what is read against the checksums.
-        check_files: Look at all data files when the checkpoint is opened. In a group of ranks, one of them does.
+        path: The checkpoint: a directory, or a file of another tool.
+        io_threads: Threads that read, per rank.
+        verify: Compare what is read with the checksums.
+        check_files: Compare the sizes of all data files with the index when the checkpoint is opened.
         base: Where the checkpoint is that has what this one leaves out, if it was moved.
-        complete: Whether to open the base, too. Without it, what it has is not there.
+        complete: Open the base too. Otherwise the index lacks the keys that the base has.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
+
+    Example:
+        >>> import dcp_plugin, torch, torch.distributed.checkpoint as stock
+        >>> dcp_plugin.save({"weights": torch.ones(3)}, "run/step-1")
+        >>> state = {"weights": torch.zeros(3)}
+        >>> stock.load(state, storage_reader=dcp_plugin.ShardedReader("run/step-1"))
+        >>> state["weights"]
+        tensor([1., 1., 1.])
     """
 
     def __init__(

@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -33,17 +32,21 @@ from torch.futures import Future
 from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
-from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY
+from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import (
     CheckpointIndex,
-    Entry,
     Location,
-    StoredChunk,
-    StoredTensor,
-    StoredValue,
 )
-from dcp_plugin.format.metadata import Aliases, Views, encoded_views, planner_paths, storage_info, with_aliases
+from dcp_plugin.format.metadata import (
+    Aliases,
+    Views,
+    encoded_views,
+    entries_of,
+    planner_paths,
+    storage_info,
+    with_aliases,
+)
 from dcp_plugin.format.metadata import encode as encode_metadata
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
@@ -247,9 +250,8 @@ class Publication:
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of the data files of all ranks, by name."""
-        directory = self.reserve()
-        names = sorted(name for name in os.listdir(directory) if name.endswith(DATA_SUFFIX))
-        return {name: (directory / name).stat().st_size for name in names}
+        files = self.medium.open(self.reserve())
+        return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
     def publish(self, index: CheckpointIndex, facts: Facts) -> Summary:
         """Write the metadata and make the directory the checkpoint at ``path``, in place of one that is there.
@@ -265,14 +267,15 @@ class Publication:
         self.begun = True
         directory = self._reservation.directory
         try:
-            encoded = index.encode()
+            encoded = index_file.encode(index)
         except UnsafeCheckpoint as error:
             raise UnsafeCheckpoint(
                 f"cannot save {self.path}: the planner_data that the planner has put into the metadata is {error}. "
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
-        attached = {name for name in os.listdir(directory) if not name.endswith(DATA_SUFFIX)}
+        names = self.medium.open(directory).names()
+        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         summary = Summary.describe(
             encoded,
@@ -405,7 +408,7 @@ class ShardedWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
         try:
-            entries = list(_entries(metadata, places))
+            entries = list(entries_of(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
         paths = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
@@ -471,15 +474,3 @@ def _without_duplicates(
             unique.append((item, data))
         first.append(position[identity])
     return unique, first
-
-
-def _entries(metadata: Metadata, places: dict[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            yield key, StoredValue(places[MetadataIndex(key)])
-        else:
-            chunks = tuple(
-                StoredChunk(tuple(c.offsets), tuple(c.sizes), places[MetadataIndex(key, c.offsets)])
-                for c in stored.chunks
-            )
-            yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)

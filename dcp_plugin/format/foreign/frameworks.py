@@ -50,15 +50,9 @@ def lightning_names(names: Iterable[str]) -> dict[str, str]:
     ``model`` and ``optim``, or ``optim_0``, ``optim_1``, … Other names stay, so names that are ours already do.
     """
     names = list(dict.fromkeys(names))
-    count = sum(_LIGHTNING_OPTIMIZER.fullmatch(name) is not None for name in names)
-    return {name: _lightning_name(name, count) for name in names}
-
-
-def _lightning_name(name: str, optimizers: int) -> str:
-    found = _LIGHTNING_OPTIMIZER.fullmatch(name)
-    if found:
-        return "optim" if optimizers == 1 else f"optim_{found[1]}"
-    return "model" if name == "state_dict" else name
+    optimizers = [name for name in names if _LIGHTNING_OPTIMIZER.fullmatch(name)]
+    renamed = {name: name.replace("optimizer", "optim") if len(optimizers) > 1 else "optim" for name in optimizers}
+    return {name: renamed.get(name, "model" if name == "state_dict" else name) for name in names}
 
 
 def is_of_lightning(files: Files) -> bool:
