@@ -40,8 +40,8 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.local_inventory import Holding
 from dcp_plugin.planning.plan_exchange import Exchange, Planned, in_table_order
-from dcp_plugin.planning.save import ShardedSavePlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
@@ -167,12 +167,11 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     plans: list[Planned] = []
 
     def rank_of_a_save(rank: int) -> None:
-        planner = ShardedSavePlanner()
-        planner.take(dict(_state(mesh, rank, ranks, tensors)), {})
+        state = dict(_state(mesh, rank, ranks, tensors))
         exchange = Exchange()
 
         def plan(box: _Mailbox) -> tuple[Planned, list[WriteItem]]:
-            planned, _ = exchange.plan("plan", _Thread(rank, box), planner.holding, lambda: None)
+            planned, _ = exchange.plan("plan", _Thread(rank, box), lambda: Holding.of_state(state, {}), lambda: None)
             return planned, planned.items
 
         begin = time.thread_time()

@@ -24,8 +24,8 @@ from xxhash import xxh3_128_digest
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
+from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
@@ -227,8 +227,8 @@ def test_a_failed_save_leaves_the_last_committed_one_as_base(tmp_path: Path, eve
     ours = dcp.Checkpointer()
     ours.save(_state(model, optimizer), tmp_path / "0")
 
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
+    def fail(event: dcp.events.Event) -> None:
+        if isinstance(event, dcp.events.BytesWritten):
             raise OSError("the disk is on fire")
 
     train(model, optimizer)
@@ -478,8 +478,8 @@ def _save_and_die(root: Path, victims: list[int]) -> None:
     ours = dcp.Checkpointer(timeout=20)
     ours.save(_state(model, optimizer), root / "0", step=0)
 
-    def die(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
+    def die(event: dcp.events.Event) -> None:
+        if isinstance(event, dcp.events.BytesWritten):
             (saving,) = (root / commit.WORKSPACE).glob("*.saving")
             mine = list(saving.glob(f"__{dist.get_rank()}_*.distcp"))
             assert any(file.stat().st_nlink == 2 for file in mine), "killed too early: nothing is linked yet"

@@ -21,8 +21,8 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
+from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
@@ -393,11 +393,11 @@ def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
 def test_a_list_of_what_is_left_out_that_contradicts_itself_is_refused(tmp_path: Path, left_out: str) -> None:
     _pretrained(tmp_path / "base")
     file = tmp_path / "base" / INDEX
-    index = CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
+    index = CheckpointIndex.decode(file.read_bytes(), hashlib.sha256(file.read_bytes()).hexdigest(), str(file))
     index.columns["left_out"] = np.frombuffer(left_out.encode(), np.uint8)
     file.write_bytes(index.encode())
     with pytest.raises(dcp.CheckpointCorrupt, match="damaged"):
-        CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
+        CheckpointIndex.decode(file.read_bytes(), hashlib.sha256(file.read_bytes()).hexdigest(), str(file))
 
 
 def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric import state_mapping
 from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, names_for, of_kind, trained_modules
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.sampler_state import data_rank

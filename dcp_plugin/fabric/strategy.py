@@ -24,8 +24,8 @@ from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.format.foreign.training import OTHERS
-from dcp_plugin.integration import Attached
+from dcp_plugin.format.foreign.frameworks import OTHERS
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override, promoted_class
 from dcp_plugin.integration.sampler_state import make_resumable
@@ -88,7 +88,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
-class Attachment(Attached):
+class Attachment(BaseAttachment):
     """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:

@@ -57,12 +57,19 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :meth:`local_inventory` and
-    :mod:`dcp_plugin.planning.plan_exchange` instead, which takes a few bytes per rank; who writes what is
-    decided by the same code.
+    DCP drives it with plans of write items. Our own saves use :mod:`dcp_plugin.planning.plan_exchange` instead,
+    which takes a few bytes per rank; who writes what is decided by the same code.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
+
+    Example:
+        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as stock, dcp_plugin
+        >>> warnings.simplefilter("ignore")  # stock warns where there is no process group
+        >>> path, planner = tempfile.mkdtemp(), dcp_plugin.ShardedSavePlanner()
+        >>> _ = stock.save({"w": torch.ones(2)}, checkpoint_id=path, planner=planner, no_dist=True)
+        >>> dcp_plugin.inspect(path).tensors[0].key
+        'w'
     """
 
     def __init__(self, allow_pickle: tuple[str, ...] = ()) -> None:
@@ -112,19 +119,21 @@ class ShardedSavePlanner(SavePlanner):
         paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
         return plans, Metadata(state_metadata(table), planner_data=paths)
 
-    def local_inventory(self) -> LocalInventory:
-        """What this rank holds."""
-        return LocalInventory.of_state(self._state, self._paths)
-
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._state[write_item.index.fqn]
-        if isinstance(value, EncodedValue):
-            return io.BytesIO(value.data)
-        assert write_item.tensor_data is not None
-        return narrow(value, write_item.index.fqn, write_item.tensor_data.chunk)
+        data = data_of(write_item, self._state)
+        return io.BytesIO(data) if isinstance(data, bytes) else data
+
+
+def data_of(item: WriteItem, state: Flat) -> torch.Tensor | bytes:
+    """What is written for an item: the view of its box in this rank's memory, or the bytes of a value."""
+    value = state[item.index.fqn]
+    if isinstance(value, EncodedValue):
+        return value.data
+    assert item.tensor_data is not None
+    return narrow(value, item.index.fqn, item.tensor_data.chunk)
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import pickle
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +22,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.format.summary import Base
 from dcp_plugin.messages import some
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
 from dcp_plugin.saving.provenance import Origins, Source, reason_it_is_lost
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.types import Flat
@@ -59,16 +57,8 @@ class _Claim:
     keys: tuple[str, ...]
     origins: dict[str, tuple[Source, str, bool, int]]
 
-    def encode(self) -> bytes:
-        return zlib.compress(pickle.dumps(self), 1)
 
-    @staticmethod
-    def decode(data: bytes) -> _Claim:
-        claim: _Claim = pickle.loads(zlib.decompress(data))
-        return claim
-
-
-class Omission:
+class KeySelection:
     """What the saves of one checkpointer leave out."""
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -101,11 +91,11 @@ class Omission:
         """Remember what was loaded: see :meth:`Origins.loaded`."""
         self._origins.loaded(state, names, opened)
 
-    def agree(self, state: Flat, ranks: Ranks, path: Path, failure: Exception | None) -> LeftOut:
+    def agree(self, state: Attempt[Flat], ranks: Ranks, path: Path) -> LeftOut:
         """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
 
         Args:
-            failure: This rank's state could not be gathered; told to all.
+            state: This rank's; if it could not be staged, all ranks raise that.
 
         Raises:
             SaveFailed: The base is not known, or would be overwritten.
@@ -114,15 +104,11 @@ class Omission:
         if self._checked and not self._config.trainable_only:
             return LeftOut({})
 
-        def claim() -> bytes:
-            if failure is not None:
-                raise failure
-            return self._claim(state).encode()
-
-        def decide(claims: list[bytes]) -> LeftOut:
-            return self._decide(list(map(_Claim.decode, claims)), path)
-
-        decided = ranks.combine(f"decide what to leave out of {path}", claim, decide)
+        decided = ranks.combine(
+            f"decide what to leave out of {path}",
+            lambda: pack(self._claim(state.get())),
+            lambda claims: self._decide(list(map(unpack, claims)), path),
+        )
         self._checked = True
         return decided
 
