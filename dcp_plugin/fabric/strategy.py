@@ -94,7 +94,8 @@ class Attachment(BaseAttachment):
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
         self._strategy = strategy
         self._config = config
-        self._class_before = type(strategy)
+        made_promoted = getattr(type(strategy), "promoted_by_dcp_plugin", False)
+        self._class_before = None if made_promoted else type(strategy)
         self._checkpointer: Checkpointer | None = None
         self.fabric: Any = None
         """What :func:`attach` was given; None for a strategy that its user has made."""
@@ -189,7 +190,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        self._strategy.__class__ = self._class_before
+        self._strategy.__class__ = self._class_before or type(self._strategy)
         self.close()
 
 
