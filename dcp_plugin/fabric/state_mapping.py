@@ -165,11 +165,11 @@ def position_of(loader: Any) -> dict[str, Any]:
     }
 
 
-def continue_at(loader: Any, say: Callable[[str], None], state: Mapping[str, Any]) -> None:
+def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, Any]) -> None:
     """Have the next iteration over the loader go on where :func:`position_of` was asked, without drawing first.
 
     Args:
-        say: Warns the user of a position that this loader cannot take.
+        warn: Warns the user of a position that this loader cannot take.
     """
     sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
     if sampler is not None and state["epoch"] is not None:
@@ -178,7 +178,7 @@ def continue_at(loader: Any, say: Callable[[str], None], state: Mapping[str, Any
         loader.load_state_dict(state["position"])
         loader.state_dict()
     elif not finished:
-        say(
+        warn(
             f"it has a position of a dataloader with {state['made_by']}, and here it is one with {made_by(loader)}: "
             f"{STARTS_AGAIN}. To continue exactly, keep num_workers and shuffle, and the strategy: Fabric changes the "
             "sampler for strategies of several ranks. Or resume from a checkpoint made between two epochs."

@@ -110,11 +110,13 @@ def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Chec
         if key in made:
             if how := _how_made(made[key]):
                 made[TYPES] = {**made.get(TYPES, {}), key: how}
-            made[key] = _storable_part(key, plain(made[key]), allowed, left_out)
+            unstorable: list[str] = []
+            made[key] = _storable_part(key, plain(made[key]), allowed, unstorable)
+            left_out += sorted(unstorable)
         if isinstance(of_class := made.get(kind), type):  # a class would need its code
             made[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     if left_out:
-        _warn_left_out(tuple(sorted(left_out)))
+        _warn_left_out(tuple(left_out))
     return made
 
 

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -123,7 +124,7 @@ def upload_directories(loggers: list[Any]) -> None:
     """Have the loggers of W&B and MLflow take checkpoints that are directories, too."""
     for logger in loggers:
         if name := next((name for name in _UPLOADS if has_base(type(logger), name)), None):
-            _lightning.replace_scan(logger, _Scan(logger, _UPLOADS[name]))
+            _lightning.replace_scan(logger, functools.partial(_scan, logger, _UPLOADS[name]))
 
 
 @dataclass(frozen=True)
@@ -136,19 +137,13 @@ class _Found:
     aliases: list[str]
 
 
-@dataclass(frozen=True)
-class _Scan:
+def _scan(logger: Any, upload: Callable[[Any, _Found, Any], None], callback: Any) -> None:
     """Replaces the logger's own method that looks for new files."""
-
-    logger: Any
-    upload: Callable[[Any, _Found, Any], None]
-
-    def __call__(self, callback: Any) -> None:
-        logged = _lightning.logged_times(self.logger, callback)
-        for found in sorted(_directories(callback), key=lambda found: found.time):
-            if logged.get(found.path, float("-inf")) < found.time:
-                self.upload(self.logger, found, callback)
-                logged[found.path] = found.time
+    logged = _lightning.logged_times(logger, callback)
+    for found in sorted(_directories(callback), key=lambda found: found.time):
+        if logged.get(found.path, float("-inf")) < found.time:
+            upload(logger, found, callback)
+            logged[found.path] = found.time
 
 
 def _directories(callback: Any) -> list[_Found]:

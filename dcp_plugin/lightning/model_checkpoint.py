@@ -78,7 +78,7 @@ def _promoted(base: type[Any]) -> type[Any]:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Pickled as an object of the user's class."""
-            return _bare, (base,), self.__dict__
+            return object.__new__, (base,), self.__dict__
 
     class DCPModelCheckpoint(DCPCheckpoint):
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
@@ -121,10 +121,6 @@ def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
     if home_of(owner) is None:
         return True
     return owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True)
-
-
-def _bare(cls: type[Any]) -> Any:
-    return object.__new__(cls)
 
 
 def _adapter_of(trainer: Any) -> LightningAdapter | None:
