@@ -308,7 +308,7 @@ class Checkpointer:
             request = replace(request, blocked_seconds=time.monotonic() - request.began)
             self._queue.start(
                 handle,
-                lambda: self._finish_copy(begun, copy, request, ranks),
+                lambda: self._finish_copy(handle, begun, copy, ranks),
                 lambda staged: self._write_in_background(request, staged, ranks),
             )
         finally:  # Ctrl-C comes also when the thread runs already
@@ -318,18 +318,22 @@ class Checkpointer:
                 copy.release()  # nobody will make the copy that others wait for
 
     def _finish_copy(
-        self, begun: Attempt[None], copy: HostCopy, request: SaveRequest, ranks: Ranks
+        self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks
     ) -> Attempt[StagedState]:
-        staged = begun.then(lambda _: copy.finish())
-        if copy.changed:
-            self._lazy = False
-            logger.warning(
-                "rank %d: from now on saves copy the state before they return, as with staging='blocking': something "
-                "that is not a step of an optimizer wrote to it while %s was being copied",
-                ranks.rank,
-                request.path,
-            )
-        return staged
+        try:
+            staged = begun.then(lambda _: copy.finish())
+            if copy.changed:
+                self._lazy = False
+                logger.warning(
+                    "rank %d: from now on saves copy the state before they return, as with staging='blocking': "
+                    "something that is not a step of an optimizer wrote to it while %s was being copied",
+                    ranks.rank,
+                    handle.path,
+                )
+            return staged
+        finally:
+            handle.set_staged()
+            copy.release()
 
     def _write_in_background(
         self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks

@@ -136,8 +136,7 @@ class HostCopy:
     """The host copy of one asynchronous save.
 
     Step-stable tensors are not copied by :meth:`begin`, during the call, but by :meth:`finish`, in another thread.
-    Between the two, what would change them waits (see :mod:`dcp_plugin.staging.guard`); so :meth:`release` has to be
-    called if :meth:`finish` will never be.
+    Until :meth:`release`, what would change them waits (see :mod:`dcp_plugin.staging.guard`).
 
     Args:
         pool: Where the copy goes; everything that is in it is overwritten.
@@ -172,7 +171,7 @@ class HostCopy:
         self._seconds = time.monotonic() - began
 
     def finish(self) -> StagedState:
-        """Copy the rest; from now on the state may change, and this holds none of its memory.
+        """Copy the rest. Afterwards this holds no memory of the state, which may change once it is released.
 
         Raises:
             SaveFailed: Tensors have changed since :meth:`begin`; naming them.
@@ -185,7 +184,6 @@ class HostCopy:
             return _staged(gathered, state, self._seconds + time.monotonic() - began)
         finally:
             self.changed = bool(snapshot.changed)
-            self.release()
 
     def release(self) -> None:
         """Let go on what waits to change the state."""
