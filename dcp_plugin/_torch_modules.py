@@ -99,6 +99,11 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own optimizers, whose behaviour is known; a subclass elsewhere may do anything."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def overrides_load_state_dict(module: nn.Module) -> bool:
     return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
 

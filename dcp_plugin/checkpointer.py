@@ -25,7 +25,7 @@ from typing import Any
 from dcp_plugin import events
 from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.format.stock_views import Aliases, Views
+from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import LocalDisk
@@ -102,7 +102,7 @@ class Checkpointer:
             files: Called on every rank, before anything else happens, with the directory in which the checkpoint is
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
-            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.format.stock_views`.
+            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
             owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
                 ``staging="lazy"``: what is theirs may be copied later, too.
             aliases: More keys for stock loaders, see there too.

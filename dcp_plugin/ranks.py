@@ -11,6 +11,7 @@ The group is gloo and ours alone, so that a background save never meets the trai
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,20 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def pack(value: Any, level: int = 1) -> bytes:
+    """A value that is large and repeats itself, compressed for its way to other ranks.
+
+    Args:
+        level: Of zlib, from 1 (fast) to 9 (small).
+    """
+    return zlib.compress(pickle.dumps(value), level)
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of :func:`pack`, for bytes that another rank of this job has sent: it unpickles."""
+    return pickle.loads(zlib.decompress(data))
 
 
 @dataclass(frozen=True)

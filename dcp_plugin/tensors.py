@@ -27,7 +27,7 @@ from torch import nn
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
-"""Types that are no subclass of anybody's."""
+"""Plain tensors: no subclass of any library."""
 
 
 OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"

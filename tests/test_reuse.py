@@ -24,8 +24,8 @@ from xxhash import xxh3_128_digest
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
+from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state

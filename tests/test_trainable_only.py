@@ -21,8 +21,8 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
+from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state

@@ -28,7 +28,7 @@ from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.format.foreign.training import ACCELERATE
+from dcp_plugin.format.foreign.frameworks import ACCELERATE
 from dcp_plugin.integration import Attached
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.loading.partial import PartialLoad

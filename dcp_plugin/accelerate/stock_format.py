@@ -1,7 +1,7 @@
 """Accelerate's own checkpoints: loaded through us, and what lets Accelerate load ours without us.
 
 What ``save_state`` wrote through this package under FSDP, stock Accelerate resumes: model and optimizer are there a
-second time as views (:mod:`dcp_plugin.format.stock_views`), its small files beside them. Its single-file formats (DDP,
+second time as views (:mod:`dcp_plugin.format.metadata`), its small files beside them. Its single-file formats (DDP,
 one process) are not imitated: that would write every byte twice.
 
 The numbered checkpoints of an Accelerate project: which comes next, which is the newest, which have to go.
@@ -31,8 +31,8 @@ from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, SaveFailed, UnsafeCheckpoint
-from dcp_plugin.format.foreign.training import RANDOM_STATES
-from dcp_plugin.format.names import METADATA
+from dcp_plugin.format import METADATA
+from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.runs import catalog

@@ -30,7 +30,7 @@ from dcp_plugin.fabric.state_mapping import (
     of_kind,
     trained_modules,
 )
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.sampler_state import data_rank

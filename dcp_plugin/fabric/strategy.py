@@ -24,7 +24,7 @@ from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.format.foreign.training import OTHERS
+from dcp_plugin.format.foreign.frameworks import OTHERS
 from dcp_plugin.integration import Attached
 from dcp_plugin.integration.lightning_packages import (
     PACKAGES,

@@ -2,7 +2,7 @@
 
 The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds, a row of a column
 nothing. So the save plan, the results of writing, the index and the stock metadata are all made from these columns,
-and an object is only made for what somebody asks for.
+and an object is made only for a key that is asked for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NO_HASH = bytes(16)
 class Location:
     """Where an item is: ``length`` bytes at ``offset`` of ``file``, with the payload inside of them.
 
-    ``checksums`` are the running CRC32 at the end of each block of the payload; None if nobody computed them.
+    ``checksums`` are the running CRC32 at the end of each block of the payload; None if they were not computed.
     ``payload_offset`` is None for an item of unknown layout (a stock checkpoint, a tensor that is stored whole): read
-    it through ``torch.load``. Its checksums, if any, are of the whole item, and ``payload_length`` is its length.
-    ``hash`` is the payload's XXH3-128; None if nobody computed it, which is so for what changes from save to save.
+    it through ``torch.load``. Its checksums, if any, are of the complete item, and ``payload_length`` is its length.
+    ``hash`` is the payload's XXH3-128; None if it was not computed, as for what changes from save to save.
     """
 
     file: str
@@ -237,7 +237,7 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
     No box is compared with another. Give every coordinate of every dimension a random number, and every element the
     product of its coordinates' numbers: then the sum over a box is a product of differences of running sums, and the
     sums over all boxes add up to that over the tensor. If any element is covered twice or not at all, they do not, but
-    for a chance of about 2^-60, whatever the boxes are, because nobody can know the random numbers before.
+    for a chance of about 2^-60, whatever the boxes are, because the random numbers are not known beforehand.
     """
     seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
     over_boxes = np.ones(len(starts), np.uint64)

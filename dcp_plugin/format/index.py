@@ -1,7 +1,7 @@
 """The item table of a checkpoint: which key is where, in which file, with which checksums.
 
 It is a set of numpy columns, the same in memory and on disk (:mod:`~dcp_plugin.format.index_file` describes them). A
-million items open by mapping arrays; an entry becomes a Python object only when somebody asks for its key.
+million items open by mapping arrays; an entry becomes a Python object only when its key is asked for.
 
 Two items may be the same bytes (tied weights, equal values): then all their columns agree. Any other overlap, and
 anything outside a file, is refused by :meth:`CheckpointIndex.validate` before a byte is used.
@@ -122,7 +122,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         """Keys of empty mappings. Stock has none for these. It takes a checkpoint that has them for one of torch 2.3,
         and looks for keys as that version made them."""
         self.planner_data: tuple[Any, ...] = ()
-        """In place of the paths of keys, what a planner of somebody else's made its ``planner_data``; one item."""
+        """In place of the paths of keys, what another tool's planner made its ``planner_data``; one item."""
         self.storage_meta: StorageMeta | None = None
         """What stock's writer noted of its save."""
         self.smallest_block = smallest_block

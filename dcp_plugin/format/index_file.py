@@ -1,4 +1,4 @@
-"""The index of a checkpoint as a file: its columns in safetensors, without pickle, and what is refused on reading them.
+"""The file of the index: numpy columns in the safetensors format, without pickle, validated when they are read.
 
 The columns, for K keys, C chunks (each key's chunks are neighbours) and B blocks:
 
@@ -19,12 +19,8 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``planner_data``        bytes     optional: what a planner made its own, as ``torch.save`` has it (weights only)
 ======================  ========  =====================================================================
 
-Blocks are described in :mod:`~dcp_plugin.format.checksums`; their size follows from the payload's length.
-
-What an index must not say: items outside of files or over each other, boxes that do not make up their tensors.
-
-Every check is over whole columns, so that a million items take a fraction of a second. The data files themselves are
-not looked at here.
+:func:`validate` refuses items outside of files or over each other, and boxes that do not make up their tensors. Its
+checks are over full columns, so a million items take a fraction of a second. It does not look at the data files.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
+from dcp_plugin.format import SUMMARY
 from dcp_plugin.format.index_file import FORMAT_VERSION
-from dcp_plugin.format.names import SUMMARY
 from dcp_plugin.types import VERSION
 
 MAX_SIZE = 1 << 20

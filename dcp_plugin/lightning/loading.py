@@ -46,7 +46,7 @@ from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
-from dcp_plugin.state.optimizer import OptimizerLoad
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport
 

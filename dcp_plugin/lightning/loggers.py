@@ -31,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.format.names import SUMMARY
+from dcp_plugin.format import SUMMARY
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning._lightning import (
     SETTINGS_LOGGED,

@@ -22,7 +22,7 @@ No lock-in: what stock Lightning needs to resume, without this package, what a s
 
 Its sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
 ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for everything else in a file
-``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.stock_views`), the
+``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.metadata`), the
 groups are small values of their own. Single device and DDP are not imitated: their format is one file, a second copy
 of everything.
 
@@ -46,9 +46,9 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format import values
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.stock_views import Aliases
+from dcp_plugin.format.metadata import Aliases
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import layout
@@ -59,7 +59,8 @@ from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state import flatten_optimizer, gather_module
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import GROUPS, Nested, OptimizerLoad, group_list, group_names
+from dcp_plugin.state.optimizer import GROUPS, Nested, group_list, group_names
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import KeyPath
 
@@ -136,10 +137,11 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     nested = by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
     load = OptimizerLoad(model, optimizer, {key: _entry(value) for key, value in flat.items()})
-    if strict and (load.missing or load.unexpected):
+    wanted = load.wanted
+    if strict and (wanted.missing or wanted.unexpected):
         raise CheckpointMismatch(
-            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(load.missing)}; only "
-            f"in the checkpoint {some(load.unexpected)}. strict_loading=False loads what fits."
+            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(wanted.missing)}; only "
+            f"in the checkpoint {some(wanted.unexpected)}. strict_loading=False loads what fits."
         )
     _refuse_state_of_others(nested["state"], gather_module(model))
     targets = load.targets()

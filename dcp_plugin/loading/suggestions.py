@@ -254,7 +254,7 @@ def _fronts(prefix: str, keys: Iterable[str]) -> str:
 
 
 def _meant(glob: str, keys: Collection[str]) -> str:
-    """The glob with its first part put right."""
+    """The glob with its first part corrected."""
     known = list(islice(keys, MAX_CANDIDATES))
     for name in dict.fromkeys(key.partition(".")[0] for key in known):
         if any(fnmatchcase(key, f"{name}.{glob}") for key in known):

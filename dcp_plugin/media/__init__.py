@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from dcp_plugin.format.names import Files
+from dcp_plugin.format import Files
 
 PAGE = 4096
 """Bytes. A device reads and writes memory directly if it begins at a multiple of this; no device in use wants more."""

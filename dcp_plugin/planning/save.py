@@ -62,6 +62,14 @@ class ShardedSavePlanner(SavePlanner):
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
+
+    Example:
+        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as stock, dcp_plugin
+        >>> warnings.simplefilter("ignore")  # stock warns where there is no process group
+        >>> path, planner = tempfile.mkdtemp(), dcp_plugin.ShardedSavePlanner()
+        >>> _ = stock.save({"w": torch.ones(2)}, checkpoint_id=path, planner=planner, no_dist=True)
+        >>> dcp_plugin.inspect(path).tensors[0].key
+        'w'
     """
 
     def __init__(self, allow_pickle: tuple[str, ...] = ()) -> None:

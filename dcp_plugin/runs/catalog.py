@@ -16,8 +16,8 @@ from pathlib import Path
 
 from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
-from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
-from dcp_plugin.format.names import METADATA, SUMMARY
+from dcp_plugin.format import METADATA, SUMMARY
+from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
 from dcp_plugin.messages import some
@@ -260,11 +260,13 @@ def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> 
     except OSError:
         return
     if of_others is not None:
-        saved = saved_as_folder(directory, (entry.name for entry in children))
+        saved = saved_as_folder(LocalDisk().open(directory), (entry.name for entry in children))
         of_others += [] if saved is None else [saved]
         if saved is not None and not saved.export:
             return
-        of_others += saved_as_files(children)
+        of_others += saved_as_files(
+            LocalDisk().open(directory), [entry.name for entry in children if entry.is_file(follow_symlinks=False)]
+        )
     for entry in children:
         child = directory / entry.name
         if not entry.is_dir(follow_symlinks=False):

@@ -19,7 +19,7 @@ from torch import nn
 
 from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointNotFound
-from dcp_plugin.format.foreign.training import RESUMABLE
+from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.ranks import Ranks

@@ -12,8 +12,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import pickle
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +22,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.format.summary import Base
 from dcp_plugin.messages import some
-from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
 from dcp_plugin.saving.provenance import Origins, Source, reason_it_is_lost
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.types import Flat
@@ -58,14 +56,6 @@ class _Claim:
     globs: tuple[int, ...]
     keys: tuple[str, ...]
     origins: dict[str, tuple[Source, str, bool, int]]
-
-    def encode(self) -> bytes:
-        return zlib.compress(pickle.dumps(self), 1)
-
-    @staticmethod
-    def decode(data: bytes) -> _Claim:
-        claim: _Claim = pickle.loads(zlib.decompress(data))
-        return claim
 
 
 class KeySelection:
@@ -116,8 +106,8 @@ class KeySelection:
 
         decided = ranks.combine(
             f"decide what to leave out of {path}",
-            lambda: self._claim(state.get()).encode(),
-            lambda claims: self._decide(list(map(_Claim.decode, claims)), path),
+            lambda: pack(self._claim(state.get())),
+            lambda claims: self._decide(list(map(unpack, claims)), path),
         )
         self._checked = True
         return decided

@@ -30,7 +30,7 @@ from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.stock_views import Aliases, Views
+from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
 from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
 from dcp_plugin.planning.save import data_of, encode_state

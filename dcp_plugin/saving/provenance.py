@@ -168,7 +168,9 @@ def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict
                 f"base={reader.path} has none of the frozen parameters ({some(list(frozen))}), also not behind a "
                 f"prefix{nearest(next(iter(frozen)), reader.index)}. Load it with PartialLoad(rename=...) first."
             )
-        names = {key: prefix.stored(key) for key in frozen if prefix.stored(key) in reader.index}
+        here, there = prefix
+        names = {key: there + key.removeprefix(here) for key in frozen}
+        names = {key: name for key, name in names.items() if name in reader.index}
     return {key: there for key, there in names.items() if _fits(frozen[key], reader.index, there)}
 
 

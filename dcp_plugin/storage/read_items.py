@@ -1,8 +1,8 @@
-"""Reads the fetches of a load: several threads, also on one file, and neighbours in one system call.
+"""Carries out the fetches of a load: several threads, also on one file, and neighbours in one system call.
 
-The work is shared out by bytes. Fetches that are close in a file are read by one ``preadv``, which scatters the bytes
-to where each of them wants its own. Everything is checked before it is copied; what is read straight into the memory
-of a target is checked there.
+The work is shared out by bytes. Fetches that are close in a file are read by one call, which scatters the bytes to
+where each of them wants its own. Bytes are checked before they are copied; those read straight into the memory of a
+target are checked there.
 """
 
 from __future__ import annotations

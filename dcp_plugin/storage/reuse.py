@@ -32,8 +32,9 @@ from dcp_plugin.format.columns import Location
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.host_memory import finish_device_work
-from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, confirmed, free_name
+from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, free_name
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.verify_link import verify_link
 from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")
@@ -235,7 +236,7 @@ def _link(
         try:
             if file.identity is None:
                 claims = {slot: (item_at[slot].dtype, item_at[slot].sizes, at) for slot, at in locations.items()}
-                file, locations = confirmed(file, claims)
+                file, locations = verify_link(file, claims)
             there = file.link_to(directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)

@@ -33,6 +33,7 @@ from torch.futures import Future
 from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
+from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import (
     CheckpointIndex,
@@ -42,10 +43,8 @@ from dcp_plugin.format.index import (
     StoredTensor,
     StoredValue,
 )
+from dcp_plugin.format.metadata import Aliases, Views, encoded_views, planner_paths, storage_info, with_aliases
 from dcp_plugin.format.metadata import encode as encode_metadata
-from dcp_plugin.format.metadata import planner_paths, storage_info
-from dcp_plugin.format.names import DATA_SUFFIX, INDEX, METADATA, SUMMARY
-from dcp_plugin.format.stock_views import Aliases, Views, encoded_views, with_aliases
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.media import Medium, Reservation
@@ -205,7 +204,7 @@ class Facts:
     step: int | None = None
     world_size: int = 1
     views: Views = field(default_factory=dict)
-    """More tables of contents, see :mod:`dcp_plugin.format.stock_views`."""
+    """More tables of contents, see :mod:`dcp_plugin.format.metadata`."""
     aliases: Aliases = field(default_factory=dict)
     """More keys for stock readers, see there too."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -318,7 +317,7 @@ class ShardedWriter(StorageWriter):
         io_threads: Threads, and data files, per rank.
         direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
         checksum: Whether to compute CRC32 checksums.
-        views: More tables of contents, see :mod:`dcp_plugin.format.stock_views`.
+        views: More tables of contents, see :mod:`dcp_plugin.format.metadata`.
         reuse: What this rank knows of the run's last checkpoint; without it everything is written.
         aliases: More keys for stock readers, see there too.
         overwrite: Whether a checkpoint that is there already is replaced; otherwise that is a ``RuntimeError``.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format.names import DATA_SUFFIX
+from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.media import Listed, RangedFile, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
@@ -45,6 +45,9 @@ class LocalFiles:
 
     def size(self, name: str) -> int:
         return (self.directory / name).stat().st_size
+
+    def modified(self, name: str) -> float:
+        return (self.directory / name).stat().st_mtime
 
     def open(self, name: str) -> LocalFile:
         return LocalFile(self.directory / name)

@@ -9,7 +9,7 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
 - :func:`publish` writes and syncs the metadata, and renames the directory to its final name. If something is there
   already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
   checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
-  :func:`locate` finds it there. Then the old one is deleted, but for what somebody else put into it: that moves over.
+  :func:`locate` finds it there. Then the old one is deleted, but for files that others put into it: these move over.
 - :func:`discard` ends a save that failed.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
@@ -34,8 +34,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dcp_plugin import format as layout
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format import names
 from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import posix
 
@@ -158,7 +158,7 @@ def sweep(workspace: Path) -> None:
             continue
         try:
             descriptor = posix.lock(record)
-        except OSError:  # no locks on this file system: nobody can tell whether that process lives
+        except OSError:  # no locks on this file system: whether that process lives is not known
             continue
         if descriptor is None:  # it lives
             continue
@@ -188,12 +188,12 @@ def uncommitted_reason(path: Path) -> str:
     """Why the directory is not a committed checkpoint, or an empty string if it is one."""
     if not path.is_dir():
         return "no such directory" if not path.exists() else "not a directory"
-    return names.uncommitted_reason(os.listdir(path))
+    return layout.uncommitted_reason(os.listdir(path))
 
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a directory has files that only checkpoints have, committed or not."""
-    return path.is_dir() and names.has_traces(os.listdir(path))
+    return path.is_dir() and layout.has_traces(os.listdir(path))
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
@@ -224,11 +224,11 @@ def _refuse_below_a_file(final: Path) -> None:
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
-    """Files that somebody put into the old checkpoint directory move to the new one; what its save made does not."""
+    """Move files that others put into the old checkpoint directory to the new one; what its save made stays."""
     if old.is_dir() and not old.is_symlink():
         attached = _attached(old)
         for name in os.listdir(old):
-            foreign = name not in attached and not names.is_own(name)
+            foreign = name not in attached and not layout.is_own(name)
             if foreign and not os.path.lexists(new / name):
                 os.rename(old / name, new / name)
 
@@ -242,7 +242,7 @@ def _attached(checkpoint: Path) -> list[str]:
 
 
 def _summary(checkpoint: Path) -> bytes:
-    with posix.open_regular(checkpoint / names.SUMMARY) as file:
+    with posix.open_regular(checkpoint / layout.SUMMARY) as file:
         return file.readall()
 
 
@@ -274,7 +274,7 @@ def _lock_record(reservation: Reservation) -> None:
         descriptor = posix.lock(_record(reservation))
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without locks: then nobody sweeps
+    except OSError:  # a file system without locks: then nothing is swept
         descriptor = os.open(_record(reservation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if descriptor is None:
         raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
@@ -314,7 +314,7 @@ def _close_record(reservation: Reservation) -> None:
 
 
 def target_of(record: Path) -> str | None:
-    """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
+    """The checkpoint that a record is about, relative to the workspace's parent; None if it is not known."""
     if record.stem in _mine:
         return _mine[record.stem][1]
     try:
