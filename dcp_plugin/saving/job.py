@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_plugin import events
+from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
@@ -41,9 +42,10 @@ from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, shards_in
 from dcp_plugin.state.annotations import StepStableMemory, live_objects
+from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, WrittenPart
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, ShardedValue
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -209,6 +211,19 @@ class SavePipeline:
         self.exchange = PlanExchange()
         self._local = RankLocal()
 
+    def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: Opened, ranks: Ranks) -> None:
+        """Remember what was loaded, for the next save. Collective with ``trainable_only``."""
+        if self.reuse is not None:
+            self.reuse.loaded(opened.path)
+        if self._config.trainable_only:
+            ranks.agree(f"remember what {opened.path} has", lambda: self._remember(state, report, opened))
+
+    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
+        leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
+        tensors = {key: one for key, one in leaves.items() if is_tensor(one) or isinstance(one, ShardedValue)}
+        names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
+        self.selection.provenance.loaded(encode_state(tensors), names, opened)
+
     def gather(self, live: LiveState) -> GatheredState:
         """This rank's part of live objects."""
         parts = adapters_of(live.state, stock_aliases=bool(self._config.stock_aliases))
@@ -303,7 +318,7 @@ class SavePipeline:
         table = planned.plan.global_plan.table
         places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
         index = CheckpointIndex.of(table, places, request.publication.file_sizes())
-        index.left_out = planned.left_out.keys
+        index.left_out = dict(planned.left_out.keys)
         empty = [key for key, one in planned.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
         index.empty = [key for key in empty if key in index]
         request.publication.publish(
@@ -316,7 +331,7 @@ class SavePipeline:
                 kinds=staged.kinds,
                 layouts=staged.layouts,
                 exclude=self._config.exclude,
-                base=planned.left_out.base_of(request.path) if planned.left_out.keys else {},
+                base=planned.left_out.summary_of_base(request.path),
                 reused=self._reused(parts),
             ),
         )

@@ -157,9 +157,14 @@ class Reuse:
         locations = {slot: location for slot, (_, location) in linked.items()}
         return Findings(locations, frozenset(stable), why_not or reason)
 
-    def wrote(self, item: Item, location: Location, file: LinkableFile) -> None:
-        """A stable item was written there, and can be linked next time."""
-        self._pending[item] = replace(self._pending[item], hash=location.hash, file=file, location=location)
+    def wrote(self, locations: Mapping[Item, Location], directory: Path) -> None:
+        """These stable items were written into ``directory``, and can be linked next time."""
+        files: dict[str, LinkableFile] = {}
+        for item, at in locations.items():
+            if at.file not in files:
+                files[at.file] = LinkableFile.written(directory / at.file)
+            known = self._pending[item]
+            self._pending[item] = replace(known, hash=at.hash, file=files[at.file], location=at)
 
     def published(self, path: Path) -> None:
         """What was examined and written is a checkpoint now, and the base of the next one."""

@@ -49,7 +49,6 @@ from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.media import Medium, Reservation
 from dcp_plugin.media.disk import LocalDisk
-from dcp_plugin.media.disk.hard_links import LinkableFile
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
@@ -175,13 +174,8 @@ class PartWriter:
         written = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if reuse is not None:
-            linkable: dict[str, LinkableFile] = {}
-            for slot in found.stable:
-                candidate, location = candidates[slot], locations[slot]
-                assert candidate is not None, "values are not looked at"
-                if location.file not in linkable:
-                    linkable[location.file] = LinkableFile.written(to.directory / location.file)
-                reuse.wrote(candidate.item, location, linkable[location.file])
+            stable_items = {one.item: locations[at] for at in found.stable if (one := candidates[at]) is not None}
+            reuse.wrote(stable_items, to.directory)
         ends = {at.file: at.offset + padded(at.length) for at in sorted(written, key=lambda at: at.offset)}
         return [locations[slot] for slot in range(len(items))], sum(ends.values()), found
 
