@@ -1,14 +1,11 @@
-"""The commands of ``dcp-plugin``. Each asks the library, prints, and says by its exit status whether all is well.
-
-What ``--into`` names: the target of a load that is only planned, without the memory of its tensors.
-"""
+"""The commands of ``dcp-plugin``. Each asks the library, prints, and says by its exit status whether all is well."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -18,7 +15,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dcp_plugin.config import local_path
@@ -189,27 +185,20 @@ def _told() -> Iterator[None]:
     """What the library raises on purpose is a message and an exit status, not a traceback."""
     try:
         yield
-    except (CheckpointError, NoTarget) as error:
+    except CheckpointError as error:
         _fail(str(error))
 
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-class NoTarget(Exception):
+class NoTarget(CheckpointError):
     """``--into`` names nothing that could be loaded into; the message says what it may be."""
 
 
 class _Header(nn.Module):
     """A module of which only names, shapes and dtypes are known."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._tensors = dict(tensors)
+        self._tensors = tensors
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return dict(self._tensors)
@@ -219,8 +208,8 @@ def module_of(into: str, name: str) -> nn.Module:
     """The module that ``--into`` names, on the meta device.
 
     Args:
-        into: ``package.module:factory``, a checkpoint, or a safetensors file.
-        name: Which module of a checkpoint.
+        into: ``package.module:factory``, a checkpoint, or a file of another tool.
+        name: Which module of a checkpoint; a safetensors file has only one.
 
     Raises:
         NoTarget: It is none of these.
@@ -230,10 +219,8 @@ def module_of(into: str, name: str) -> nn.Module:
         path = local_path(into)
     except ValueError as error:
         raise NoTarget(f"--into {error}") from error
-    if path.is_dir():
+    if path.exists():
         return _of_checkpoint(path, name)
-    if path.is_file():
-        return _of_safetensors(path)
     if ":" in into:
         return _of_factory(into)
     raise NoTarget(f"--into {into}: no such file, and no package.module:factory either")
@@ -264,25 +251,13 @@ def _of_factory(into: str) -> nn.Module:
 
 
 def _of_checkpoint(path: Path, name: str) -> nn.Module:
+    info = inspect(path)
+    prefix = "model." if info.format == "safetensors" else f"{name}."  # a safetensors file has no names of modules
     tensors = {
-        info.key.removeprefix(f"{name}."): torch.empty(info.shape, dtype=dtype_named(info.dtype), device="meta")
-        for info in inspect(path).tensors
-        if info.key.startswith(f"{name}.")
+        tensor.key.removeprefix(prefix): torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="meta")
+        for tensor in info.tensors
+        if tensor.key.startswith(prefix)
     }
     if not tensors:
         raise NoTarget(f"--into {path} has nothing called {name!r}; --name says which module is meant")
     return _Header(tensors)
-
-
-def _of_safetensors(path: Path) -> nn.Module:
-    try:
-        with safe_open(path, "pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-            return _Header(
-                {
-                    key: torch.empty(part.get_shape(), dtype=_SAFETENSORS_DTYPES[part.get_dtype()], device="meta")
-                    for key, part in slices.items()
-                }
-            )
-    except (SafetensorError, KeyError) as error:
-        raise NoTarget(f"--into {path} is no safetensors file that torch knows: {error}") from error

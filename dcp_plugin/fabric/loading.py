@@ -116,7 +116,7 @@ def load(adapter: FabricAdapter, path: Path, state: Any, strict: bool, weights_o
     if not state and adapter.keeps_shards:
         raise ValueError(
             f"fabric.load({str(path)!r}) with {type(adapter.strategy).__name__} needs a state with the module to "
-            "restore: the whole model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
+            "restore: the full model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
         )
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
     found = _contents(adapter, path, [name for name in state if name not in modules and name not in optimizers])

@@ -91,7 +91,7 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
     """The module that each optimizer of the state trains: one of the state, or else one that was set up; put together
-    if it trains several, or parameters of none (:mod:`dcp_plugin.state.union`).
+    if it trains several, or parameters of none (:mod:`dcp_plugin.state.names`).
 
     Args:
         loose: Whether all parameters of an optimizer may be in no module that is known.

@@ -25,7 +25,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.frameworks import OTHERS
-from dcp_plugin.integration import Attached
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.lightning_packages import (
     PACKAGES,
     SHARDED,
@@ -64,6 +64,17 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     Raises:
         CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
         ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which nothing would heed.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> from dcp_plugin.fabric import attach
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> with attach(fabric, async_save=True):
+        ...     fabric.save("run/step-1", {"step": 1})
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> with attach(fabric):
+        ...     fabric.load("run/step-1")
+        {'step': 1}
     """
     if not has_fabric_base(type(fabric), "Fabric"):
         fabrics = " or ".join(package.fabric_name for package in PACKAGES)
@@ -85,7 +96,7 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
-class Attachment(Attached):
+class Attachment(BaseAttachment):
     """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:

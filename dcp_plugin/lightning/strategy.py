@@ -221,7 +221,7 @@ class LightningAdapter(StrategyAdapter):
 
     def _load_optimizers(self, loaded: Loaded) -> None:
         strategy, strict = self.strategy, self.module.strict_loading
-        loading.load_optimizers(loaded, self.checkpointer, strategy.model, strategy.optimizers, strict=strict)
+        loading.load_optimizers(loaded, self.checkpointer, strategy.model, strategy.optimizers, strict)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
@@ -242,7 +242,7 @@ class LightningAdapter(StrategyAdapter):
         _lightning.groups_are_restored(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             strict = self.module.strict_loading
-            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict=strict)
+            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict)
 
     # The start of a fit.
 

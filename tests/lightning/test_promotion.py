@@ -20,7 +20,8 @@ def test_the_entry_point_imports_nothing_and_gives_nothing_to_others() -> None:
         "assert e.lightning_callbacks() == e.pytorch_lightning_callbacks() == [];"
         "assert not {'torch', 'lightning', 'dcp_plugin.lightning'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @on_ranks(1)
