@@ -79,7 +79,20 @@ _here = threading.local()
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Call ``callback`` with every event of this process from now on. Returns the function that ends it."""
+    """Call ``callback`` with every event of this process from now on, in the thread where it happens.
+
+    Returns:
+        A function that ends it.
+
+    Example:
+        >>> import dcp_plugin
+        >>> unsubscribe = dcp_plugin.events.subscribe(lambda event: print(type(event).__name__))
+        >>> dcp_plugin.save({"epoch": 3}, "run/step-1")
+        SaveStarted
+        BytesWritten
+        SaveFinished
+        >>> unsubscribe()
+    """
     _subscribers.append(callback)
 
     def unsubscribe() -> None:

@@ -345,7 +345,7 @@ class SavePipeline:
         """For the summary; warns of what stood in the way of more."""
         if self.reuse is None:
             return {}
-        self.reuse.say(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
+        self.reuse.warn(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
         items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
         return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
 

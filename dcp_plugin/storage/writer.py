@@ -162,15 +162,15 @@ class PartWriter:
     def _write(
         self, items: list[tuple[WriteItem, write_items.Data]], to: RankDirectory, frozen: Collection[str]
     ) -> tuple[list[Location], int, Findings]:
-        reuse, token, found = self.reuse, "", NOTHING
+        reuse, found = self.reuse, NOTHING
+        token = to.token if reuse is not None else ""
+        into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
-            token = to.token
             candidates = [_candidate(item, data, item.index.fqn in frozen) for item, data in items]
-            found = reuse.examine(candidates, to.directory, to.rank, token, self.io_threads)
+            found = reuse.examine(candidates, into)
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         written = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if reuse is not None:
