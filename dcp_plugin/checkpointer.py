@@ -202,7 +202,7 @@ class Checkpointer:
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all_but(0)
             take_off_hooks()
-            _raise(first_untold(ended))
+            Attempt(None, first_untold(ended)).get()
 
     @property
     def ranks(self) -> Ranks:
@@ -244,15 +244,15 @@ class Checkpointer:
         """
         ended = self._queue.wait_for_all_but(may_go_on)
         take_off_hooks()
-        told = first_untold(ended)
+        untold = first_untold(ended)
         known = self._groups.known
         ranks = known if self._queue.handles and known is not None else self._groups.main()
         if any(handle.exception() is not None for handle in ended):
             try:
-                ranks.agree("go on after a failed save", lambda: _raise(told))
+                ranks.agree("go on after a failed save", Attempt(None, untold).get)
             except Exception:
-                if told is not None:
-                    raise told from told.__cause__  # as it was raised in the background, traceback and all
+                if untold is not None:
+                    raise untold from untold.__cause__  # as it was raised in the background, traceback and all
                 raise
         return ranks
 
@@ -350,8 +350,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ from dcp_plugin.format.index import (
 )
 from dcp_plugin.format.metadata import Aliases, Views, encoded_views, planner_paths, storage_info, with_aliases
 from dcp_plugin.format.metadata import encode as encode_metadata
-from dcp_plugin.format.summary import Summary
+from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.media import Medium, Reservation
 from dcp_plugin.media.disk import LocalDisk
@@ -241,9 +242,8 @@ class Publication:
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of the data files of all ranks, by name."""
-        directory = self.reserve()
-        names = sorted(name for name in os.listdir(directory) if name.endswith(DATA_SUFFIX))
-        return {name: (directory / name).stat().st_size for name in names}
+        files = self.medium.open(self.reserve())
+        return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
     def publish(self, index: CheckpointIndex, facts: Facts) -> Summary:
         """Write the metadata and make the directory the checkpoint at ``path``, in place of one that is there.
@@ -257,7 +257,6 @@ class Publication:
         """
         assert self._reservation is not None, "the coordinator has reserved it"
         self.begun = True
-        directory = self._reservation.directory
         try:
             encoded = index.encode()
         except UnsafeCheckpoint as error:
@@ -266,29 +265,31 @@ class Publication:
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
-        attached = {name for name in os.listdir(directory) if not name.endswith(DATA_SUFFIX)}
+        names = self.medium.open(self._reservation.directory).names()
+        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
-        summary = Summary.describe(
-            encoded,
-            for_stock,
-            newest_time(self.medium, self.path.parent),
-            save_id=self.save_id,
-            attached=sorted(attached.union(facts.views)),
+        summary = Summary(
             step=facts.step,
+            # Later than all beside it, even if the clock was set back or another host's clock is ahead.
+            time=max(time.time(), newest_time(self.medium, self.path.parent) + 0.001),
             world_size=facts.world_size,
             tensors=len(index) - values,
             values=values,
             payload_bytes=index.payload_bytes,
+            index_sha256=fingerprint(encoded),
+            metadata_sha256=fingerprint(for_stock),
+            save_id=self.save_id,
             kinds=dict(facts.kinds),
             layouts=list(facts.layouts),
-            exclude=list(facts.exclude),
-            base=dict(facts.base),
+            attached=sorted(attached.union(facts.views)),
+            versions=versions(),
             reused=dict(facts.reused),
+            base=dict(facts.base),
+            exclude=list(facts.exclude),
         )
-        described = summary.encode()
         try:
             views = encoded_views(facts.views, index, self.storage_meta)
-            files = {INDEX: encoded, SUMMARY: described, **views, METADATA: for_stock}
+            files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
