@@ -1,12 +1,8 @@
-"""Save and load live objects: the one thing that every door talks to.
+"""The class that every integration talks to: :class:`Checkpointer` saves and loads live objects.
 
-A save goes one way: gather the state (and stage it on the host, :mod:`~dcp_plugin.saving.gather`), then plan, write and
-publish it (:mod:`~dcp_plugin.saving.job`). With ``async_save`` everything after staging runs in a background thread
-(:mod:`~dcp_plugin.saving.queue`). A load goes one way, too (:mod:`~dcp_plugin.loading.load`): open, want,
-plan, read, take.
-
-In a load ranks agree on each step that can fail: to open, to compare, to read, to take. No rank's part of it depends on
-another's, unless they share the reading. Where they meet in a save is said there.
+A save is a pipeline of stages (:mod:`~dcp_plugin.saving.job`): gather the state, stage it on the host, plan, write,
+publish. With ``async_save`` everything after staging runs in a thread (:mod:`~dcp_plugin.saving.queue`). A load is
+:mod:`~dcp_plugin.loading.load`. Every step of either that can fail on one rank ends in an all-or-none collective.
 """
 
 from __future__ import annotations
@@ -23,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from dcp_plugin import events
-from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import LocalDisk
-from dcp_plugin.planning.save import encode_state
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.saving import sigterm
@@ -37,11 +31,9 @@ from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
-from dcp_plugin.state.adapters import adapters_of, gather_state
 from dcp_plugin.state.names import module_cache
-from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.writer import Publication
-from dcp_plugin.types import LoadReport, ShardedValue
+from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -56,6 +48,19 @@ class Checkpointer:
         config: Defaults to ``CheckpointConfig()``.
         solo: This process alone saves and loads; no collectives.
         overrides: Fields of the configuration.
+
+    Raises:
+        ValueError, TypeError: A setting is refused, see :class:`CheckpointConfig`.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> state = {"model": torch.nn.Linear(2, 2), "step": 1}
+        >>> checkpointer = dcp_plugin.Checkpointer(async_save=True)
+        >>> handle = checkpointer.save(state, "run/step-1", step=1)  # training may go on now
+        >>> handle.wait()
+        >>> checkpointer.load(state, "run/step-1").missing
+        []
+        >>> checkpointer.close()
     """
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
@@ -172,20 +177,8 @@ class Checkpointer:
             with _collector_paused():
                 loading = Loading(ranks, self.config, local_path(path), partial, strict)
                 report = loading.run(state)
-            if self._saving.reuse is not None:
-                self._saving.reuse.loaded(loading.opened.path)
-            if self._saving.selection.remembers:
-                ranks.agree(f"remember what {path} has", lambda: self._remember(state, report, loading.opened))
+            self._saving.loaded(state, report, loading.opened, ranks)
             return report
-
-    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
-        modules = [part for part in adapters_of(state) if part.kind == "module"]
-        leaves, _ = gather_state(modules)
-        flat = encode_state(
-            {k: leaf for k, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
-        )
-        names = {key: report.renamed.get(key, key) for key in report.loaded if key in flat}
-        self._saving.selection.loaded(flat, names, opened)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank.
@@ -209,11 +202,11 @@ class Checkpointer:
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all_but(0)
             take_off_hooks()
-            _raise(first_untold(ended))
+            Attempt(None, first_untold(ended)).get()
 
     @property
     def ranks(self) -> Ranks:
-        """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
+        """The group in which an integration lets all ranks agree on something. Collective."""
         return self._groups.front()
 
     def all_ranks_come_to(self, step: str, within: float) -> bool:
@@ -243,23 +236,23 @@ class Checkpointer:
                 self._groups.close()
 
     def _meet_again(self, may_go_on: int = 0) -> Ranks:
-        """The group of ranks, after all saves in flight but the last ``may_go_on``.
+        """The group of ranks, after all saves in flight but the last ``may_go_on`` have ended.
 
-        The failure of those waited for is known to all ranks, but some may have been told through their handle: then
-        all raise if any has not. A group that a save in flight has just lost is left alone: the others may not have
-        noticed yet, and making one is collective. The next call that waits for that save makes it.
+        All ranks know the failures of these saves, but on some the handle may have raised them already: then all
+        raise if any has not. A group that a save in flight has just lost stays: other ranks may not have noticed
+        yet, and making a new one is collective. The next call that waits for that save makes it.
         """
         ended = self._queue.wait_for_all_but(may_go_on)
         take_off_hooks()
-        told = first_untold(ended)
+        untold = first_untold(ended)
         known = self._groups.known
         ranks = known if self._queue.handles and known is not None else self._groups.main()
         if any(handle.exception() is not None for handle in ended):
             try:
-                ranks.agree("go on after a failed save", lambda: _raise(told))
+                ranks.agree("go on after a failed save", Attempt(None, untold).get)
             except Exception:
-                if told is not None:
-                    raise told from told.__cause__  # as it was raised in the background, traceback and all
+                if untold is not None:
+                    raise untold from untold.__cause__  # as it was raised in the background, traceback and all
                 raise
         return ranks
 
@@ -290,7 +283,7 @@ class Checkpointer:
             raise
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
-        with _collector_paused(), events.progress_line(handle.path, self._shows_progress(ranks)):
+        with _collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
             with module_cache():
                 staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
             event = self._saving.run(request, staged, ranks)
@@ -308,7 +301,7 @@ class Checkpointer:
             request = replace(request, blocked_seconds=time.monotonic() - request.began)
             self._queue.start(
                 handle,
-                lambda: self._finish_copy(begun, copy, request, ranks),
+                lambda: self._finish_copy(handle, begun, copy, ranks),
                 lambda staged: self._write_in_background(request, staged, ranks),
             )
         finally:  # Ctrl-C comes also when the thread runs already
@@ -318,23 +311,27 @@ class Checkpointer:
                 copy.release()  # nobody will make the copy that others wait for
 
     def _finish_copy(
-        self, begun: Attempt[None], copy: HostCopy, request: SaveRequest, ranks: Ranks
+        self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks
     ) -> Attempt[StagedState]:
-        staged = begun.then(lambda _: copy.finish())
-        if copy.changed:
-            self._lazy = False
-            logger.warning(
-                "rank %d: from now on saves copy the state before they return, as with staging='blocking': something "
-                "that is not a step of an optimizer wrote to it while %s was being copied",
-                ranks.rank,
-                request.path,
-            )
-        return staged
+        try:
+            staged = begun.then(lambda _: copy.finish())
+            if copy.changed:
+                self._lazy = False
+                logger.warning(
+                    "rank %d: from now on saves copy the state before they return, as with staging='blocking': "
+                    "something that is not a step of an optimizer wrote to it while %s was being copied",
+                    ranks.rank,
+                    handle.path,
+                )
+            return staged
+        finally:
+            handle.set_staged()
+            copy.release()
 
     def _write_in_background(
         self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
     ) -> events.SaveFinished:
-        with events.progress_notes(request.path, self._shows_progress(ranks)):
+        with events.progress(request.path, self._shows_progress(ranks), in_background=True):
             return self._saving.run(request, staged, ranks)
 
     def _shows_progress(self, ranks: Ranks) -> bool:
@@ -353,8 +350,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -295,10 +295,10 @@ def _merge(failed: dict[int, _Failure]) -> _Failure:
 
 
 class RankGroups:
-    """The groups of ranks of one checkpointer: one in which saves in flight talk, and one for calls meanwhile.
+    """The groups of one checkpointer: the group of saves, and one in which calls talk while saves are in flight.
 
     Args:
-        all_told: What every rank has to be told the same (a configuration).
+        all_told: What has to be the same on every rank: names and values of a configuration.
         timeout: Of each group, in seconds.
         solo: Whether this process is alone, and there are no groups.
         aside: Whether calls talk while saves are in flight.

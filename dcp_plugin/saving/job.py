@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_plugin import events
+from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
@@ -41,9 +42,10 @@ from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, shards_in
 from dcp_plugin.state.annotations import StepStableMemory, live_objects
+from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, WrittenPart
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, ShardedValue
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -136,8 +138,7 @@ class HostCopy:
     """The host copy of one asynchronous save.
 
     Step-stable tensors are not copied by :meth:`begin`, during the call, but by :meth:`finish`, in another thread.
-    Between the two, what would change them waits (see :mod:`dcp_plugin.staging.guard`); so :meth:`release` has to be
-    called if :meth:`finish` will never be.
+    Until :meth:`release`, what would change them waits (see :mod:`dcp_plugin.staging.guard`).
 
     Args:
         pool: Where the copy goes; everything that is in it is overwritten.
@@ -172,7 +173,7 @@ class HostCopy:
         self._seconds = time.monotonic() - began
 
     def finish(self) -> StagedState:
-        """Copy the rest; from now on the state may change, and this holds none of its memory.
+        """Copy the rest. Afterwards this holds no memory of the state, which may change once it is released.
 
         Raises:
             SaveFailed: Tensors have changed since :meth:`begin`; naming them.
@@ -185,7 +186,6 @@ class HostCopy:
             return _staged(gathered, state, self._seconds + time.monotonic() - began)
         finally:
             self.changed = bool(snapshot.changed)
-            self.release()
 
     def release(self) -> None:
         """Let go on what waits to change the state."""
@@ -210,6 +210,19 @@ class SavePipeline:
         """The group of ranks that remember it together is no more."""
         self.exchange = PlanExchange()
         self._local = RankLocal()
+
+    def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: Opened, ranks: Ranks) -> None:
+        """Remember what was loaded, for the next save. Collective with ``trainable_only``."""
+        if self.reuse is not None:
+            self.reuse.loaded(opened.path)
+        if self._config.trainable_only:
+            ranks.agree(f"remember what {opened.path} has", lambda: self._remember(state, report, opened))
+
+    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
+        leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
+        tensors = {key: one for key, one in leaves.items() if is_tensor(one) or isinstance(one, ShardedValue)}
+        names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
+        self.selection.provenance.loaded(encode_state(tensors), names, opened)
 
     def gather(self, live: LiveState) -> GatheredState:
         """This rank's part of live objects."""
@@ -305,7 +318,7 @@ class SavePipeline:
         table = planned.plan.global_plan.table
         places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
         index = CheckpointIndex.of(table, places, request.publication.file_sizes())
-        index.left_out = planned.left_out.keys
+        index.left_out = dict(planned.left_out.keys)
         empty = [key for key, one in planned.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
         index.empty = [key for key in empty if key in index]
         request.publication.publish(
@@ -318,7 +331,7 @@ class SavePipeline:
                 kinds=staged.kinds,
                 layouts=staged.layouts,
                 exclude=self._config.exclude,
-                base=planned.left_out.base_of(request.path) if planned.left_out.keys else {},
+                base=planned.left_out.summary_of_base(request.path),
                 reused=self._reused(parts),
             ),
         )
@@ -332,7 +345,7 @@ class SavePipeline:
         """For the summary; warns of what stood in the way of more."""
         if self.reuse is None:
             return {}
-        self.reuse.say(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
+        self.reuse.warn(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
         items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
         return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,11 +49,10 @@ from dcp_plugin.format.metadata import (
     with_aliases,
 )
 from dcp_plugin.format.metadata import encode as encode_metadata
-from dcp_plugin.format.summary import Summary
+from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.media import Medium, Reservation
 from dcp_plugin.media.disk import LocalDisk
-from dcp_plugin.media.disk.hard_links import LinkableFile
 from dcp_plugin.storage import write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
@@ -166,25 +166,20 @@ class PartWriter:
     def _write(
         self, items: list[tuple[WriteItem, write_items.Data]], to: RankDirectory, frozen: Collection[str]
     ) -> tuple[list[Location], int, Findings]:
-        reuse, token, found = self.reuse, "", NOTHING
+        reuse, found = self.reuse, NOTHING
+        token = to.token if reuse is not None else ""
+        into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
-            token = to.token
             candidates = [_candidate(item, data, item.index.fqn in frozen) for item, data in items]
-            found = reuse.examine(candidates, to.directory, to.rank, token, self.io_threads)
+            found = reuse.examine(candidates, into)
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         written = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if reuse is not None:
-            linkable: dict[str, LinkableFile] = {}
-            for slot in found.stable:
-                candidate, location = candidates[slot], locations[slot]
-                assert candidate is not None, "values are not looked at"
-                if location.file not in linkable:
-                    linkable[location.file] = LinkableFile.written(to.directory / location.file)
-                reuse.wrote(candidate.item, location, linkable[location.file])
+            stable_items = {one.item: locations[at] for at in found.stable if (one := candidates[at]) is not None}
+            reuse.wrote(stable_items, to.directory)
         ends = {at.file: at.offset + padded(at.length) for at in sorted(written, key=lambda at: at.offset)}
         return [locations[slot] for slot in range(len(items))], sum(ends.values()), found
 
@@ -265,7 +260,6 @@ class Publication:
         """
         assert self._reservation is not None, "the coordinator has reserved it"
         self.begun = True
-        directory = self._reservation.directory
         try:
             encoded = index_file.encode(index)
         except UnsafeCheckpoint as error:
@@ -274,30 +268,31 @@ class Publication:
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
-        names = self.medium.open(directory).names()
+        names = self.medium.open(self._reservation.directory).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
-        summary = Summary.describe(
-            encoded,
-            for_stock,
-            newest_time(self.medium, self.path.parent),
-            save_id=self.save_id,
-            attached=sorted(attached.union(facts.views)),
+        summary = Summary(
             step=facts.step,
+            # Later than all beside it, even if the clock was set back or another host's clock is ahead.
+            time=max(time.time(), newest_time(self.medium, self.path.parent) + 0.001),
             world_size=facts.world_size,
             tensors=len(index) - values,
             values=values,
             payload_bytes=index.payload_bytes,
+            index_sha256=fingerprint(encoded),
+            metadata_sha256=fingerprint(for_stock),
+            save_id=self.save_id,
             kinds=dict(facts.kinds),
             layouts=list(facts.layouts),
-            exclude=list(facts.exclude),
-            base=dict(facts.base),
+            attached=sorted(attached.union(facts.views)),
+            versions=versions(),
             reused=dict(facts.reused),
+            base=dict(facts.base),
+            exclude=list(facts.exclude),
         )
-        described = summary.encode()
         try:
             views = encoded_views(facts.views, index, self.storage_meta)
-            files = {INDEX: encoded, SUMMARY: described, **views, METADATA: for_stock}
+            files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
