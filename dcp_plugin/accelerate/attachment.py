@@ -144,7 +144,7 @@ class Attachment(BaseAttachment):
         """``Accelerator.load_state``. Without ``input_dir``: the newest committed checkpoint of the project.
 
         ``strict=False`` loads what fits. ``map_location`` and ``load_kwargs`` are for files of Accelerate's own, which
-        are read whole before they are copied to where the training is; from ours every rank reads straight into that.
+        are read completely and then copied to the device; from our checkpoints every rank reads straight into place.
 
         Raises:
             TypeError: There is no such ``map_location``, or another keyword argument.
@@ -208,12 +208,12 @@ class Attachment(BaseAttachment):
             )
         self.wait()
         project = Project.of(self._accelerator) if root is None else None
-        folder = Path() if project is not None else _given(root)
+        given = Path() if project is not None else _given(root)
 
         def find() -> Path | None:
             if project is not None and resume in ("auto", "must"):
                 return project.resume_from(must=resume == "must")
-            return options.find(folder, (ACCELERATE,))
+            return options.find(given, (ACCELERATE,))
 
         def load(path: Path) -> LoadReport | None:
             self.load_state(path, strict=strict)
@@ -242,7 +242,7 @@ class Attachment(BaseAttachment):
         self.close()
         self._originals["end_training"]()
 
-    # Beyond them
+    # What a script calls besides
 
     def wait(self) -> None:
         """Wait until no save is in flight.

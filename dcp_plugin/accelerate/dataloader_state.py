@@ -157,6 +157,11 @@ class Tracker:
         self._owner = owner_of_sampler(loader)
         if self._owner is not None and not isinstance(self._owner.sampler, TrackedSampler):
             self._owner.sampler = TrackedSampler(self._owner.sampler)
+        equal_batches = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
+        self._counts = equal_batches and not hasattr(loader.dataset, "state_dict")
+        """Whether the place in the data is a number of samples: all batches are as large as their sampler says, and the
+        dataset has no state."""
+        self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         _TrackedIter(self, loader.base_dataloader).install()
 
     @classmethod
@@ -222,7 +227,7 @@ class Tracker:
 
     def own_state(self) -> Any:
         """The state of a stateful loader over a dataset that only the dataset itself can find its place in."""
-        if not self._is_stateful() or self._counts():
+        if not self._is_stateful or self._counts:
             return None
         return self.loader.state_dict() if self._resumed is None else self._resumed.own_state
 
@@ -233,7 +238,7 @@ class Tracker:
         self.loader.set_epoch(position["epoch"])
         if own_state is not None:
             self.loader.load_state_dict(own_state)
-        counts_itself = self._is_stateful() and self._counts()
+        counts_itself = self._is_stateful and self._counts
         if counts_itself:
             # A StatefulDataLoader holds a first iterator from the moment it was made, with an order of its own.
             with torch.random.fork_rng(devices=[]):
@@ -302,20 +307,11 @@ class Tracker:
         return 1
 
     def _samples_per_batch(self) -> int:
-        if not self._counts():
+        if not self._counts:
             return 0
         if isinstance(self.loader, DataLoaderDispatcher):
             return int(self.loader.batch_sampler.batch_size)
         return int(self.loader.total_batch_size)
-
-    def _counts(self) -> bool:
-        """Whether the place in the data is a number of samples: all batches are as large as their sampler says, and
-        the dataset has no state."""
-        equal = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
-        return equal and not hasattr(self.loader.dataset, "state_dict")
-
-    def _is_stateful(self) -> bool:
-        return bool(getattr(self.loader, "use_stateful_dataloader", False))
 
 
 def _untracked_iter(base: Any) -> Iterator[Any]:

@@ -40,9 +40,9 @@ _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Under which folders and names Accelerate looks for the models and optimizers of these names."""
-    found = {_model_folder(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
-    found.update({_optimizer_folder(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)})
+    """Under which directories and names Accelerate looks for the models and optimizers of these names."""
+    found = {_model_directory(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
+    found.update({_optimizer_directory(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)})
     return found
 
 
@@ -125,11 +125,11 @@ def load(
 
 def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
-        checkpointer.load({_STOCK_MODEL: model}, path / _model_folder(number), strict=strict)
+        checkpointer.load({_STOCK_MODEL: model}, path / _model_directory(number), strict=strict)
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
         owners = {f"of_{name}": model for name, model in training.models.items()}
-        checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_folder(number), only_optimizer)
+        checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_directory(number), only_optimizer)
 
 
 def _load_full_state(
@@ -163,14 +163,14 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
 
 
 def _is_sharded(path: Path) -> bool:
-    return (path / _model_folder(0) / METADATA).exists()
+    return (path / _model_directory(0) / METADATA).exists()
 
 
-def _model_folder(number: int) -> str:
+def _model_directory(number: int) -> str:
     return f"pytorch_model_fsdp_{number}"
 
 
-def _optimizer_folder(number: int) -> str:
+def _optimizer_directory(number: int) -> str:
     return f"optimizer_{number}"
 
 
@@ -179,8 +179,8 @@ class Project:
     """The checkpoints of automatic naming, ``<project_dir>/checkpoints/checkpoint_<iteration>``.
 
     Accelerate's own rotation deletes the oldest before the new one is written, and its choice of the newest is the last
-    name in the folder, whatever is in it. Here only a committed checkpoint is the newest, and only after the new one is
-    committed an old one is deleted.
+    name in the directory, whatever is in it. Here only a committed checkpoint is the newest, and only after the new one
+    is committed an old one is deleted.
 
     Raises:
         ValueError: The project is at a URL.

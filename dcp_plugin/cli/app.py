@@ -55,14 +55,13 @@ def inspect_command(
     """What is in a checkpoint."""
     with _told():
         info = inspect(path)
-    out = _console()
     table = Table("key", "shape", "dtype", "bytes")
     for tensor in info.tensors:
         table.add_row(tensor.key, _shape(tensor.shape), tensor.dtype, f"{tensor.nbytes:,}")
     for key in info.values if values else ():
         table.add_row(key, "", "", "")
-    out.print(table)
-    _say(out, str(info))
+    _console().print(table)
+    typer.echo(str(info))
 
 
 @app.command("verify")
@@ -70,7 +69,7 @@ def verify_command(path: _PATH) -> None:
     """Read every byte and compare it with its checksum. Exits with 1 if one differs."""
     with _told():
         report = verify(path)
-    _say(_console(), str(report))
+    typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -83,7 +82,7 @@ def list_command(root: _ROOT) -> None:
     with _told():
         found = list_checkpoints(root)
     if not found:
-        _say(_console(), f"{root}: no checkpoint is there, or below.")
+        typer.echo(f"{root}: no checkpoint is there, or below.")
         return
     table = Table("checkpoint", "step", "state")
     for state in found:
@@ -140,25 +139,23 @@ def _rename(text: str) -> tuple[str, str]:
 
 
 def _print_plan(plan: PlannedLoad) -> None:
-    out = _console()
     table = Table("target", "checkpoint", "shape", "dtype", "bytes")
     for item in plan.items:
         there = item.stored if item.stored != item.key else "="
         converted = item.target_dtype and item.target_dtype != item.dtype
         dtype = f"{item.dtype} -> {item.target_dtype}" if converted else item.dtype
         table.add_row(item.key, there, _shape(item.shape), dtype, f"{item.nbytes:,}")
-    out.print(table)
+    _console().print(table)
     told = set(" ".join([plan.error, *plan.warnings]).replace(",", " ").split())
     for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
         if not told.issuperset(keys):  # all of them here, or all of them there
             for key in keys:
-                _say(out, f"{label}: {key}")
+                typer.echo(f"{label}: {key}")
     for warning in plan.warnings:
-        _say(out, f"warning: {warning}")
+        typer.echo(f"warning: {warning}")
     left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""
-    _say(
-        out, f"{len(plan.items)} items, {plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB) of {plan.path}{left_out}"
-    )
+    size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
+    typer.echo(f"{len(plan.items)} items, {size} of {plan.path}{left_out}")
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -169,10 +166,6 @@ def _console() -> Console:
     """As wide as the terminal; in a pipe, wide enough for any key."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=400)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)
 
 
 def _fail(message: str) -> None:

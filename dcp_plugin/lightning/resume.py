@@ -121,8 +121,8 @@ class Resume:
         if moment.between_epochs:
             _lightning.complete_epoch(fit_loop)
         rank, data_ranks = data_rank(trainer)
-        saved_on, device = frozenset(map(int, rng_states)), trainer.strategy.root_device
-        streams = SavedStreams(saved_on, trainer.global_rank, trainer.world_size, device)
+        saved_on = frozenset(int(saved) for saved in rng_states if saved.isdecimal())
+        streams = SavedStreams(saved_on, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
         if streams.about_new_ranks:
             rank_zero_info(f"The checkpoint has {streams.about_new_ranks}.")
         return cls(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound, SaveFailed
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, SaveFailed
 from dcp_plugin.format import METADATA, SUMMARY
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base
@@ -37,16 +37,28 @@ _DEPTH = 6
 
 
 def latest(root: PathLike) -> Path | None:
-    """The newest checkpoint at or below ``root`` that a training can go on from; None if there is none.
+    """The newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
 
-    Never a torn one. A committed one whose files have been cut or lost since, by a copy that was interrupted for one,
-    is passed over with a warning in the log.
+    A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over with
+    a warning in the log. What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this
+    package counts, under any name, if it has the state of a training; weights alone do not.
 
-    What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this package counts, under
-    any name, if it has the state of a training; weights alone do not. If nothing is left but what cannot be resumed
-    from, a ``UserWarning`` names it.
+    Args:
+        root: Where to look, up to six directories deep.
+
+    Returns:
+        Its path; None if there is none. If only what cannot be resumed from is there, a ``UserWarning`` names it.
+
+    Raises:
+        ValueError: ``root`` is a URL.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.save({"step": 1}, "run/step-1")
+        >>> dcp_plugin.latest("run").name
+        'step-1'
     """
-    found = _newest(root)
+    found = find_newest(root)
     found.warn(root)
     return found.path
 
@@ -63,58 +75,22 @@ def reason_to_pass_over(path: PathLike) -> str:
 def list_checkpoints(root: PathLike) -> list[CheckpointState]:
     """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
 
-    Links are not followed. What a crash left in flight is listed as not committed.
-    """
-    return sorted(_scan(local_path(root), _DEPTH), key=lambda state: (state.time, state.step or -1))
-
-
-def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
-    """What to resume from.
-
     Args:
-        resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
-            ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
-        root: Where the run's checkpoints are, see :func:`latest`.
+        root: Where to look, up to six directories deep. Links are not followed.
+
+    Returns:
+        Their states. What a crash left in flight is listed as not committed, with the reason.
 
     Raises:
-        CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
-        CheckpointIncomplete: The path is a torn checkpoint.
-        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
-            damage: a run that never completed one starts anew.
+        ValueError: ``root`` is a URL.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.save({"step": 1}, "run/step-1", step=1)
+        >>> [(state.step, state.committed) for state in dcp_plugin.list_checkpoints("run")]
+        [(1, True)]
     """
-    return resolve(resume, root)
-
-
-def resolve(
-    resume: str | PathLike, root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None
-) -> Path | None:
-    """:func:`resolve_resume` for an integration.
-
-    Args:
-        tools: Whose checkpoints the integration resumes from, besides our own.
-        init_from: What another tool saved there is what the run was warm-started from, and no checkpoint of its own.
-    """
-    if resume == "never":
-        return None
-    if resume in ("auto", "must"):
-        found = _newest(root, tools, init_from)
-        if found.path is None and resume == "must":
-            reasons = f" Passed over: {found.said()}." if found.said() else ""
-            raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
-        if found.path is None and any(map(_was_published, found.passed_over)):
-            raise CheckpointCorrupt(
-                f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start without "
-                "them, say resume=never."
-            )
-        found.warn(root)
-        return found.path
-    path = commit.locate(local_path(resume))
-    reason = commit.uncommitted_reason(path) if path.is_dir() else ""
-    if reason:
-        raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
-    if not path.exists():
-        raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
-    return path
+    return sorted(_scan(local_path(root), _DEPTH), key=lambda state: (state.time, state.step or -1))
 
 
 def numbered(root: Path, prefix: str) -> list[tuple[int, Path]]:
@@ -216,7 +192,7 @@ def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool
 
 
 @dataclass(frozen=True)
-class _Found:
+class Newest:
     """The newest checkpoint that can be resumed from, and what is newer and cannot, newest first."""
 
     path: Path | None
@@ -242,13 +218,13 @@ class _Found:
             )
 
 
-def _newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> _Found:
+def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> Newest:
     of_others: list[Saved] = []
     states = list(_scan(local_path(root), _DEPTH, of_others))
     if init_from is not None:
         source = local_path(init_from)
         of_others = [one for one in of_others if source not in (one.path, *one.path.parents)]
-    found = _Found(None, [])
+    found = Newest(None, [])
     for one in _examined([*states, *in_order(of_others)], tools):
         if not one.reason:
             found = replace(found, path=one.path)
@@ -274,7 +250,7 @@ def _age(one: CheckpointState | Saved) -> tuple[float, int]:
     return (one.time, -1) if isinstance(one, Saved) else (one.time, one.step or -1)
 
 
-def _was_published(state: CheckpointState | Saved) -> bool:
+def was_published(state: CheckpointState | Saved) -> bool:
     """Whether this was a checkpoint of ours once, and not only a save that was interrupted."""
     if isinstance(state, Saved):
         return False
