@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ from tests.finetune import WIDTH, build, finished_saves, train
 
 LAYER = WIDTH * WIDTH * 4
 FIRST = "backbone.0.weight"
-
-
-@pytest.fixture
-def events() -> Iterator[list[SaveFinished]]:
-    with finished_saves() as noted:
-        yield noted
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
-
-
-@pytest.fixture
-def events() -> Iterator[list[SaveFinished]]:
-    with finished_saves() as noted:
-        yield noted
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
