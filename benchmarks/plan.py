@@ -41,8 +41,8 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.local_inventory import Holding
-from dcp_plugin.planning.plan_exchange import Exchange, Planned, in_table_order
+from dcp_plugin.planning.local_inventory import LocalInventory
+from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
@@ -165,14 +165,16 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     figures = Figures()
     mailbox, again = _Mailbox(ranks), _Mailbox(ranks)
     results: list[bytes] = [b""] * ranks
-    plans: list[Planned] = []
+    plans: list[RankPlan] = []
 
     def rank_of_a_save(rank: int) -> None:
         state = dict(_state(mesh, rank, ranks, tensors))
-        exchange = Exchange()
+        exchange = PlanExchange()
 
-        def plan(box: _Mailbox) -> tuple[Planned, list[WriteItem]]:
-            planned, _ = exchange.plan("plan", _Thread(rank, box), lambda: Holding.of_state(state, {}), lambda: None)
+        def plan(box: _Mailbox) -> tuple[RankPlan, list[WriteItem]]:
+            planned, _ = exchange.plan(
+                "plan", _Thread(rank, box), lambda: LocalInventory.of_state(state, {}), lambda: None
+            )
             return planned, planned.items
 
         begin = time.thread_time()
