@@ -1,4 +1,6 @@
+# make check   ruff, mypy and the fast tests, in three minutes: while working
 # make test    all tests, but for those that take minutes each: make test-long
+# make test-faults   every fault at every call of a save, and every state after a loss of power (half an hour)
 # make lint    ruff and mypy          make demo    the demonstration
 # make bench   every benchmark        make clean   remove what these made
 #
@@ -14,10 +16,17 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help test test-long lint demo bench clean
+.PHONY: help check test test-long test-faults lint demo bench clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
+
+# No ranks, no frameworks, and none of the files that start scripts.
+SCRIPTS := async_save benchmarks cli cuda documentation torch_canary when_busy
+FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
+
+check: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not ranks" $(FAST) $(ARGS)
 
 # Two files of tests at a time: ranks wait for each other, and for the disk, most of the time.
 test: $(READY)
@@ -25,6 +34,9 @@ test: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+test-faults: $(READY)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dcp_plugin as dcp
 from benchmarks._harness import CONTEXT
 from dcp_plugin._torch import sharded_value
-from dcp_plugin.planning.load_balance import Held, partition
+from dcp_plugin.planning.load_balance import HeldBoxes, balance_load
 
 HIDDEN, VOCABULARY, LAYERS, SHARDS = 2048, 32000, 16, 8
 SMALLEST = ["--replicas", "2", "--mib", "1", "--ranks", "2", "--repeats", "1"]
@@ -46,9 +46,9 @@ def balance(replicas: int) -> dict[str, Any]:
     sizes = np.array([(rows // SHARDS, columns) for rows, columns in SHAPES for _ in range(SHARDS)])
     ranks = np.concatenate([np.arange(shard, world_size, SHARDS) for _ in SHAPES for shard in range(SHARDS)])
     count = np.full(len(sizes), replicas)
-    held = Held(sizes, np.full(len(sizes), 4), np.cumsum(count) - count, count, ranks)
+    held = HeldBoxes(sizes, np.full(len(sizes), 4), np.cumsum(count) - count, count, ranks)
     begin = time.process_time()
-    parts = partition(held, world_size, 1 << 30)
+    parts = balance_load(held, world_size, 1 << 30)
     seconds = time.process_time() - begin
     written = np.zeros(world_size)
     np.add.at(written, ranks[held.first[parts.box] + parts.holder], parts.sizes.prod(axis=1) * 4)

@@ -34,14 +34,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_plugin.format import index_file
 from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.columns import Location, Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
-from dcp_plugin.planning.plan_exchange import Exchange, Planned, in_table_order
-from dcp_plugin.planning.save import ShardedSavePlanner
+from dcp_plugin.planning.local_inventory import LocalInventory
+from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
@@ -164,15 +165,16 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     figures = Figures()
     mailbox, again = _Mailbox(ranks), _Mailbox(ranks)
     results: list[bytes] = [b""] * ranks
-    plans: list[Planned] = []
+    plans: list[RankPlan] = []
 
     def rank_of_a_save(rank: int) -> None:
-        planner = ShardedSavePlanner()
-        planner.take(dict(_state(mesh, rank, ranks, tensors)), {})
-        exchange = Exchange()
+        state = dict(_state(mesh, rank, ranks, tensors))
+        exchange = PlanExchange()
 
-        def plan(box: _Mailbox) -> tuple[Planned, list[WriteItem]]:
-            planned, _ = exchange.plan("plan", _Thread(rank, box), planner.holding, lambda: None)
+        def plan(box: _Mailbox) -> tuple[RankPlan, list[WriteItem]]:
+            planned, _ = exchange.plan(
+                "plan", _Thread(rank, box), lambda: LocalInventory.of_state(state, {}), lambda: None
+            )
             return planned, planned.items
 
         begin = time.thread_time()
@@ -213,7 +215,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     def commit() -> tuple[bytes, bytes]:
         places = Places.joined([pickle.loads(result) for result in results]).take(in_table_order(global_plan))
         index = CheckpointIndex.of(global_plan.table, places, dict.fromkeys(places.files, 1 << 50))
-        return index.encode(), encode(index, StorageMeta())
+        return index_file.encode(index), encode(index, StorageMeta())
 
     encoded, metadata = figures.time("commit", commit)
     (directory / "index").write_bytes(encoded)
@@ -226,9 +228,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
     }
     digest = fingerprint(encoded)
-    index = figures.time(
-        "read", lambda: CheckpointIndex.decode((directory / "index").read_bytes(), digest, "the index")
-    )
+    index = figures.time("read", lambda: index_file.decode((directory / "index").read_bytes(), digest, "the index"))
 
     def local() -> None:
         planner = ShardedLoadPlanner()

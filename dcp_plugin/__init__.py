@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dcp_plugin.loading.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
-    from dcp_plugin.runs.catalog import latest, list_checkpoints, resolve_resume
+    from dcp_plugin.runs.catalog import latest, list_checkpoints
     from dcp_plugin.runs.inspect import inspect, verify
-    from dcp_plugin.runs.resume import Restart
+    from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
@@ -56,11 +56,11 @@ _HOMES = {
         "UnsafeCheckpoint",
     ),
     "dcp_plugin.runs.inspect": ("inspect", "verify"),
-    "dcp_plugin.runs.catalog": ("latest", "list_checkpoints", "resolve_resume"),
+    "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
     "dcp_plugin.loading.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
-    "dcp_plugin.runs.resume": ("Restart",),
+    "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),

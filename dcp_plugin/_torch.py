@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory,
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 __all__ = [
-    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "laid_out_like", "load_mapped",
+    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "laid_out_like",
     "load_structure", "pickled_tensor", "record_offset", "settled", "shape_of", "sharded_like", "sharded_value",
     "with_memory",
 ]  # fmt: skip
@@ -55,7 +54,7 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
         CheckpointMismatch: It has nothing that could be stored or filled. Without the key.
     """
     if type(value) in EXACTLY_TENSORS and not hasattr(value, "global_shape"):
-        return _of_whole(value, any_rank)
+        return _of_full(value, any_rank)
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
         chunks = [
@@ -75,7 +74,7 @@ def sharded_value(value: Any, any_rank: bool = False) -> ShardedValue:
         return _of_protocol(value, tuple(value.shape), value.dtype)
     if all(hasattr(value, name) for name in _CHECKPOINTABLE):
         return _of_chunks(tuple(value.global_shape), value.dtype, _told_by_fields(value))
-    return _of_whole(value, any_rank)
+    return _of_full(value, any_rank)
 
 
 _CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -83,12 +82,12 @@ _CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_siz
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective that may still be under way, when it is there; any other tensor as it is."""
+    """The result of a collective, once it has finished; any other tensor as it is."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def _of_whole(value: torch.Tensor, any_rank: bool) -> ShardedValue:
-    """A tensor of which each rank has all."""
+def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
+    """Describe a tensor of which each rank has all."""
     if is_stored_whole(value):
         require_parts(value)
         shape = tuple(value.shape)
@@ -102,19 +101,19 @@ def _of_whole(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)
 
 
-def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], whole: Any = None) -> ShardedValue:
-    """A tensor that is distributed."""
+def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:
+    """Describe a distributed tensor."""
     stored_whole = any(is_stored_whole(chunk.tensor) for chunk in chunks)
     for chunk in chunks:
         (require_parts if stored_whole else require_memory)(chunk.tensor)
-    return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, whole=whole)
+    return ShardedValue(shape, dtype, tuple(chunks), not stored_whole, stored_whole=stored_whole, origin=origin)
 
 
 def _chunk(offsets: Shape, sizes: Shape, tensor: torch.Tensor) -> LocalChunk:
     return LocalChunk(offsets, sizes, tensor if is_stored_whole(tensor) else tensor.detach())
 
 
-def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, whole: Any = None) -> ShardedValue:
+def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, origin: Any = None) -> ShardedValue:
     """A tensor with DCP's protocol ``_Checkpointable``, without the chunks that have no elements."""
     found = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
@@ -123,7 +122,7 @@ def _of_protocol(value: Any, shape: Shape, dtype: torch.dtype, whole: Any = None
             found.append(_chunk(tuple(chunk.offsets), tuple(chunk.sizes), shard))
     if found:  # LocalShardsWrapper tells another dtype than that of its shards
         dtype = found[0].tensor.dtype
-    return _of_chunks(shape, dtype, found, whole)
+    return _of_chunks(shape, dtype, found, origin)
 
 
 def _told_by_fields(value: Any) -> list[LocalChunk]:
@@ -158,8 +157,8 @@ def _check_inside(offsets: Shape, sizes: Shape, shape: Shape) -> None:
 
 
 def laid_out_like(value: Any, parameter: Any) -> Any:
-    """A tensor that belongs to a parameter, as distributed as that: with its fields of ``CheckpointableTensor``, which
-    ``detach()`` and ``zeros_like()`` lose. Any other value as it is."""
+    """A tensor that belongs to a parameter, with the fields of ``CheckpointableTensor`` that the parameter has, and
+    that ``detach()`` and ``zeros_like()`` lose. Any other value as it is."""
     if not hasattr(parameter, "global_shape") or not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "global_shape") or value.shape != parameter.shape:
@@ -171,7 +170,7 @@ def laid_out_like(value: Any, parameter: Any) -> Any:
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The shape of the whole tensor; None if it can be neither stored nor filled."""
+    """The global shape of a tensor; None if it can be neither stored nor filled."""
     try:
         return sharded_value(value).shape
     except CheckpointMismatch:
@@ -317,15 +316,9 @@ def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
-def load_structure(path: Path) -> Any:
+def load_structure(file: BinaryIO) -> Any:
     """What a ``torch.save`` file holds, with tensors on the meta device: no payload is read."""
-    with open(path, "rb") as file:  # given a path, torch goes by its suffix
-        return torch.load(file, map_location="meta", weights_only=True)
-
-
-def load_mapped(path: Path) -> Any:
-    """What a ``torch.save`` file holds, with tensors that are the mapped file."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return torch.load(file, map_location="meta", weights_only=True)
 
 
 def record_offset(tensor: torch.Tensor) -> int | None:

@@ -24,7 +24,22 @@ def save(
 ) -> None:
     """Save ``state`` as the checkpoint ``path``, and return when it is published. Collective.
 
-    See :meth:`Checkpointer.save`. For saves in the background keep a :class:`Checkpointer`.
+    Args:
+        state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
+        path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
+        step: Recorded in the checkpoint.
+        config: Defaults to ``CheckpointConfig()``.
+        overrides: Fields of the configuration.
+
+    Raises:
+        ValueError: ``async_save`` is set: that needs a :class:`Checkpointer` that lives longer than this call.
+        CheckpointError: As :meth:`Checkpointer.save`, on every rank. What was at ``path`` is untouched.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> dcp_plugin.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, "checkpoints/step-1", step=1)
+        >>> dcp_plugin.inspect("checkpoints/step-1").step
+        1
     """
     checkpointer = Checkpointer(CheckpointConfig.merge(config, ("step",), **overrides))
     if checkpointer.config.async_save:
@@ -43,7 +58,31 @@ def load(
     config: CheckpointConfig | None = None,
     **overrides: Any,
 ) -> LoadReport:
-    """Load the checkpoint ``path`` into ``state``, in place. Collective. See :meth:`Checkpointer.load`."""
+    """Load the checkpoint ``path`` into ``state``, in place. Collective.
+
+    Args:
+        state: As for :func:`save`. Modules and optimizers may be wrapped and sharded in another way than at the save.
+        path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
+        partial: Which keys of ``state`` to load, and from where. Without it, all.
+        strict: Whether missing and unexpected keys are errors.
+        config: Defaults to ``CheckpointConfig()``.
+        overrides: Fields of the configuration.
+
+    Returns:
+        What was loaded, missing, unexpected and converted.
+
+    Raises:
+        CheckpointError: As :meth:`Checkpointer.load`, on every rank. If anything does not fit, nothing is overwritten.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> dcp_plugin.save({"weights": torch.arange(3.0), "epoch": 3}, "run/step-1")
+        >>> state = {"weights": torch.zeros(3), "epoch": 0}
+        >>> dcp_plugin.load(state, "run/step-1").loaded
+        ['weights', 'epoch']
+        >>> state
+        {'weights': tensor([0., 1., 2.]), 'epoch': 3}
+    """
     checkpointer = Checkpointer(CheckpointConfig.merge(config, ("partial", "strict"), **overrides))
     try:
         return checkpointer.load(state, path, partial, strict)

@@ -1,12 +1,8 @@
-"""Save and load live objects: the one thing that every door talks to.
+"""The class that every integration talks to: :class:`Checkpointer` saves and loads live objects.
 
-A save goes one way: gather the state (and stage it on the host, :mod:`~dcp_plugin.saving.gather`), then plan, write and
-publish it (:mod:`~dcp_plugin.saving.job`). With ``async_save`` everything after staging runs in a background thread
-(:mod:`~dcp_plugin.saving.queue`). A load goes one way, too (:mod:`~dcp_plugin.loading.load`): open, want,
-plan, read, take.
-
-In a load ranks agree on each step that can fail: to open, to compare, to read, to take. No rank's part of it depends on
-another's, unless they share the reading. Where they meet in a save is said there.
+A save is a pipeline of stages (:mod:`~dcp_plugin.saving.job`): gather the state, stage it on the host, plan, write,
+publish. With ``async_save`` everything after staging runs in a thread (:mod:`~dcp_plugin.saving.queue`). A load is
+:mod:`~dcp_plugin.loading.load`. Every step of either that can fail on one rank ends in an all-or-none collective.
 """
 
 from __future__ import annotations
@@ -18,31 +14,26 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dcp_plugin import events
-from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.stock_views import Aliases, Views
+from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.planning.save import encode_state
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.saving import sigterm
-from dcp_plugin.saving.gather import Gathered
-from dcp_plugin.saving.job import Saving
+from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
-from dcp_plugin.state.adapters import adapters_of, gather_state
-from dcp_plugin.state.annotations import live_objects
 from dcp_plugin.state.names import module_cache
-from dcp_plugin.storage.open import Opened
-from dcp_plugin.storage.writer import ShardedWriter
-from dcp_plugin.types import LoadReport, ShardedValue
+from dcp_plugin.storage.writer import Publication
+from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -57,25 +48,40 @@ class Checkpointer:
         config: Defaults to ``CheckpointConfig()``.
         solo: This process alone saves and loads; no collectives.
         overrides: Fields of the configuration.
+
+    Raises:
+        ValueError, TypeError: A setting is refused, see :class:`CheckpointConfig`.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> state = {"model": torch.nn.Linear(2, 2), "step": 1}
+        >>> checkpointer = dcp_plugin.Checkpointer(async_save=True)
+        >>> handle = checkpointer.save(state, "run/step-1", step=1)  # training may go on now
+        >>> handle.wait()
+        >>> checkpointer.load(state, "run/step-1").missing
+        []
+        >>> checkpointer.close()
     """
 
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         self._solo = solo
-        self._ranks: Ranks | None = None
-        self._aside: Ranks | None = None
-        self._pools = [HostPool() for _ in range(1 + self._may_wait_in_line)]
+        aside = self.config.async_save and self.config.when_busy != "wait"
+        self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
+        self._may_go_on = int(self.config.async_save and self.config.when_busy == "queue")
+        """How many saves may be in flight when another one begins."""
+        self._pools = [HostPool() for _ in range(1 + self._may_go_on)]
         self._saves = 0
-        self._saving = Saving(self.config)
+        self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
-        self._writes_come_unannounced = False
+        self._lazy = self.config.staging == "lazy"
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Say that nobody has closed this, as an open file does. Leaving the group is no work for here: the other
-        ranks need not be at the same point. What a program has when it ends is no leak."""
+        """Warn when a Checkpointer is dropped while it holds resources, unless the program ends. The group is not left
+        here: the other ranks need not be at the same point."""
         if _program_ends() or not hasattr(self, "_queue"):  # a setting was refused, and nothing made
             return
-        held = ["a process group" for ranks in (self._ranks, self._aside) if ranks is not None and ranks.holds_group]
+        held = ["a process group"] * self._groups.held
         held += [f"{pool.nbytes:,} bytes of host memory" for pool in self._pools if pool.nbytes]
         if held:
             said = f"a Checkpointer that nobody has closed has {' and '.join(held)}: close() gives that back"
@@ -101,7 +107,7 @@ class Checkpointer:
             files: Called on every rank, before anything else happens, with the directory in which the checkpoint is
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
-            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.format.stock_views`.
+            views: More tables of contents for stock loaders, see :mod:`dcp_plugin.format.metadata`.
             owners: Modules and optimizers whose state dicts are in ``state`` without themselves. With
                 ``staging="lazy"``: what is theirs may be copied later, too.
             aliases: More keys for stock loaders, see there too.
@@ -127,20 +133,13 @@ class Checkpointer:
             if self._to_be_skipped(handle.path):
                 handle.set_skipped()
                 return handle
-            ranks = self._meet_again(self._may_wait_in_line)
-            writer = self._writer(handle.path, step, views, aliases)
+            ranks = self._meet_again(self._may_go_on)
+            publication = Publication(handle.path, LocalDisk(self.config.direct_io))
             if files is not None:
-                self._add_files(writer, self._front(ranks), files)
-            job = Gathered(self.config, handle.path, step, writer, began, dict(kinds or {}))
-            if self.config.async_save:
-                self._save_in_background(handle, job, ranks, state, owners)
-                return handle
-            with _collector_paused(), events.progress_line(handle.path, self._shows_progress(ranks)):
-                with module_cache():
-                    job.gather(state, self._saving.omission, list(owners))
-                job.describe()
-                event = self._saving.write(job, ranks)
-            handle.set_published(event)
+                self._add_files(publication, files)
+            request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
+            run = self._save_in_background if self.config.async_save else self._save_now
+            run(handle, LiveState(state, kinds or {}, list(owners)), request, ranks)
         return handle
 
     def load(
@@ -178,20 +177,8 @@ class Checkpointer:
             with _collector_paused():
                 loading = Loading(ranks, self.config, local_path(path), partial, strict)
                 report = loading.run(state)
-            if self._saving.reuse is not None:
-                self._saving.reuse.loaded(loading.opened.path)
-            if self._saving.omission.remembers:
-                ranks.agree(f"remember what {path} has", lambda: self._remember(state, report, loading.opened))
+            self._saving.loaded(state, report, loading.opened, ranks)
             return report
-
-    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
-        modules = [part for part in adapters_of(state) if part.kind == "module"]
-        leaves, _ = gather_state(modules)
-        flat = encode_state(
-            {k: leaf for k, leaf in leaves.items() if is_tensor(leaf) or isinstance(leaf, ShardedValue)}
-        )
-        names = {key: report.renamed.get(key, key) for key in report.loaded if key in flat}
-        self._saving.omission.loaded(flat, names, opened)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank.
@@ -215,12 +202,12 @@ class Checkpointer:
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all_but(0)
             take_off_hooks()
-            _raise(first_untold(ended))
+            Attempt(None, first_untold(ended)).get()
 
     @property
     def ranks(self) -> Ranks:
-        """The group of ranks that save and load together, for a door that has something to agree on. Collective."""
-        return self._front(self._meet())
+        """The group in which an integration lets all ranks agree on something. Collective."""
+        return self._groups.front()
 
     def all_ranks_come_to(self, step: str, within: float) -> bool:
         """Whether every rank calls this, in a situation in which some may not; True for a rank alone.
@@ -229,7 +216,8 @@ class Checkpointer:
         """
         if self._solo:
             return True
-        return self._ranks is not None and self._ranks.usable and self._ranks.all_come_to(step, within)
+        ranks = self._groups.known
+        return ranks is not None and ranks.usable and ranks.all_come_to(step, within)
 
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
@@ -245,60 +233,26 @@ class Checkpointer:
                 for pool in self._pools:
                     pool.free()
                 self._saving.forget_plan()
-                for ranks in (self._ranks, self._aside):
-                    if ranks is not None:
-                        ranks.close()
-                self._ranks = self._aside = None
-
-    @property
-    def _lazy(self) -> bool:
-        return self.config.staging == "lazy" and not self._writes_come_unannounced
-
-    @property
-    def _may_wait_in_line(self) -> int:
-        """How many saves may be in flight when another one begins."""
-        return int(self.config.async_save and self.config.when_busy == "queue")
-
-    def _meet(self) -> Ranks:
-        """The group of ranks; made at the first use, and again after a failure or a new default group."""
-        if self._solo:
-            return Ranks()
-        if self._ranks is None or not self._ranks.usable:
-            ranks = Ranks.of_default_group(self.config.timeout)
-            try:
-                ranks.combine("compare the configurations", self.config.of_all_ranks, _all_the_same)
-            except Exception:
-                ranks.close()
-                raise
-            self._ranks = ranks
-        return self._ranks
-
-    def _front(self, ranks: Ranks) -> Ranks:
-        """The group in which the calling thread may talk. Saves in flight use the other one, unless all were waited
-        for."""
-        if self._solo or not self.config.async_save or self.config.when_busy == "wait":
-            return ranks
-        if self._aside is None or not self._aside.usable:
-            self._aside = Ranks.of_default_group(self.config.timeout)
-        return self._aside
+                self._groups.close()
 
     def _meet_again(self, may_go_on: int = 0) -> Ranks:
-        """The group of ranks, after all saves in flight but the last ``may_go_on``.
+        """The group of ranks, after all saves in flight but the last ``may_go_on`` have ended.
 
-        The failure of those waited for is known to all ranks, but some may have been told through their handle: then
-        all raise if any has not. A group that a save in flight has just lost is left alone: the others may not have
-        noticed yet, and making one is collective. The next call that waits for that save makes it.
+        All ranks know the failures of these saves, but on some the handle may have raised them already: then all
+        raise if any has not. A group that a save in flight has just lost stays: other ranks may not have noticed
+        yet, and making a new one is collective. The next call that waits for that save makes it.
         """
         ended = self._queue.wait_for_all_but(may_go_on)
         take_off_hooks()
-        told = first_untold(ended)
-        ranks = self._ranks if self._queue.handles and self._ranks is not None else self._meet()
+        untold = first_untold(ended)
+        known = self._groups.known
+        ranks = known if self._queue.handles and known is not None else self._groups.main()
         if any(handle.exception() is not None for handle in ended):
             try:
-                ranks.agree("go on after a failed save", lambda: _raise(told))
+                ranks.agree("go on after a failed save", Attempt(None, untold).get)
             except Exception:
-                if told is not None:
-                    raise told from told.__cause__  # as it was raised in the background, traceback and all
+                if untold is not None:
+                    raise untold from untold.__cause__  # as it was raised in the background, traceback and all
                 raise
         return ranks
 
@@ -306,7 +260,7 @@ class Checkpointer:
         """Whether rank 0 is still busy with an earlier save: then no rank saves."""
         if not self.config.async_save or self.config.when_busy != "skip":
             return False
-        front = self._front(self._meet() if self._ranks is None else self._ranks)
+        front = self._groups.front()
         busy = front.from_zero(
             "see whether a save is in flight", lambda: not all(h.done() for h in self._queue.handles)
         )
@@ -314,62 +268,71 @@ class Checkpointer:
             logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
         return busy
 
-    def _writer(self, path: Path, step: int | None, views: Views | None, aliases: Aliases | None) -> ShardedWriter:
-        config = self.config
-        return ShardedWriter(
-            path,
-            step=step,
-            io_threads=config.io_threads,
-            direct_io=config.direct_io,
-            checksum=config.checksum,
-            views=views,
-            reuse=self._saving.reuse,
-            aliases=aliases,
-        )
+    def _add_files(self, publication: Publication, files: Callable[[Path], None]) -> None:
+        path, ranks = publication.path, self._groups.front()
 
-    def _save_in_background(
-        self, handle: SaveHandle, job: Gathered, ranks: Ranks, state: Mapping[str, Any], owners: Iterable[Any]
-    ) -> None:
-        pool, owners = self._pools[self._saves % len(self._pools)], list(owners)
+        def add() -> None:
+            publication.medium.join(directory, path)
+            files(directory)
+
+        try:
+            directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
+            ranks.agree(f"add files to {path}", add)
+        except Exception:
+            publication.discard()
+            raise
+
+    def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
+        with _collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
+            with module_cache():
+                staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
+            event = self._saving.run(request, staged, ranks)
+        handle.set_published(event)
+
+    def _save_in_background(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
+        copy = HostCopy(self._pools[self._saves % len(self._pools)], self._saving.encode)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
             with _collector_paused(), module_cache():
-                job.gather(state, self._saving.omission, owners)
-                job.snapshot_into(pool, [*live_objects(state), *owners] if self._lazy else [])
-            if job.snapshot is None or job.snapshot.complete:
+                gathered = Attempt.of(lambda: self._saving.gather(live))
+                begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
+            if copy.complete:
                 handle.set_staged()
-            job.blocked = time.monotonic() - job.began
-            self._queue.start(handle, lambda: self._copy(job, ranks), lambda _: self._write_in_background(job, ranks))
+            request = replace(request, blocked_seconds=time.monotonic() - request.began)
+            self._queue.start(
+                handle,
+                lambda: self._finish_copy(handle, begun, copy, ranks),
+                lambda staged: self._write_in_background(request, staged, ranks),
+            )
         finally:  # Ctrl-C comes also when the thread runs already
             if handle in self._queue.handles:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
             else:
-                job.release()  # nobody will make the copy that others wait for
+                copy.release()  # nobody will make the copy that others wait for
 
-    @staticmethod
-    def _add_files(writer: ShardedWriter, ranks: Ranks, files: Callable[[Path], None]) -> None:
-        path = writer.path
+    def _finish_copy(
+        self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks
+    ) -> Attempt[StagedState]:
         try:
-            directory = ranks.from_zero(f"reserve {path}", lambda: writer.reserve(among_other_files=True))
-            ranks.agree(f"add files to {path}", lambda: _add(writer, directory, files))
-        except Exception:
-            writer.discard()
-            raise
+            staged = begun.then(lambda _: copy.finish())
+            if copy.changed:
+                self._lazy = False
+                logger.warning(
+                    "rank %d: from now on saves copy the state before they return, as with staging='blocking': "
+                    "something that is not a step of an optimizer wrote to it while %s was being copied",
+                    ranks.rank,
+                    handle.path,
+                )
+            return staged
+        finally:
+            handle.set_staged()
+            copy.release()
 
-    def _copy(self, job: Gathered, ranks: Ranks) -> None:
-        job.copy()
-        if job.changed_meanwhile:
-            self._writes_come_unannounced = True
-            logger.warning(
-                "rank %d: from now on saves copy the state before they return, as with staging='blocking': something "
-                "that is not a step of an optimizer wrote to it while %s was being copied",
-                ranks.rank,
-                job.path,
-            )
-
-    def _write_in_background(self, job: Gathered, ranks: Ranks) -> events.SaveFinished:
-        with events.progress_notes(job.path, self._shows_progress(ranks)):
-            return self._saving.write(job, ranks)
+    def _write_in_background(
+        self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
+    ) -> events.SaveFinished:
+        with events.progress(request.path, self._shows_progress(ranks), in_background=True):
+            return self._saving.run(request, staged, ranks)
 
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
@@ -387,21 +350,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _all_the_same(said: list[dict[str, Any]]) -> None:
-    """Ranks that are told different things would wait for each other in different places."""
-    for rank, other in enumerate(said):
-        differ = [f"{name}={said[0][name]!r} and {value!r}" for name, value in other.items() if value != said[0][name]]
-        if differ:
-            raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")
-
-
-def _add(writer: ShardedWriter, directory: Path, files: Callable[[Path], None]) -> None:
-    writer.medium.join(directory, writer.path)
-    files(directory)
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -1,4 +1,4 @@
-"""The one configuration of every door: plain Python, Lightning, Accelerate, Hydra and the command line.
+"""The one configuration of every integration: plain Python, Lightning, Accelerate, Hydra and the command line.
 
 A field is documented once, here, as the text under its definition.
 """
@@ -36,11 +36,19 @@ def _refusing_typos(cls: C) -> C:
 @_refusing_typos
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are saved and loaded. Frozen: share one between doors without surprises.
+    """How checkpoints are saved and loaded. Frozen: one may be shared by several integrations.
 
     Raises:
         ValueError: A value is out of range; the message says which and why.
         TypeError: A value is of another type, as text from YAML or the environment may be; or a field does not exist.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.CheckpointConfig(async_save=True, keep_last=3).keep_last
+        3
+        >>> dcp_plugin.CheckpointConfig(keep_last=0)
+        Traceback (most recent call last):
+        ValueError: keep_last must be at least 1 or None, got 0: 0 would delete what was just saved.
     """
 
     async_save: bool = False
@@ -110,7 +118,7 @@ class CheckpointConfig:
     """Keys (globs) that are not saved. One that matches nothing is an error at the first save."""
 
     rng: bool = True
-    """Frameworks' doors save and restore the random number generators of every rank."""
+    """The framework integrations save and restore the random number generators of every rank."""
 
     keep_last: int | None = None
     """After a save, delete all but the newest N committed checkpoints next to it. ``None`` keeps all."""
@@ -142,6 +150,16 @@ class CheckpointConfig:
             value = getattr(self, field.name)
             if not fits(value):
                 raise TypeError(f"{field.name} must be {wanted}, got {value!r}.")
+        self._check_ranges()
+        for name in ("base", "events"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_local(getattr(self, name)))
+
+    def _check_ranges(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+                raise ValueError(f"{name} must be {known}, got {getattr(self, name)!r}.")
         if self.io_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
         if not self.timeout > 0:  # nor is NaN
@@ -154,22 +172,11 @@ class CheckpointConfig:
             raise ValueError(
                 "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
             )
-        if self.staging not in ("blocking", "lazy"):
-            raise ValueError(f"staging must be 'blocking' or 'lazy', got {self.staging!r}.")
         if self.staging == "lazy" and not self.async_save:
             raise ValueError(
                 "staging='lazy' needs async_save=True: a save that waits for the disk would copy nothing, and block as "
                 "long as ever. Give async_save=True, or leave staging out."
             )
-        if self.when_busy not in ("wait", "skip", "queue"):
-            raise ValueError(f"when_busy must be 'wait', 'skip' or 'queue', got {self.when_busy!r}.")
-        for name in ("direct_io", "read_broadcast", "progress", "stock_aliases"):
-            value = getattr(self, name)
-            if value not in (True, False, "auto"):
-                raise ValueError(f"{name} must be True, False or 'auto', got {value!r}.")
-        for name in ("base", "events"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_local(getattr(self, name)))
 
     @classmethod
     def merge(
@@ -180,7 +187,21 @@ class CheckpointConfig:
         ``async_save=False`` takes back what ``config`` says of staging.
 
         Args:
-            besides: What the door that was given the ``overrides`` takes by name besides them, for the error.
+            config: The configuration to change; the defaults if None.
+            besides: Further names that the caller takes beside the ``overrides``, for the error.
+
+        Returns:
+            A new configuration; ``config`` itself is unchanged.
+
+        Raises:
+            TypeError: An override is no field, or ``config`` is no configuration.
+            ValueError: A value is out of range.
+
+        Example:
+            >>> import dcp_plugin
+            >>> base = dcp_plugin.CheckpointConfig(keep_last=3)
+            >>> dcp_plugin.CheckpointConfig.merge(base, io_threads=4).keep_last
+            3
         """
         cls.refuse_unknown(overrides, ("config", *besides))
         if config is not None and not isinstance(config, cls):
@@ -191,18 +212,19 @@ class CheckpointConfig:
 
     @classmethod
     def refuse_unknown(cls, given: Iterable[str], besides: tuple[str, ...] = ()) -> None:
-        """
+        """Refuse names that are no field.
+
         Raises:
             TypeError: One of these is no field. The message names the nearest.
         """
         known = [*besides, *(field.name for field in fields(cls))]
-        said = []
+        unknown = []
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                said.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-        if said:
-            raise TypeError(f"there is no setting {', '.join(said)}. The settings are {', '.join(known)}.")
+                unknown.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+        if unknown:
+            raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(known)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:
         """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
@@ -210,7 +232,7 @@ class CheckpointConfig:
         return {name: getattr(self, name) for name in names}
 
     def that_waits(self, who: str) -> CheckpointConfig:
-        """This configuration, for a door behind which ``who`` deletes and notes down on the strength of a save.
+        """This configuration, for an integration in which ``who`` deletes and records checkpoints after each save.
 
         Raises:
             ValueError: It would skip saves or let them wait in line.
@@ -244,7 +266,7 @@ def fields_in_signature(init: F) -> F:
     return init
 
 
-def _is_whole(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -252,15 +274,21 @@ def _are_keys(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(key, str) for key in value)
 
 
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "staging": ("blocking", "lazy"),
+    "when_busy": ("wait", "skip", "queue"),
+    **dict.fromkeys(("direct_io", "read_broadcast", "progress", "stock_aliases"), (True, False, "auto")),
+}
+
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda value: value in (True, False)),
-    "int": ("a whole number", _is_whole),
-    "int | None": ("a whole number or None", lambda value: value is None or _is_whole(value)),
+    "int": ("a whole number", _is_int),
+    "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
     "tuple[str, ...]": ("a sequence of keys", _are_keys),
 }
-"""What a field must be, by its annotation. The choices, of which ``"auto"`` is one, are checked with the ranges."""
+"""What a field must be, by its annotation. Choices are in :data:`_CHOICES`."""
 
 PathLike = str | os.PathLike[str]
 

@@ -43,7 +43,7 @@ class NotInCheckpoint(CheckpointMismatch, KeyError):
 
 
 class UnsafeCheckpoint(CheckpointError):
-    """A value can only be stored or loaded by executing pickled code, and nobody allowed that for its key."""
+    """A value can only be stored or loaded by executing pickled code, and ``allow_pickle`` does not have its key."""
 
 
 class SaveFailed(CheckpointError):

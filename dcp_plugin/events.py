@@ -79,7 +79,20 @@ _here = threading.local()
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Call ``callback`` with every event of this process from now on. Returns the function that ends it."""
+    """Call ``callback`` with every event of this process from now on, in the thread where it happens.
+
+    Returns:
+        A function that ends it.
+
+    Example:
+        >>> import dcp_plugin
+        >>> unsubscribe = dcp_plugin.events.subscribe(lambda event: print(type(event).__name__))
+        >>> dcp_plugin.save({"epoch": 3}, "run/step-1")
+        SaveStarted
+        BytesWritten
+        SaveFinished
+        >>> unsubscribe()
+    """
     _subscribers.append(callback)
 
     def unsubscribe() -> None:
@@ -118,76 +131,55 @@ def is_telling() -> bool:
     return getattr(_here, "telling", False)
 
 
+NOTE_SECONDS = 10.0
+"""How often an asynchronous save says how far it is."""
+
+
 @contextmanager
-def progress_line(path: Path, wanted: bool) -> Iterator[None]:
-    """While active, show the bytes, rate and remaining time of the save to ``path`` once it takes over a second."""
+def progress(path: Path, wanted: bool, in_background: bool = False) -> Iterator[None]:
+    """While active, show on stderr how far the save to ``path`` is.
+
+    Once a save that blocks takes over a second, its line is drawn again every half second. In the background, where
+    whoever trains may draw a progress bar on the same terminal, it is a line of its own every ten seconds: that does
+    not garble the bar if its library is told (tqdm; rich takes over stderr while it draws).
+    """
     if not wanted:
         yield
         return
-    began = time.monotonic()
-    shown = 0.0
+    began = shown = time.monotonic()
+    drawn = False
 
     def show(event: Event) -> None:
-        nonlocal shown
-        if not isinstance(event, BytesWritten) or event.path != path:
+        nonlocal shown, drawn
+        if event.path != path:
             return
         now = time.monotonic()
-        if now - began < 1.0 or now - shown < 0.5:
-            return
-        shown = now
-        rate = event.written / (now - began)
-        left = (event.total - event.written) / rate if rate else 0.0
-        sys.stderr.write(
-            f"\rsaving {path.name}: {event.written / 2**20:,.0f} of {event.total / 2**20:,.0f} MiB on rank 0, "
-            f"{rate / 2**20:,.0f} MiB/s, {left:.0f} s left "
-        )
-        sys.stderr.flush()
+        pause = NOTE_SECONDS if in_background else 0.5 if drawn else 1.0
+        if isinstance(event, BytesWritten) and now - shown >= pause:
+            shown, drawn = now, True
+            rate = event.written / (now - began)
+            done = (
+                f"{event.written / 2**20:,.0f} of {event.total / 2**20:,.0f} MiB on rank 0, {rate / 2**20:,.0f} MiB/s"
+            )
+            if in_background:
+                _write_line(f"saving {path.name} in the background: {done}")
+            else:
+                left = (event.total - event.written) / rate if rate else 0.0
+                sys.stderr.write(f"\rsaving {path.name}: {done}, {left:.0f} s left ")
+                sys.stderr.flush()
+        elif isinstance(event, SaveFinished) and in_background and drawn:
+            _write_line(f"saved {path.name} in {event.seconds:.0f} s")
 
     unsubscribe = subscribe(show)
     try:
         yield
     finally:
         unsubscribe()
-        if shown:
+        if drawn and not in_background:
             sys.stderr.write("\n")
 
 
-NOTE_SECONDS = 10.0
-"""How often a save in the background says how far it is."""
-
-
-@contextmanager
-def progress_notes(path: Path, wanted: bool) -> Iterator[None]:
-    """While active, say every ten seconds in a line of its own how far the save to ``path`` is.
-
-    For a save in the background: whoever trains may draw a progress bar on the same terminal. Whole lines do not
-    garble it if its library is told (tqdm; rich takes over stderr while it draws).
-    """
-    if not wanted:
-        yield
-        return
-    began = said = time.monotonic()
-
-    def note(event: Event) -> None:
-        nonlocal said
-        if isinstance(event, BytesWritten) and event.path == path and time.monotonic() - said >= NOTE_SECONDS:
-            said = time.monotonic()
-            rate = event.written / (said - began)
-            _say(
-                f"saving {path.name} in the background: {event.written / 2**20:,.0f} of {event.total / 2**20:,.0f} MiB "
-                f"on rank 0, {rate / 2**20:,.0f} MiB/s"
-            )
-        elif isinstance(event, SaveFinished) and event.path == path and said > began:
-            _say(f"saved {path.name} in {event.seconds:.0f} s")
-
-    unsubscribe = subscribe(note)
-    try:
-        yield
-    finally:
-        unsubscribe()
-
-
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     tqdm = sys.modules.get("tqdm")
     if tqdm is not None:
         tqdm.tqdm.write(line, file=sys.stderr)  # takes the bars away, writes, and draws them again

@@ -1,7 +1,7 @@
 """The bytes of tensors, in pieces, as host memory.
 
 A contiguous tensor on the host is its own memory; nothing is copied. Any other one (strided, conjugated, on a device)
-passes piece by piece through a :class:`Ring` of blocks, so neither a save nor a load needs memory for a whole tensor.
+passes piece by piece through a :class:`Ring` of blocks, so no save or load needs memory for a complete tensor.
 For a device the blocks are pinned and the copies asynchronous: while one block is written or read, the next is on
 its way.
 """

@@ -11,19 +11,34 @@ The group is gloo and ours alone, so that a background save never meets the trai
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from dcp_plugin import errors
-from dcp_plugin.errors import CheckpointError, RankFailure
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def pack(value: Any, level: int = 1) -> bytes:
+    """A value that is large and repeats itself, compressed for its way to other ranks.
+
+    Args:
+        level: Of zlib, from 1 (fast) to 9 (small).
+    """
+    return zlib.compress(pickle.dumps(value), level)
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of :func:`pack`, for bytes that another rank of this job has sent: it unpickles."""
+    return pickle.loads(zlib.decompress(data))
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,39 @@ class _Failure:
     def to_error(self, step: str) -> CheckpointError:
         kind: type[CheckpointError] | None = getattr(errors, self.kind, None)
         return kind(self.text) if kind else CheckpointError(f"could not {step}: {self.text}")
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """What a stage has returned on this rank, or why it failed here.
+
+    A rank that raised alone would leave the others waiting. So a failure travels on as a value, past the stages that
+    need what is missing, until :meth:`get` raises it inside a method of :class:`Ranks`, on all ranks together.
+    """
+
+    value: T | None
+    failure: Exception | None = None
+
+    @classmethod
+    def of(cls, stage: Callable[[], T]) -> Attempt[T]:
+        try:
+            return cls(stage())
+        except Exception as error:
+            return cls(None, error)
+
+    def get(self) -> T:
+        """What the stage returned.
+
+        Raises:
+            Exception: What the stage raised.
+        """
+        if self.failure is not None:
+            raise self.failure
+        return cast(T, self.value)
+
+    def then(self, stage: Callable[[T], R]) -> Attempt[R]:
+        """What the next stage makes of it; the same failure if there is nothing to make it of."""
+        return Attempt.of(lambda: stage(self.get())) if self.failure is None else Attempt(None, self.failure)
 
 
 class Ranks:
@@ -79,12 +127,11 @@ class Ranks:
 
     @property
     def holds_group(self) -> bool:
-        """Whether there is a group to leave. This process alone has none, nor is one left of a default group that is
-        gone."""
+        """Whether there is a group to leave: not for this process alone, nor once the default group is gone."""
         return self._group is not None and self.usable
 
     def close(self) -> None:
-        """Leave the group. Ranks that still wait in it fail now and not at their timeout."""
+        """Leave the group. Ranks that wait in it fail now and not at their timeout."""
         if self.holds_group:
             dist.destroy_process_group(self._group)
         self._group = None
@@ -245,3 +292,67 @@ def _merge(failed: dict[int, _Failure]) -> _Failure:
         said = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {said[0].partition(': ')[2]}"]
     text = "; ".join(said[:8]) + (f"; and {len(said) - 8} more ranks" if len(said) > 8 else "")
     return _Failure(kinds.pop() if len(kinds) == 1 else "", text)
+
+
+class RankGroups:
+    """The groups of one checkpointer: the group of saves, and one in which calls talk while saves are in flight.
+
+    Args:
+        all_told: What has to be the same on every rank: names and values of a configuration.
+        timeout: Of each group, in seconds.
+        solo: Whether this process is alone, and there are no groups.
+        aside: Whether calls talk while saves are in flight.
+    """
+
+    def __init__(self, all_told: Callable[[], dict[str, Any]], timeout: float, solo: bool, aside: bool) -> None:
+        self._all_told, self._timeout, self._solo, self._needs_aside = all_told, timeout, solo, aside
+        self._main: Ranks | None = None
+        self._aside: Ranks | None = None
+
+    @property
+    def known(self) -> Ranks | None:
+        """The group of saves, as it was at its last use."""
+        return self._main
+
+    @property
+    def held(self) -> int:
+        """How many groups there are to leave."""
+        return sum(ranks is not None and ranks.holds_group for ranks in (self._main, self._aside))
+
+    def main(self) -> Ranks:
+        """The group of saves; made at the first use, and again after a failure or a new default group. Collective."""
+        if self._solo:
+            return Ranks()
+        if self._main is None or not self._main.usable:
+            ranks = Ranks.of_default_group(self._timeout)
+            try:
+                ranks.combine("compare the configurations", self._all_told, _refuse_differences)
+            except Exception:
+                ranks.close()
+                raise
+            self._main = ranks
+        return self._main
+
+    def front(self) -> Ranks:
+        """The group in which the calling thread may talk while saves are in flight. Collective."""
+        main = self._main if self._main is not None and self._needs_aside else self.main()
+        if self._solo or not self._needs_aside:
+            return main
+        if self._aside is None or not self._aside.usable:
+            self._aside = Ranks.of_default_group(self._timeout)
+        return self._aside
+
+    def close(self) -> None:
+        """Leave both."""
+        for ranks in (self._main, self._aside):
+            if ranks is not None:
+                ranks.close()
+        self._main = self._aside = None
+
+
+def _refuse_differences(said: list[dict[str, Any]]) -> None:
+    """Ranks that are told different things would wait for each other in different places."""
+    for rank, other in enumerate(said):
+        differ = [f"{name}={said[0][name]!r} and {value!r}" for name, value in other.items() if value != said[0][name]]
+        if differ:
+            raise CheckpointMismatch(f"rank 0 and rank {rank} are configured differently: {', '.join(differ)}")

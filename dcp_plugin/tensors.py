@@ -1,10 +1,10 @@
 """What a tensor is made of: memory that can be read and written, other tensors, or nothing that can be stored.
 
-Almost every tensor is memory, and everything else here reads and writes that through its address. Some have none. The
-numbers of a wrapper subclass (torchao's quantized weights and optimizer states, for some) are in other tensors, its
-attributes; a tensor on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed has no numbers at
-all. They look like any other, with shape, dtype and strides, and reading at their address ends the process. So
-:func:`require_memory` comes before the first byte.
+Almost every tensor has memory, which the other modules read and write through its address. Some have none. A wrapper
+subclass (torchao's quantized weights and optimizer states, for one) consists of other tensors, its attributes. A tensor
+on the meta device, one of ``torch.compile`` or one whose storage FSDP has freed has no values at all. All of them have
+shape, dtype and strides like any other, and reading at their address ends the process. So :func:`require_memory` comes
+before the first byte.
 
 A wrapper subclass that says how to take it apart (``__tensor_flatten__``) is stored *whole*: as one item that
 ``torch.save`` makes of it, which is what stock DCP does. Torch's own quantized tensors are stored likewise, because
@@ -27,7 +27,7 @@ from torch import nn
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
-"""Types that are no subclass of anybody's."""
+"""Plain tensors: no subclass of any library."""
 
 
 OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
@@ -46,7 +46,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """0 if there is none. The tensor's own ``data_ptr()`` adds its offset to that, and is not 0 then."""
+    """The address of the storage, 0 if there is none. ``data_ptr()`` of the tensor itself adds the offset to that."""
     try:
         return tensor.untyped_storage().data_ptr()
     except Exception:  # each kind without memory has its own
@@ -66,7 +66,8 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Every tensor of every save is asked, so this takes a microsecond; :func:`_what_instead` takes its time."""
+    """Whether all elements are in memory. Called for every tensor of every save, so it takes a microsecond; the reason
+    is found by :func:`_what_instead`."""
     try:
         storage = tensor.untyped_storage()
         if type(tensor) not in EXACTLY_TENSORS and storage.device.type == "meta":
@@ -288,7 +289,7 @@ def _unknown_globals(data: bytes | bytearray) -> list[str]:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes in memory, of all parts."""
+    """Bytes in memory, of the tensor or of all tensors that it consists of."""
     return sum(map(size_of, _parts(tensor).values())) if _is_wrapper(tensor) else tensor.nbytes
 
 
@@ -347,7 +348,7 @@ def narrowed(tensor: torch.Tensor, narrow: Callable[[torch.Tensor], torch.Tensor
 
 
 def _memory(tensor: torch.Tensor) -> set[int]:
-    """Where the storages of its parts are."""
+    """The addresses of its storages."""
     if _is_wrapper(tensor):
         return set().union(*map(_memory, _parts(tensor).values()))
     return {tensor.untyped_storage().data_ptr()}

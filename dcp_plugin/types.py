@@ -1,4 +1,4 @@
-"""The small words that travel between the floors, and the reports that users get."""
+"""Types shared by all layers, and the reports that users get."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LocalChunk:
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors that are the same memory seen in the same way: tied weights, for one.
 
-    Those without memory of their own are told by the memory of their parts, or are like no other.
+    A tensor without memory of its own is compared by the memory of its parts, or equals no other.
     """
     address: Any
     view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -50,15 +50,15 @@ class ShardedValue:
     """Ranks that hold the same chunk hold the same bytes, so any of them may write it, or a part of it. Otherwise the
     first one writes: buffers under DDP, for one, differ between ranks, and rank 0's are those that count."""
     frozen: bool = False
-    """A parameter that is not trained: it is expected, and no more than that, to be the same at the next save."""
+    """A parameter that is not trained: it will probably be the same at the next save."""
     stored_whole: bool = False
     """Its chunks have no memory of their own, or not only (:mod:`dcp_plugin.tensors`): each is one item that
     ``torch.save`` makes, and is never cut."""
     layout: str = "replicated or single"
-    """How the tensor is distributed, in words for people."""
-    whole: Any = field(default=None, compare=False, repr=False)
-    """What the chunks are views of, if it is told. In-place operations on a DTensor are counted on it, and not on its
-    local tensor; and a slot of an optimizer is known by its identity."""
+    """How the tensor is distributed, for the summary."""
+    origin: Any = field(default=None, compare=False, repr=False)
+    """The tensor that the chunks are views of, where that matters. In-place operations on a DTensor are counted on it,
+    and not on its local tensor; and a slot of an optimizer is known by its identity."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,40 @@ class EncodedValue:
 
 
 Flat = dict[str, "ShardedValue | EncodedValue"]
-"""State by key: what the state floor hands to staging, and staging to planning."""
+"""State by key, as the state layer hands it to staging, and staging to planning."""
 
 KeyPath = tuple[Any, ...]
 """Where a key sits in the nested state: ``str`` for a mapping key, ``int`` for a list index, ``("t", i)`` for a
 tuple index, ``("k", key)`` for a mapping key that is no string."""
+
+
+@dataclass
+class Wanted:
+    """What one object of the state wants from a checkpoint. Keys are relative to the object's name."""
+
+    targets: dict[str, Any] = field(default_factory=dict)
+    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other
+    values, which are replaced by what was read."""
+    missing: list[str] = field(default_factory=list)
+    """Keys that the object has and the checkpoint has not. Of an optimizer: parameters unfrozen since, for one."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys that only the checkpoint has. Of an optimizer: parameters frozen since, for one."""
+    unmatched: list[str] = field(default_factory=list)
+    """The keys of a module of which nothing is stored under its own names."""
+    undecided: list[str] = field(default_factory=list)
+    """Missing keys of a module on which its own load hooks decide."""
+    stored_as: dict[str, str] = field(default_factory=dict)
+    """Targets that each rank had for itself, and the key of the one for this rank."""
+    lost: list[str] = field(default_factory=list)
+    """Those of which none is for this rank."""
+    for_other_ranks: list[str] = field(default_factory=list)
+    """Those that are for other ranks only."""
+    empty: bool = False
+    """Nothing is stored because the object had nothing to store: it is loaded with that."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Targets that have to exist in the object before a load can fill them, and why."""
+    tolerated: str = ""
+    """What missing and unexpected keys mean, for a warning, where they are no error."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def on_ranks(
                 world_size = world_sizes[0] if len(world_sizes) == 1 else arguments["world_size"]
             run(_Body(test, arguments), world_size, timeout=timeout)
 
+        test = pytest.mark.ranks(test)
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
 
     return decorate

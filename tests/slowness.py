@@ -1,15 +1,22 @@
-"""Makes the parts of a save take as long as a test wants, so that what may overlap does."""
+"""Makes the parts of a save take as long as a test wants, so that what may overlap does.
+
+Tests hold a save back with a gate and open it. They wait for no clock: the few delays are made here.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dcp_plugin import events
 from dcp_plugin.staging import snapshot
@@ -56,6 +63,40 @@ class Gate:
 
     def __call__(self) -> None:
         assert self._open.wait(30)
+
+
+class RankGate:
+    """Holds a rank until another one opens it. Every rank makes one of the same name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"gate {name}"
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def open(self) -> None:
+        self._store.set(self._name, "open")
+
+    def __call__(self) -> None:
+        self._store.wait([self._name], timedelta(seconds=60))
+
+
+def has_ended(pid: int) -> None:
+    """Wait until a process has ended."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        assert select.select([descriptor], [], [], 30)[0]
+    finally:
+        os.close(descriptor)
+
+
+def pause(seconds: float) -> Callable[..., None]:
+    """Sleeps so long, before each save if it is subscribed to events. For what the code under test itself waits for
+    in the thread that would have to open a gate, and for code that has none."""
+
+    def wait(event: events.Event | None = None) -> None:
+        if event is None or isinstance(event, events.SaveStarted):
+            time.sleep(seconds)
+
+    return wait
 
 
 def at_random(seconds: float, seed: int = 0) -> Callable[[], None]:

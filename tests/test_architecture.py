@@ -93,11 +93,10 @@ def _python(code: str) -> str:
 
 def test_import_is_fast_and_brings_no_framework() -> None:
     loaded = _python(
-        "import sys, torch, time; before = set(sys.modules); t = time.perf_counter(); import dcp_plugin; "
-        "took = time.perf_counter() - t; new = {n.split('.')[0] for n in set(sys.modules) - before}; print(took, *new)"
+        "import sys, torch; before = set(sys.modules); import dcp_plugin; print(*set(sys.modules) - before)"
     ).split()
-    assert float(loaded[0]) < 0.3
-    assert set(loaded[1:]) == {"dcp_plugin"}
+    assert {name.split(".")[0] for name in loaded} == {"dcp_plugin"}
+    assert len(loaded) <= 4, "each name is imported when it is first asked for"
 
 
 def test_saving_brings_no_framework_either(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
     assert result.exit_code == 1 and "cast=True converts" in result.stderr
     result = _run(*arguments, "--cast")
     assert result.exit_code == 0 and "float32 -> bfloat16" in result.stdout
+    save_file({"inp.bias": torch.zeros(10, dtype=torch.uint16)}, tmp_path / "x.safetensors")
+    assert "float32 -> uint16" in _run(*arguments, "--cast").stdout
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_a_save_without_device_memory_may_follow_one_with_it(tmp_path: Path) -> 
     for device in ("cuda", "cpu", "cuda"):
         ours.save({"x": torch.ones(1000, device=device)}, tmp_path / "ck")
     ours.close()
+    assert dcp.verify(tmp_path / "ck").ok
 
 
 def test_a_lazy_copy_waits_for_what_the_device_has_still_to_compute_and_is_waited_for(tmp_path: Path) -> None:

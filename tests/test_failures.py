@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.launch import on_ranks
 from tests.layouts import build, train
+from tests.slowness import RankGate, has_ended
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 
@@ -90,26 +90,22 @@ def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["d"]
 
 
-def _hang(path: Path) -> float:
+@on_ranks(3)
+def test_a_rank_that_hangs_fails_the_others_within_the_timeout(tmp_path: Path) -> None:
+    path, rank = tmp_path / "ck", dist.get_rank()
+    ended = [RankGate(f"{number} has ended") for number in range(3)]
     model, optimizer = build("fsdp2")
 
     def hang(event: events.Event) -> None:
-        if dist.get_rank() == 1 and isinstance(event, events.SaveStarted):
-            time.sleep(5)
+        if rank == 1 and isinstance(event, events.SaveStarted):
+            ended[0]()
+            ended[2]()
 
     events.subscribe(hang)
-    began = time.monotonic()
     _raises(dcp.CheckpointError, lambda: dcp.save({"model": model, "optim": optimizer}, path, timeout=2), "rank")
-    took = time.monotonic() - began
-    time.sleep(max(0.0, 6 - took))  # rank 0 hosts the store that the sleeper still needs
-    return took
-
-
-def test_a_rank_that_hangs_fails_the_others_within_the_timeout(tmp_path: Path) -> None:
-    took = launch.run(_hang, 3, tmp_path / "ck")
-    assert took[0] < 5
-    assert took[2] < 5
-    assert not (tmp_path / "ck").exists()
+    ended[rank].open()
+    ended[1]()  # rank 0 hosts the store that rank 1 still needs
+    assert not path.exists()
 
 
 def _lose_rank_1_after_publishing(path: Path) -> None:
@@ -120,7 +116,7 @@ def _lose_rank_1_after_publishing(path: Path) -> None:
     def and_lose_rank_1(reservation: Reservation) -> None:
         publish(reservation)
         os.kill(pids[1], signal.SIGKILL)
-        time.sleep(1)
+        has_ended(pids[1])
 
     commit.publish = and_lose_rank_1
     _raises(dcp.RankFailure, lambda: dcp.save({"n": 1}, path, timeout=20), str(path), "published", "complete")

@@ -13,10 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from isal.isal_zlib import crc32
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dcp_plugin as dcp
+from dcp_plugin.format import INDEX, SUMMARY, index_file, metadata, read, uncommitted_reason
+from dcp_plugin.format.foreign import detect
 from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.torch_zip import ALIGNMENT, frame
 from tests.compare import assert_same, same_bytes
 
@@ -204,3 +208,53 @@ def test_without_checksums_everything_still_loads_and_verify_says_so(tmp_path: P
     dcp.load({"t": target}, tmp_path / "ck")
     assert same_bytes(target, torch.arange(5))
     assert dcp.verify(tmp_path / "ck").unverified == ["t"]
+
+
+class _Remote:
+    """Files as an object store has them: no paths, names with ``/``, and every read is of a range."""
+
+    where = "store://bucket/run"
+
+    def __init__(self, root: Path) -> None:
+        self._objects = {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+
+    def names(self) -> list[str]:
+        return sorted({name[: name.find("/") + 1] or name for name in self._objects})
+
+    def size(self, name: str) -> int:
+        return len(self._objects[name])
+
+    def modified(self, name: str) -> float:
+        return 0.0
+
+    def open(self, name: str) -> io.BytesIO:
+        if name not in self._objects:
+            raise FileNotFoundError(2, "No such object", name)
+        return io.BytesIO(self._objects[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_format_needs_no_file_system(tmp_path: Path) -> None:
+    state = {"w": torch.arange(12.0).reshape(3, 4), "n": torch.ones(2, dtype=torch.int16)}
+    dcp.save(state, tmp_path / "ours", step=3)
+    stock.save(state, checkpoint_id=tmp_path / "stock")
+    (tmp_path / "files").mkdir()
+    save_file(state, tmp_path / "files" / "one.safetensors")
+    torch.save({"model": state}, tmp_path / "files" / "two.pt")
+
+    ours = _Remote(tmp_path / "ours")
+    summary = Summary.decode(read(ours, SUMMARY), "the summary")
+    assert (summary.step, uncommitted_reason(ours.names())) == (3, "")
+    index = index_file.decode(read(ours, INDEX), summary.index_sha256, "the index")
+    assert list(index) == list(state) == list(metadata.read_index(_Remote(tmp_path / "stock")))
+    files = _Remote(tmp_path / "files")
+    for name in ("one.safetensors", "two.pt"):
+        contents = detect.read_file(files, name)
+        assert {key: (view.shape, view.dtype) for key, view in contents.views.items()} == {
+            f"model.{key}": (tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()
+        }
+        for key, view in contents.views.items():
+            files_bytes = files.open(name).getvalue()[view.start : view.start + view.span]
+            assert files_bytes == state[key.removeprefix("model.")].numpy().tobytes()
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"store://bucket/run/lost cannot be read: No such object"):
+        read(files, "lost")

@@ -267,7 +267,7 @@ def test_a_save_over_a_file_or_a_link_replaces_just_that(tmp_path: Path) -> None
 def test_no_name_in_the_workspace_repeats_the_checkpoints(tmp_path: Path) -> None:
     reservation = commit.reserve(tmp_path / "hpc_ckpt_7.ckpt")
     assert not any("ckpt" in name for name in os.listdir(tmp_path / commit.WORKSPACE))
-    assert json.loads(reservation.record.read_text())["target"] == "hpc_ckpt_7.ckpt"
+    assert json.loads(reservation.directory.with_suffix(".json").read_text())["target"] == "hpc_ckpt_7.ckpt"
     commit.discard(reservation)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import padded, partitioned
+from dcp_plugin.format.columns import filled_rows, partitioned
 from dcp_plugin.planning.flatten import flatten, unflatten
 from dcp_plugin.planning.global_plan import Share, make_global_plan
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
@@ -31,7 +31,7 @@ def _held(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], itemsize: int) -
     width = max(len(sizes) for sizes, _ in boxes)
     count = np.array([len(ranks) for _, ranks in boxes])
     return HeldBoxes(
-        padded([sizes for sizes, _ in boxes], width, 1),
+        filled_rows([sizes for sizes, _ in boxes], width, 1),
         np.full(len(boxes), itemsize),
         np.cumsum(count) - count,
         count,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.loading.key_map import Prefix, find_prefix
+from dcp_plugin.loading.key_map import find_prefix
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import WORLD_SIZE, build, train, whole_state
@@ -69,8 +69,8 @@ def test_a_prefix_is_found_for_model_and_optimizer_in_both_directions(tmp_path: 
 
 
 def test_only_a_prefix_that_explains_everything_and_is_the_only_one_is_taken() -> None:
-    assert find_prefix(["a.w", "a.b"], ["net.a.w", "net.a.b", "loss.w"]) == Prefix(added="net.")
-    assert find_prefix(["net.a.w", "seen"], ["a.w"]) == Prefix(dropped="net.")
+    assert find_prefix(["a.w", "a.b"], ["net.a.w", "net.a.b", "loss.w"]) == ("", "net.")
+    assert find_prefix(["net.a.w", "seen"], ["a.w"]) == ("net.", "")
     assert find_prefix(["a.w", "a.b"], ["net.a.w"]) is None
     assert find_prefix(["w"], ["student.w", "teacher.w"]) is None
     assert find_prefix(["w"], []) is None

@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from xxhash import xxh3_128_digest
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
+from dcp_plugin.format import INDEX, SUMMARY, index_file
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, SUMMARY
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
@@ -33,12 +32,6 @@ from tests.finetune import WIDTH, build, finished_saves, train
 
 LAYER = WIDTH * WIDTH * 4
 FIRST = "backbone.0.weight"
-
-
-@pytest.fixture
-def events() -> Iterator[list[SaveFinished]]:
-    with finished_saves() as noted:
-        yield noted
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -227,8 +220,8 @@ def test_a_failed_save_leaves_the_last_committed_one_as_base(tmp_path: Path, eve
     ours = dcp.Checkpointer()
     ours.save(_state(model, optimizer), tmp_path / "0")
 
-    def fail(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
+    def fail(event: dcp.events.Event) -> None:
+        if isinstance(event, dcp.events.BytesWritten):
             raise OSError("the disk is on fire")
 
     train(model, optimizer)
@@ -290,14 +283,14 @@ def _forge(path: Path, model: nn.Module) -> None:
     """Other weights in the place of the frozen ones, with right checksums, under the hashes of the right ones."""
     evil, _ = build(seed=66)
     dcp.save({"model": evil}, path)
-    index = CheckpointIndex.decode((path / INDEX).read_bytes(), dcp_sha(path), str(path / INDEX))
+    index = index_file.decode((path / INDEX).read_bytes(), dcp_sha(path), str(path / INDEX))
     chunks = {key: int(index.table.chunk_starts[slot]) for key, slot in index.slots.items()}
     hashes = index.columns["hash"].copy()
     for row, chunk in enumerate(index.columns["hashed"].tolist()):
         key = next(key for key, number in chunks.items() if number == chunk)
         right = xxh3_128_digest(model.get_parameter(key.removeprefix("model.")).detach().numpy().tobytes())
         hashes[row] = np.frombuffer(right, np.uint64)
-    forged = CheckpointIndex(index.table, {**index.columns, "hash": hashes}, index.files).encode()
+    forged = index_file.encode(CheckpointIndex(index.table, {**index.columns, "hash": hashes}, index.files))
     (path / INDEX).write_bytes(forged)
     said = json.loads((path / SUMMARY).read_text())
     (path / SUMMARY).write_text(json.dumps({**said, "index_sha256": _sha256(path / INDEX)}))
@@ -367,7 +360,7 @@ def test_hashes_that_are_no_hashes_are_refused(tmp_path: Path) -> None:
     model, optimizer = build()
     dcp.save(_state(model, optimizer), tmp_path / "0")
     columns = load_file(tmp_path / "0" / INDEX)
-    about = CheckpointIndex.decode((tmp_path / "0" / INDEX).read_bytes(), dcp_sha(tmp_path / "0"), "the index")
+    about = index_file.decode((tmp_path / "0" / INDEX).read_bytes(), dcp_sha(tmp_path / "0"), "the index")
     for bad in (
         {"hashed": columns["hashed"] + 10_000},
         {"hashed": columns["hashed"][::-1].copy()},
@@ -376,9 +369,9 @@ def test_hashes_that_are_no_hashes_are_refused(tmp_path: Path) -> None:
     ):
         broken = CheckpointIndex(about.table, {**columns, **bad}, about.files)
         file = tmp_path / "broken.index"
-        file.write_bytes(broken.encode())
+        file.write_bytes(index_file.encode(broken))
         with pytest.raises(dcp.CheckpointCorrupt, match="hashes"):
-            CheckpointIndex.decode(file.read_bytes(), _sha256(file), str(file))
+            index_file.decode(file.read_bytes(), _sha256(file), str(file))
 
 
 def dcp_sha(path: Path) -> str:
@@ -478,8 +471,8 @@ def _save_and_die(root: Path, victims: list[int]) -> None:
     ours = dcp.Checkpointer(timeout=20)
     ours.save(_state(model, optimizer), root / "0", step=0)
 
-    def die(event: events.Event) -> None:
-        if isinstance(event, events.BytesWritten):
+    def die(event: dcp.events.Event) -> None:
+        if isinstance(event, dcp.events.BytesWritten):
             (saving,) = (root / commit.WORKSPACE).glob("*.saving")
             mine = list(saving.glob(f"__{dist.get_rank()}_*.distcp"))
             assert any(file.stat().st_nlink == 2 for file in mine), "killed too early: nothing is linked yet"

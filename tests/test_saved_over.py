@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import dcp_plugin as dcp
+from dcp_plugin.format import index_file
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
 from dcp_plugin.format.summary import fingerprint
@@ -329,7 +330,7 @@ def _as_an_earlier_version_saved_it(path: Path) -> None:
     renamed = CheckpointIndex(index.table, index.columns, {names[name]: size for name, size in index.files.items()})
     for name, earlier in names.items():
         (path / name).rename(path / earlier)
-    encoded = renamed.encode()
+    encoded = index_file.encode(renamed)
     (path / "dcp_plugin.index").write_bytes(encoded)
     (path / ".metadata").write_bytes(encode(renamed, StorageMeta(checkpoint_id=str(path))))
     summary = json.loads((path / "dcp_plugin.json").read_text())

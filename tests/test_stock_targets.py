@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,48 +19,20 @@ import dcp_plugin as dcp
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import ShardedSavePlanner, encode_state
 from tests.compare import same_tree
+from tests.conformance.interchange import STATES as CONTAINERS
+from tests.conformance.interchange import Saved, file_in_memory, tensor
 from tests.launch import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def _tensor(at: int) -> torch.Tensor:
-    return torch.full((3,), at, dtype=torch.bfloat16)
-
-
-def _bytes_io(at: int) -> io.BytesIO:
-    file = io.BytesIO(b"abc" * (at + 1))
-    file.seek(at)
-    return file
-
-
-STATES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "tuple": lambda at: {"t": (_tensor(at), at)},
-    "tuple in a list": lambda at: {"l": [(_tensor(at), at), _tensor(at)]},
-    "list of tuples": lambda at: {"l": [(_tensor(at), at)]},
-    "tuples in tuples": lambda at: {"d": {"t": ((_tensor(at),), at), "l": [at, (at, _tensor(at))]}},
-    "lists": lambda at: {"l": [[{"a": at}], at], "m": [[at, at], [at]], "n": [_tensor(at), at, [_tensor(at)]]},
-    "nothing": lambda at: {"a": _tensor(at), "e": {}, "cfg": {"lr": at}, "l": [], "t": (), "d": {"e": {}, "b": at}},
-    "list of nothing": lambda at: {"a": at, "l": [{}]},
-    "classes": lambda at: {"o": OrderedDict(a=at, b=_tensor(at)), "d": defaultdict(list, x=at)},
-    "counter": lambda at: {"c": Counter(a=at), "d": {"lr": at}},
-    "number keys": lambda at: {"s": {0: {"m": _tensor(at)}, 1: {"m": _tensor(at)}}},
-    "file in memory": lambda at: {"f": _bytes_io(at), "d": {"f": _bytes_io(at)}},
-}
-
-
-class Saved:
-    """A stateful object that keeps what it is given."""
-
-    def __init__(self, state: Any) -> None:
-        self.state, self.given = state, None
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, given: Any) -> None:
-        self.given = given
-
+STATES = {
+    name.replace("_", " "): CONTAINERS[name]
+    for name in (
+        "tuple", "tuple_in_a_list", "list_of_tuples", "tuples_in_tuples", "lists", "nothing", "list_of_nothing",
+        "classes", "counter", "number_keys", "file_in_memory",
+    )
+}  # fmt: skip
 
 SAVES: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     "stock": lambda state, path: stock.save(state, checkpoint_id=path),
@@ -144,13 +115,13 @@ def test_tuples_that_earlier_versions_walked_are_read(tmp_path: Path, name: str)
 def test_mappings_that_torch_before_2_4_did_not_walk_are_read(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import _version
 
-    state, path = {"a": _tensor(1), "cfg": {"lr": 1, "more": {"b": 2}}}, tmp_path / "checkpoint"
+    state, path = {"a": tensor(1), "cfg": {"lr": 1, "more": {"b": 2}}}, tmp_path / "checkpoint"
     _version._derived_version = "2_3"
     try:
         stock.save(state, checkpoint_id=path)
     finally:
         _version._derived_version = None
-    found: dict[str, Any] = {"a": _tensor(0), "cfg": {"lr": 0, "more": {"b": 0}}}
+    found: dict[str, Any] = {"a": tensor(0), "cfg": {"lr": 0, "more": {"b": 0}}}
     LOADS["planner"](found, path)
     assert same_tree(found, state)
     with pytest.raises(BaseException, match=r"cfg\.other is not in the checkpoint"):
@@ -160,8 +131,8 @@ def test_mappings_that_torch_before_2_4_did_not_walk_are_read(tmp_path: Path) ->
 def test_what_is_wanted_and_not_there_is_still_missing(tmp_path: Path) -> None:
     for saver, save in SAVES.items():
         path = tmp_path / saver
-        save({"a": _tensor(1), "e": {}, "d": {"b": 1}}, path)
-        for wanted in ({"e": {"x": 1}}, {"d": {"b": 1, "c": {"x": 1}}}, {"t": (_tensor(0), 1)}, {"l": []}):
+        save({"a": tensor(1), "e": {}, "d": {"b": 1}}, path)
+        for wanted in ({"e": {"x": 1}}, {"d": {"b": 1, "c": {"x": 1}}}, {"t": (tensor(0), 1)}, {"l": []}):
             for loader in ("planner", "ours"):
                 with pytest.raises(BaseException, match=r"is not in the checkpoint|has no|not there|missing"):
                     LOADS[loader](dict(wanted), path)
@@ -174,14 +145,14 @@ def test_what_is_on_the_meta_device_gets_memory_and_the_values(tmp_path: Path, w
 
     def state(at: int) -> dict[str, Any]:
         sharded = distribute_tensor(torch.arange(10.0).reshape(5, 2) * at, mesh, [Shard(0)])
-        return {"a": _tensor(at), "l": [_tensor(at), {"q": _tensor(at)}], "t": (_tensor(at), at), "d": {"s": sharded}}
+        return {"a": tensor(at), "l": [tensor(at), {"q": tensor(at)}], "t": (tensor(at), at), "d": {"s": sharded}}
 
     def meta() -> dict[str, Any]:
         found = state(0)
         sharded = found["d"]["s"]
         local = torch.empty_like(sharded.to_local(), device="meta")
         on_meta = DTensor.from_local(local, mesh, [Shard(0)], shape=sharded.shape, stride=sharded.stride())
-        empty = torch.empty_like(_tensor(0), device="meta")
+        empty = torch.empty_like(tensor(0), device="meta")
         return {"a": empty, "l": [empty.clone(), {"q": empty.clone()}], "t": (empty.clone(), 0), "d": {"s": on_meta}}
 
     for saver, save in SAVES.items():
@@ -197,16 +168,16 @@ def test_what_is_on_the_meta_device_gets_memory_and_the_values(tmp_path: Path, w
 
 
 def test_a_default_device_of_meta_is_no_memory(tmp_path: Path) -> None:
-    dcp.save({"a": _tensor(1)}, tmp_path / "checkpoint")
-    found = {"a": torch.empty_like(_tensor(0), device="meta")}
+    dcp.save({"a": tensor(1)}, tmp_path / "checkpoint")
+    found = {"a": torch.empty_like(tensor(0), device="meta")}
     with torch.device("meta"):
         dcp.load(found, tmp_path / "checkpoint")
-    assert same_tree(found["a"], _tensor(1))
+    assert same_tree(found["a"], tensor(1))
 
 
 def test_a_file_in_memory_that_the_user_allows_stays_allowed(tmp_path: Path) -> None:
-    dcp.save({"f": _bytes_io(1)}, tmp_path / "checkpoint")
+    dcp.save({"f": file_in_memory(1)}, tmp_path / "checkpoint")
     for allowed in ([], [io.BytesIO]):
         with torch.serialization.safe_globals(allowed):
-            dcp.load({"f": _bytes_io(0)}, tmp_path / "checkpoint")
+            dcp.load({"f": file_in_memory(0)}, tmp_path / "checkpoint")
             assert (io.BytesIO in torch.serialization.get_safe_globals()) == bool(allowed)

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,11 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, SUMMARY
+from dcp_plugin.format import INDEX, SUMMARY, index_file
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
-
-
-@pytest.fixture
-def events() -> Iterator[list[SaveFinished]]:
-    with finished_saves() as noted:
-        yield noted
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -393,11 +385,11 @@ def test_lora_on_a_gpt_writes_three_hundredths_at_most(tmp_path: Path) -> None:
 def test_a_list_of_what_is_left_out_that_contradicts_itself_is_refused(tmp_path: Path, left_out: str) -> None:
     _pretrained(tmp_path / "base")
     file = tmp_path / "base" / INDEX
-    index = CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
+    index = index_file.decode(file.read_bytes(), hashlib.sha256(file.read_bytes()).hexdigest(), str(file))
     index.columns["left_out"] = np.frombuffer(left_out.encode(), np.uint8)
-    file.write_bytes(index.encode())
+    file.write_bytes(index_file.encode(index))
     with pytest.raises(dcp.CheckpointCorrupt, match="damaged"):
-        CheckpointIndex.read(file, hashlib.sha256(file.read_bytes()).hexdigest())
+        index_file.decode(file.read_bytes(), hashlib.sha256(file.read_bytes()).hexdigest(), str(file))
 
 
 def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path) -> None:

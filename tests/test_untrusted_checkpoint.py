@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import save as save_columns
 
 import dcp_plugin as dcp
-from dcp_plugin.format import stock_metadata as stock_format
+from dcp_plugin.format import metadata as stock_format
 from tests.compare import same_bytes
 
 

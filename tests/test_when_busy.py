@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dcp_plugin import events
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
-from tests.slowness import Gate, at_random, slow_copies, slow_writes
+from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
 
 
 def _restored(path: Path) -> dict[str, Any]:
@@ -281,7 +280,7 @@ def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tu
         os.close(how["reader"])
     for _ in range(signals):
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+        pause(0.1)()  # two that arrive at once are one
     try:
         out, err = process.communicate(timeout=120)
     finally:
@@ -470,11 +469,10 @@ def test_the_original_error_of_a_background_save_is_kept(tmp_path: Path) -> None
 
 
 def test_a_background_save_says_where_it_is_in_whole_lines(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dcp_plugin.events.NOTE_SECONDS", 0.1)
+    monkeypatch.setattr("dcp_plugin.events.NOTE_SECONDS", 0.0)
     ours = dcp.Checkpointer(async_save=True, progress=True, io_threads=1)
-    with slow_writes(lambda: time.sleep(0.11)):
-        ours.save({"t": torch.ones(2 << 20)}, tmp_path / "ck")
-        ours.close()
+    ours.save({"t": torch.ones(2 << 20)}, tmp_path / "ck")
+    ours.close()
     said = capfd.readouterr().err
     assert "saving ck in the background: " in said and "of 8 MiB on rank 0" in said
     assert said.endswith("s\n") and "\r" not in said.replace("\r\x1b", "")

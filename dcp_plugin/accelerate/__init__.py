@@ -1,7 +1,8 @@
-"""Layer 9: the doors of Hugging Face Accelerate and of ``transformers.Trainer``.
+"""Accelerate: ``attach(accelerator)``; ``DCPTrainerMixin`` for ``transformers.Trainer`` is here, too.
 
-``attach(accelerator)`` is all there is to do for the one; see :mod:`dcp_plugin.accelerate.attachment`. Transformers is
-imported by those only who ask for ``DCPTrainerMixin``.
+Enters: an accelerator with its prepared models, optimizers, schedulers and dataloaders. Leaves: named state for the
+core, and what it read put back. The rule: a script stays as it is, and saves and loads on any number of processes.
+Transformers is imported only when ``DCPTrainerMixin`` is used.
 """
 
 from __future__ import annotations

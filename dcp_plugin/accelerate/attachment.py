@@ -4,8 +4,8 @@ Accelerate has no public place to take over from: its hooks cannot replace the o
 the two methods are replaced on the instance; a script stays as it is. ``model`` and ``optim`` are the prepared models
 and optimizers, numbered if there are several; the rest is in :mod:`dcp_plugin.accelerate.extra_state`.
 
-Users' hooks run as they do natively: save hooks before models are saved (under FSDP natively after), and may take
-weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
+Users' hooks run as in stock Accelerate: save hooks before models are saved (under FSDP stock runs them after), and may
+take weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
 directory in which the checkpoint is being made, and what they write is published with it.
 """
 
@@ -25,11 +25,12 @@ from dcp_plugin.accelerate import _accelerate, extra_state, stock_format
 from dcp_plugin.accelerate._accelerate import refuse_silent_fallbacks
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
+from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.format.foreign.training import ACCELERATE
-from dcp_plugin.integration import Attached
+from dcp_plugin.format.foreign.frameworks import ACCELERATE
+from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions
@@ -49,12 +50,24 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
     returns what is attached already.
 
     Args:
+        accelerator: Whose two methods are replaced, until :meth:`Attachment.detach`.
         config: How to save and load; the defaults if omitted.
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
+
+    Returns:
+        What waits for saves, tells what a load did, and undoes it.
 
     Raises:
         CheckpointError: Accelerate trains in another way than it was asked to, or one that is not supported.
         ValueError: It is attached already, with other settings; or its project is at a URL.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from dcp_plugin.accelerate import attach
+        >>> accelerator = Accelerator(cpu=True)
+        >>> with attach(accelerator, async_save=True) as checkpoints:
+        ...     path = accelerator.save_state("run/step-1")
+        ...     checkpoints.wait()  # from here on it is there
     """
     wanted = CheckpointConfig.merge(config, **overrides)
     attached: Attachment | None = getattr(accelerator, _ATTRIBUTE, None)
@@ -65,7 +78,7 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
     return attached
 
 
-class Attachment(Attached):
+class Attachment(BaseAttachment):
     """What :func:`attach` returns: a way to wait for saves, to see what a load did, and to undo it all.
 
     As a context manager it detaches at the end.
@@ -73,20 +86,19 @@ class Attachment(Attached):
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         refuse_silent_fallbacks(accelerator)
-        stock_format.require_local(accelerator)
+        Project.of(accelerator)  # raises for a URL
         self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
         self._accelerator = accelerator
         self._checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
-        self._rotation_due = False
         self._trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
-        self._native = {name: getattr(accelerator, name) for name in _REPLACED}
+        self._originals = {name: getattr(accelerator, name) for name in _REPLACED}
         for name in _REPLACED:
             setattr(accelerator, name, getattr(self, name))
         setattr(accelerator, _ATTRIBUTE, self)
 
-    # What the accelerator's methods become
+    # What replaces the accelerator's methods
 
     def save_state(
         self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -99,28 +111,28 @@ class Attachment(Attached):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        automatic = stock_format.is_automatic(accelerator)
-        path = self._decide(lambda: stock_format.next_path(accelerator)) if automatic else _through_link(output_dir)
+        project = Project.of(accelerator)
+        path = self._decide(project.next_path) if project is not None else _through_link(output_dir)
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
+        for_stock = bool(self.config.stock_aliases) and training.sharded
 
         def before(directory: Path) -> None:
-            if self.config.async_save and not automatic and not path.exists():
+            if self.config.async_save and project is None and not path.exists():
                 path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
-            if self._resumable_natively(training):
+            if for_stock:
                 stock_format.write_small_files(accelerator, directory, training.registered, step)
             # Now, since hooks may draw random numbers.
             state.update(extra_state.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
-        views = stock_format.views(training.models, training.optimizers) if self._resumable_natively(training) else None
-        self._rotation_due = automatic
+        views = stock_format.views(training.models, training.optimizers) if for_stock else None
         handle = self._checkpointer.save(state, path, files=before, views=views)
+        if project is not None and accelerator.is_main_process:
+            handle.on_published(lambda event: project.rotate())
         accelerator.project_configuration.iteration += 1
-        if handle.done():
-            self.wait()
         return str(path)
 
     def load_state(
@@ -132,7 +144,7 @@ class Attachment(Attached):
         """``Accelerator.load_state``. Without ``input_dir``: the newest committed checkpoint of the project.
 
         ``strict=False`` loads what fits. ``map_location`` and ``load_kwargs`` are for files of Accelerate's own, which
-        are read whole before they are copied to where the training is; from ours every rank reads straight into that.
+        are read completely and then copied to the device; from our checkpoints every rank reads straight into place.
 
         Raises:
             TypeError: There is no such ``map_location``, or another keyword argument.
@@ -141,8 +153,8 @@ class Attachment(Attached):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        by_number = input_dir is None and stock_format.is_automatic(accelerator)
-        path = self._decide(lambda: stock_format.newest(accelerator)) if by_number else _given(input_dir)
+        project = Project.of(accelerator)
+        path = self._decide(project.newest) if project is not None and input_dir is None else _given(input_dir)
         given = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(given.pop("strict")), given.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
@@ -151,18 +163,18 @@ class Attachment(Attached):
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
-        if stock_format.is_native(path):
+        if stock_format.is_stock(path):
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
-            placed = stock_format.Reading(strict, map_location, load_kwargs)
-            accelerator.step = stock_format.load(accelerator, self._checkpointer, path, remaining, placed)
+            options = stock_format.ReadOptions(strict, map_location, load_kwargs)
+            accelerator.step = stock_format.load(accelerator, self._checkpointer, path, remaining, options)
         else:
             self._load(path, training, taken, strict)
         if training.sharded:
             self._run_load_hooks({}, path)
-        if stock_format.is_automatic(accelerator):
-            stock_format.continue_numbering(accelerator)
+        if project is not None:
+            project.continue_numbering()
 
     def resume_or_init(
         self,
@@ -195,13 +207,13 @@ class Attachment(Attached):
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
             )
         self.wait()
-        by_number = root is None and stock_format.is_automatic(self._accelerator)
-        folder = Path() if by_number else _given(root)
+        project = Project.of(self._accelerator) if root is None else None
+        given = Path() if project is not None else _given(root)
 
         def find() -> Path | None:
-            if by_number and resume in ("auto", "must"):
-                return stock_format.resume_from(self._accelerator, must=resume == "must")
-            return options.find(folder, (ACCELERATE,))
+            if project is not None and resume in ("auto", "must"):
+                return project.resume_from(must=resume == "must")
+            return options.find(given, (ACCELERATE,))
 
         def load(path: Path) -> LoadReport | None:
             self.load_state(path, strict=strict)
@@ -213,13 +225,13 @@ class Attachment(Attached):
         tracked = self._tracked()
         before = len(_accelerate.dataloaders(self._accelerator))
         with untracked_sampler(data_loader):
-            prepared = self._native["prepare_data_loader"](data_loader, *args, **kwargs)
+            prepared = self._originals["prepare_data_loader"](data_loader, *args, **kwargs)
         added = [Tracker.of(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
         self._trackers = tracked + added
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        skipping = self._native["skip_first_batches"](dataloader, num_batches)
+        skipping = self._originals["skip_first_batches"](dataloader, num_batches)
         for tracker in self._trackers:
             if tracker.loader is dataloader and skipping is not dataloader:
                 tracker.follow(skipping, num_batches)
@@ -228,9 +240,9 @@ class Attachment(Attached):
     def end_training(self) -> None:
         """Finish the save in flight before the process group goes."""
         self.close()
-        self._native["end_training"]()
+        self._originals["end_training"]()
 
-    # Beyond them
+    # What a script calls besides
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -239,9 +251,6 @@ class Attachment(Attached):
             SaveFailed: It failed, on every rank; raised once.
         """
         self._checkpointer.wait()
-        due, self._rotation_due = self._rotation_due, False
-        if due and self._accelerator.is_main_process:
-            stock_format.rotate(self._accelerator)
 
     def close(self) -> None:
         """Wait, and free what saving needed. Saving again is possible.
@@ -249,10 +258,7 @@ class Attachment(Attached):
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        try:
-            self.wait()
-        finally:
-            self._checkpointer.close()
+        self._checkpointer.close()
 
     def detach(self) -> None:
         """Give the accelerator back its own methods, after the save in flight.
@@ -268,9 +274,6 @@ class Attachment(Attached):
         self.close()
 
     # Save
-
-    def _resumable_natively(self, training: Training) -> bool:
-        return bool(self.config.stock_aliases) and training.sharded
 
     def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
         """Returns the names of the models whose weights a hook has taken out, to save them itself."""
@@ -324,7 +327,7 @@ class Attachment(Attached):
             return there.get(EXTRA, [])
 
         keys = self._checkpointer.ranks.agree(f"open {path}", stored)
-        restoring = extra_state.Restoring(self._accelerator, self._tracked(), training.registered, keys)
+        restoring = extra_state.RestoringExtraState(self._accelerator, self._tracked(), training.registered, keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}

@@ -1,19 +1,17 @@
-"""The order of the samples in an epoch: from which random generator it came, and how the rest of it is given again.
-
-Where prepared dataloaders are, in words that do not depend on the number of processes, and how they get back there.
+"""Where prepared dataloaders are, independent of the number of processes, and how they get back there.
 
 Accelerate saves the position of a ``StatefulDataLoader`` only, all ranks into one file, in batches of one rank. Here
 a position is: the epoch, the state of the random generator from which the order of this epoch came, and the number of
 samples that all ranks together have consumed of it. From these any number of processes continues.
 
-- :class:`TrackedSampler`, around the innermost sampler, remembers where the order of an
-  epoch came from, and can give the rest of an epoch.
-- :class:`Tracker` counts what a loader has handed out. It sits below Accelerate's loader, which reads one batch
-  ahead, in the ``__iter__`` of the ``DataLoader`` inside of it (whose class is replaced by a subclass: iteration is
-  looked up on the class).
+- :class:`TrackedSampler`, around the innermost sampler, remembers where the order of an epoch came from, and can give
+  the rest of an epoch.
+- :class:`Tracker` counts what a loader has handed out. Accelerate's loader reads one batch ahead, so the tracker counts
+  in the ``DataLoader`` inside of it, whose ``__iter__`` Accelerate calls by name: :class:`_TrackedIter` takes its place
+  on the instance.
 
-A loader made with ``use_stateful_dataloader=True`` continues by itself, as it does natively. Any other begins its
-epoch again, in the same order, and :meth:`Tracker.resume` says how many batches to skip.
+A loader made with ``use_stateful_dataloader=True`` continues by itself, as it does in stock Accelerate. Any other
+begins its epoch again, in the same order, and :meth:`Tracker.resume` says how many batches to skip.
 
 Creating an iterator draws from the global random generators, which a run that was not interrupted does not do in the
 middle of an epoch. So they are set once more, when the first batch of a resumed epoch is there.
@@ -21,8 +19,6 @@ middle of an epoch. So they are set once more, when the first batch of a resumed
 
 from __future__ import annotations
 
-import copyreg
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,6 +61,11 @@ class TrackedSampler(Sampler[int]):
             if order is not None and takes_generator:
                 self.inside.generator = own
 
+    def next_order(self) -> torch.Tensor | None:
+        """The state of the sampler's own generator, from which the next epoch's order comes; None if it has none."""
+        generator = getattr(self.inside, "generator", None)
+        return None if generator is None else generator.get_state()
+
     def __len__(self) -> int:
         return len(self.inside)
 
@@ -75,8 +76,8 @@ class TrackedSampler(Sampler[int]):
 
     def _order_to_come(self) -> torch.Tensor:
         """The state of the generator that the order comes from, or would come from if the sampler had its own."""
-        if getattr(self.inside, "generator", None) is not None:
-            return self.inside.generator.get_state()  # type: ignore[no-any-return]
+        if (own := self.next_order()) is not None:
+            return own
         state = torch.get_rng_state()
         if isinstance(self.inside, RandomSampler):  # it seeds a generator with its first draw from the global one
             peek = torch.Generator()
@@ -115,12 +116,29 @@ def owner_of_sampler(loader: Any) -> Any:
     return owner if hasattr(owner, "sampler") else None
 
 
-def generator_state(sampler: TrackedSampler) -> torch.Tensor | None:
-    generator = getattr(sampler.inside, "generator", None)
-    return None if generator is None else generator.get_state()
-
-
 Position = dict[str, Any]
+
+
+@dataclass
+class _Iteration:
+    """One loop over a loader, or over what skips its first batches."""
+
+    loader: Any
+    skipped: int
+    with_gradients: bool
+    """Whether it trains; an evaluation does not."""
+    delivered: int = 0
+    exhausted: bool = False
+    running: bool = True
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    """A position that was loaded, until the next iteration begins there."""
+
+    position: Position
+    own_state: Any
+    restore_rng: Callable[[], None] | None
 
 
 class Tracker:
@@ -128,30 +146,29 @@ class Tracker:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self.loader = loader
-        self._front: Any = None
-        """What was iterated over last: the loader, or what skips batches for it."""
-        self._skipping: Any = None
-        self._running: object = None
-        """The iteration that goes on at this moment."""
-        self._with_gradients = True
-        self._delivered = 0
-        self._exhausted = True
-        self._skipped = 0
-        self._resumed: _Resumed | None = None
-        self._to_skip = 0
-        self._first_batch: Callable[[], None] | None = None
         self.step_back = 0
         """Batches handed out that have to come again: their gradients are not saved."""
+        self._iteration: _Iteration | None = None
+        """The last one, whether it goes on or not."""
+        self._skipping: Any = None
+        self._to_skip = 0
+        self._resumed: _Resumed | None = None
+        self._at_first_batch: Callable[[], None] | None = None
         self._owner = owner_of_sampler(loader)
         if self._owner is not None and not isinstance(self._owner.sampler, TrackedSampler):
             self._owner.sampler = TrackedSampler(self._owner.sampler)
-        _track(loader.base_dataloader, self)
+        equal_batches = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
+        self._counts = equal_batches and not hasattr(loader.dataset, "state_dict")
+        """Whether the place in the data is a number of samples: all batches are as large as their sampler says, and the
+        dataset has no state."""
+        self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
+        _TrackedIter(self, loader.base_dataloader).install()
 
     @classmethod
     def of(cls, loader: PreparedLoader) -> Tracker:
         """The one tracker of a loader, which may be prepared again, or by several accelerators."""
-        known: Tracker | None = getattr(loader.base_dataloader, "dcp_tracker", None)
-        return known if known is not None and known.loader is loader else cls(loader)
+        known = vars(loader.base_dataloader).get("__iter__")
+        return known.tracker if isinstance(known, _TrackedIter) and known.tracker.loader is loader else cls(loader)
 
     @property
     def name(self) -> str:
@@ -159,18 +176,17 @@ class Tracker:
 
     @property
     def running(self) -> bool:
-        return self._running is not None
+        return self._iteration is not None and self._iteration.running
 
     def follow(self, skipping: Any, batches: int) -> None:
         """``skipping`` is what ``skip_first_batches`` made of the loader: its epoch is the loader's epoch."""
         self._skipping, self._to_skip = skipping, batches
-        _track(skipping.base_dataloader, self)
+        _TrackedIter(self, skipping.base_dataloader).install()
 
     def untrack(self) -> None:
-        base = self.loader.base_dataloader
-        if getattr(base, "dcp_tracker", None) is self:
-            del base.dcp_tracker
-            base.__class__ = type(base).__mro__[1]
+        installed = vars(self.loader.base_dataloader)
+        if getattr(installed.get("__iter__"), "tracker", None) is self:
+            del installed["__iter__"]
         if self._sampler is not None:
             self._owner.sampler = self._sampler.inside
 
@@ -193,23 +209,25 @@ class Tracker:
             return None
         if self._resumed is not None:
             return self._resumed.position
-        over = self._front is None or (self._exhausted and self._front.end_of_dataloader)
-        within = not over and not self._was_left(others_run)
-        handed_out = self._skipped + self._delivered - self._ahead()
-        consumed = max(0, handed_out - self.step_back) if within else 0
+        now = self._iteration
+        over = now is None or (now.exhausted and now.loader.end_of_dataloader)
+        within, consumed = False, 0
+        if now is not None and not over and not self._was_left(now, others_run):
+            within, consumed = True, max(0, now.skipped + now.delivered - self._ahead(now) - self.step_back)
         sampler = self._sampler
-        in_last_batch = over and any(one is self.loader for one in self._in_use())
+        in_use = self.loader.gradient_state.dataloader_references
+        in_last_batch = over and any(one is self.loader for one in in_use)
         return {
             "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
             "batches": consumed,
             "samples": consumed * self._samples_per_batch(),
-            "order": None if sampler is None else sampler.order if within else generator_state(sampler),
+            "order": None if sampler is None else sampler.order if within else sampler.next_order(),
             "seed": getattr(sampler, "initial_seed", None),
         }
 
     def own_state(self) -> Any:
         """The state of a stateful loader over a dataset that only the dataset itself can find its place in."""
-        if not self._is_stateful() or self._counts():
+        if not self._is_stateful or self._counts:
             return None
         return self.loader.state_dict() if self._resumed is None else self._resumed.own_state
 
@@ -220,10 +238,14 @@ class Tracker:
         self.loader.set_epoch(position["epoch"])
         if own_state is not None:
             self.loader.load_state_dict(own_state)
-        self._renew_iterator()
+        counts_itself = self._is_stateful and self._counts
+        if counts_itself:
+            # A StatefulDataLoader holds a first iterator from the moment it was made, with an order of its own.
+            with torch.random.fork_rng(devices=[]):
+                _untracked_iter(self.loader.base_dataloader)
         samples, total = position["samples"], self._samples_per_batch()
         batches, rest = divmod(samples, total) if total else (position["batches"], 0)
-        by_itself = own_state is not None or (self._is_stateful() and self._counts())
+        by_itself = own_state is not None or counts_itself
         if self._sampler is not None:
             if position["seed"] is not None and isinstance(self._sampler.inside, SeedableRandomSampler):
                 self._sampler.inside.initial_seed = position["seed"]
@@ -249,117 +271,70 @@ class Tracker:
             )
         return f"{self.name} {'; '.join(said)}" if said else ""
 
-    # What _track calls
+    # What _TrackedIter calls
 
-    def begins(self, base: Any, iteration: object) -> None:
+    def begin(self, base: Any) -> _Iteration:
         skips = self._skipping is not None and base is self._skipping.base_dataloader
-        self._front = self._skipping if skips else self.loader
-        self._running, self._with_gradients = iteration, torch.is_grad_enabled()
-        self._delivered, self._exhausted = 0, False
-        self._skipped, self._to_skip = self._to_skip, 0
-        resumed, self._resumed = self._resumed, None
-        self._first_batch = resumed.restore_rng if resumed is not None else None
+        loader = self._skipping if skips else self.loader
+        self._iteration = _Iteration(loader, self._to_skip, torch.is_grad_enabled())
+        resumed, self._resumed, self._to_skip = self._resumed, None, 0
+        self._at_first_batch = resumed.restore_rng if resumed is not None else None
+        return self._iteration
 
-    def delivers(self) -> None:
-        self._delivered += 1
+    def deliver(self, iteration: _Iteration) -> None:
+        iteration.delivered += 1
         self._resumed = None  # an iteration from before the load goes on
-        if (restore := self._first_batch) is not None:
-            self._first_batch = None
+        if (restore := self._at_first_batch) is not None:
+            self._at_first_batch = None
             restore()
 
-    def ends(self, base: Any) -> None:
-        self._exhausted = True
+    def end(self, iteration: _Iteration, base: Any) -> None:
+        iteration.exhausted = True
         if base is not self.loader.base_dataloader:  # skip_first_batches counts its own epochs
             self.loader.iteration += 1
 
-    def leaves(self, iteration: object) -> None:
-        """The loop has come to its end, or was broken off."""
-        if self._running is iteration:
-            self._running = None
-
-    def _was_left(self, others_run: bool) -> bool:
+    @staticmethod
+    def _was_left(iteration: _Iteration, others_run: bool) -> bool:
         """Whether the program will start the next iteration from the beginning: it broke this one off, and trains on
         with another loader; or it evaluated. Else it has stopped training here, and a resumed run continues."""
-        return self._running is None and (others_run or not self._with_gradients)
+        return not iteration.running and (others_run or not iteration.with_gradients)
 
-    def _in_use(self) -> list[Any]:
-        """The loaders that are being iterated over."""
-        return list(self.loader.gradient_state.dataloader_references)
-
-    def _ahead(self) -> int:
+    def _ahead(self, iteration: _Iteration) -> int:
         """Batches that Accelerate's loader has read and not handed out."""
         if isinstance(self.loader, DataLoaderDispatcher) and not self.loader.split_batches:
             processes: int = self.loader.state.num_processes  # it reads one batch for each; the last may be fewer
-            return self._delivered % processes or processes
+            return iteration.delivered % processes or processes
         return 1
 
     def _samples_per_batch(self) -> int:
-        if not self._counts():
+        if not self._counts:
             return 0
         if isinstance(self.loader, DataLoaderDispatcher):
             return int(self.loader.batch_sampler.batch_size)
         return int(self.loader.total_batch_size)
 
-    def _counts(self) -> bool:
-        """Whether the place in the data is a number of samples: all batches are as large as their sampler says, and
-        the dataset has no state."""
-        equal = getattr(type(self._owner), "__iter__", None) is BatchSampler.__iter__
-        return equal and not hasattr(self.loader.dataset, "state_dict")
 
-    def _is_stateful(self) -> bool:
-        return bool(getattr(self.loader, "use_stateful_dataloader", False))
-
-    def _renew_iterator(self) -> None:
-        """A StatefulDataLoader holds a first iterator from the moment it was made, with an order of its own."""
-        if self._is_stateful() and self._counts():
-            with torch.random.fork_rng(devices=[]):
-                self.loader.base_dataloader.untracked_iterator()
+def _untracked_iter(base: Any) -> Iterator[Any]:
+    return type(base).__iter__(base)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class _Resumed:
-    """A position that was loaded, until the next iteration begins there."""
+class _TrackedIter:
+    """The ``__iter__`` of one ``DataLoader``, for callers that look it up on the instance. Can be pickled with it."""
 
-    position: Position
-    own_state: Any
-    restore_rng: Callable[[], None] | None
+    tracker: Tracker
+    base: Any
 
+    def install(self) -> None:
+        vars(self.base)["__iter__"] = self
 
-def _track(base: Any, tracker: Tracker) -> None:
-    kind: Any = type(base)
-    base.__class__ = _tracked_class(kind)
-    base.dcp_tracker = tracker
-
-
-class _MadeHere(type):
-    """The class of classes that have no name by which pickle finds them: it makes them again."""
-
-
-@functools.cache
-def _tracked_class(base: Any) -> Any:
-    if getattr(base, "tracked_by_dcp_plugin", False):
-        return base
-
-    class Tracked(base, metaclass=_MadeHere):  # type: ignore[misc]
-        tracked_by_dcp_plugin = True
-        dcp_tracker: Tracker
-
-        def untracked_iterator(self) -> Any:
-            return super().__iter__()
-
-        def __iter__(self) -> Iterator[Any]:
-            tracker, batches, iteration = self.dcp_tracker, super().__iter__(), object()
-            tracker.begins(self, iteration)
-            try:
-                for batch in batches:
-                    tracker.delivers()
-                    yield batch
-                tracker.ends(self)
-            finally:
-                tracker.leaves(iteration)
-
-    Tracked.__name__ = Tracked.__qualname__ = base.__name__
-    return Tracked
-
-
-copyreg.pickle(_MadeHere, lambda made: (_tracked_class, made.__mro__[1:2]))
+    def __call__(self) -> Iterator[Any]:
+        batches = _untracked_iter(self.base)
+        iteration = self.tracker.begin(self.base)
+        try:
+            for batch in batches:
+                self.tracker.deliver(iteration)
+                yield batch
+            self.tracker.end(iteration, self.base)
+        finally:
+            iteration.running = False  # at its end, or broken off

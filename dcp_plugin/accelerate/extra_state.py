@@ -3,33 +3,22 @@
 | name                        | what                                                                    |
 |-----------------------------|-------------------------------------------------------------------------|
 | ``extra.accelerate``        | step, iteration                                                         |
-| ``extra.schedulers.N``      | see :mod:`dcp_plugin.accelerate.extra_state`                              |
-| ``extra.dataloaders.N``     | see :mod:`dcp_plugin.accelerate.dataloader_state`                              |
+| ``extra.schedulers.N``      | see :class:`RestoringSchedule`                                          |
+| ``extra.dataloaders.N``     | see :mod:`dcp_plugin.accelerate.dataloader_state`                       |
 | ``extra.datasets.N.RANK``   | the state of stateful loaders over datasets that keep their own place   |
 | ``extra.registered.N``      | what was given to ``register_for_checkpointing``                        |
 | ``extra.scaler``            | the gradient scaler                                                     |
 | ``extra.rng.RANK.streams``  | the random generators of each rank                                      |
 
-A checkpoint from another door has other extras; what is not there keeps its value, and is named.
-
-What an accelerator trains: the models, optimizers and other objects that belong into a checkpoint.
-
-Learning rate schedules across numbers of processes.
-
-Accelerate steps a schedule once per process at every optimizer step, and users give it a horizon in those units
-(``num_training_steps * num_processes``). So its position means another moment of the training when the number of
-processes changes. The rule: the moment stays. A schedule saved after 30 optimizer steps on 4 processes (position
-120) goes on at position 60 on 2, with the horizon that the script gave it for 2.
-
-There is no way to ask a schedule for its state at a position; many know their next value only from the last one. So
-a fresh one is stepped there.
+A checkpoint from another integration has other extra state. What is not there keeps its value, and is named.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,129 +38,16 @@ from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.state.names import contains_fsdp1, loose_module
 
 
-def gather(
-    accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], step: int, with_rng: bool
-) -> dict[str, Any]:
-    """The extras of this rank as named state."""
-    rank = accelerator.process_index
-    extra: dict[str, Any] = {"accelerate": {"step": step, "iteration": accelerator.save_iteration}}
-    for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-        extra[f"schedulers.{number}"] = schedule_state(scheduler, accelerator.num_processes)
-    training_goes_on = any(tracker.running for tracker in trackers)
-    for number, tracker in enumerate(trackers):
-        if (position := tracker.position(training_goes_on)) is not None:
-            extra[f"dataloaders.{number}"] = position
-        if (own := tracker.own_state()) is not None:
-            extra[f"datasets.{number}.{rank}"] = own
-    extra.update({f"registered.{number}": one for number, one in enumerate(registered)})
-    if accelerator.scaler is not None:
-        extra["scaler"] = accelerator.scaler.state_dict()
-    if with_rng:
-        extra[RNG] = of_rank(rank, accelerator.device)
-    return {f"{EXTRA}.{name}": value for name, value in extra.items()}
-
-
-class Restoring:
-    """The extras of one load: ask for what is there, and when it has been read, put it where it belongs.
-
-    Args:
-        stored: The keys of the checkpoint, without the leading ``extra.``.
-
-    Raises:
-        CheckpointMismatch: The checkpoint has another number of registered objects.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], stored: Iterable[str]
-    ) -> None:
-        self._accelerator = accelerator
-        self._trackers = trackers
-        self._stored = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
-        self._schedules = [
-            RestoringSchedule(scheduler, stride(scheduler, accelerator.num_processes))
-            for scheduler in _accelerate.schedulers(accelerator)
-        ]
-        self._streams = SavedStreams.among(
-            self._stored, accelerator.process_index, accelerator.num_processes, accelerator.device
-        )
-        self._read: dict[str, Any] = {}
-        self._absent: list[str] = []
-        self._check_registered(registered)
-        self._ask_for_all(registered)
-
-    def targets(self) -> dict[str, Any]:
-        """What the core has to fill, by name."""
-        return {f"{EXTRA}.{name}": target for name, target in self._read.items()}
-
-    def apply(self) -> list[str]:
-        """Restore everything from the filled targets. Returns what has to be said about it, the same on all ranks."""
-        said = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
-        accelerator = self._accelerator
-        if (about := self._read.get("accelerate")) is not None:
-            accelerator.step = about["step"]
-            accelerator.project_configuration.iteration = about["iteration"] + 1
-        for number, schedule in enumerate(self._schedules):
-            if (saved := self._read.get(f"schedulers.{number}")) is not None:
-                said.append(schedule.finish(saved))
-        if "scaler" in self._read:
-            accelerator.scaler.load_state_dict(self._read["scaler"])
-        for number, tracker in enumerate(self._trackers):
-            if (position := self._read.get(f"dataloaders.{number}")) is not None:
-                own = self._read.get(f"datasets.{number}.{accelerator.process_index}")
-                said.append(tracker.resume(position, own, self._restore_rng))
-        self._restore_rng()
-        if self._streams.about_new_ranks:
-            said.append(f"it has {self._streams.about_new_ranks}")
-        return [message for message in said if message]
-
-    def _check_registered(self, registered: list[Any]) -> None:
-        found = sum(name.startswith("registered.") and name.count(".") == 1 for name in self._stored)
-        if "accelerate" in self._stored and found != len(registered):
-            raise CheckpointMismatch(
-                f"the checkpoint has {found} objects given to register_for_checkpointing, this run has "
-                f"{len(registered)}: register the same ones, in the same order"
-            )
-
-    def _ask_for_all(self, registered: list[Any]) -> None:
-        accelerator = self._accelerator
-        self._ask("accelerate", "step")
-        for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-            self._ask(f"schedulers.{number}", f"state of the scheduler {type(scheduler.scheduler).__name__}")
-        for number, tracker in enumerate(self._trackers):
-            self._ask(f"dataloaders.{number}", f"position of {tracker.name}")
-            ranks = sum(name.startswith(f"datasets.{number}.") for name in self._stored)
-            if ranks == accelerator.num_processes:
-                self._ask(f"datasets.{number}.{accelerator.process_index}", "")
-            elif ranks:
-                self._absent.append(f"place of {accelerator.num_processes} processes in {tracker.name}")
-        for number, one in enumerate(registered):
-            self._ask(f"registered.{number}", f"state of the registered {type(one).__name__}", one)
-        if accelerator.scaler is not None:
-            self._ask("scaler", "gradient scaler")
-        if self._streams.name is not None:
-            self._ask(self._streams.name, "")
-
-    def _ask(self, name: str, said: str, target: Any = None) -> None:
-        if name in self._stored:
-            self._read[name] = {} if target is None else target
-        else:
-            self._absent.append(said)
-
-    def _restore_rng(self) -> None:
-        if self._streams.name is not None:
-            self._streams.restore(self._read[self._streams.name])
-
-
 @dataclass(frozen=True)
 class Training:
-    """The objects of an accelerator at this moment."""
+    """What an accelerator trains at this moment: the models, optimizers and other objects of a checkpoint."""
 
     models: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
     registered: list[Any]
     """Given to ``register_for_checkpointing``, and neither a model nor an optimizer of the training."""
     sharded: bool
-    """Accelerate knows that it is: then it has formats and habits of its own."""
+    """Accelerate itself shards the models (FSDP), and then saves them in formats of its own."""
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Training:
@@ -194,10 +70,10 @@ class Training:
 
     @property
     def shared_names(self) -> dict[str, NamesOnly]:
-        """What names the parameters of an optimizer that trains several models, or what was never prepared: Accelerate
-        saves and loads its state without it."""
+        """Modules that give names to the parameters of an optimizer that trains several models, or parameters that were
+        never prepared. Accelerate saves the state of such an optimizer without names."""
         names = {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
-        if self.sharded or any(map(_is_sharded, self.models.values())):
+        if self.sharded or any(map(_has_shards, self.models.values())):
             return names  # there it is more likely that the optimizer was made before the model was sharded
         for name, optimizer in self.optimizers.items():
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -210,16 +86,123 @@ def _has_any(one: Any, parameters: set[int]) -> bool:
     return isinstance(one, nn.Module) and any(id(parameter) in parameters for parameter in one.parameters())
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def _has_shards(model: nn.Module) -> bool:
     return contains_fsdp1(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def gather(
+    accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], step: int, with_rng: bool
+) -> dict[str, Any]:
+    """The extra state of this rank as named state."""
+    rank = accelerator.process_index
+    extra: dict[str, Any] = {"accelerate": {"step": step, "iteration": accelerator.save_iteration}}
+    for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
+        steps = stride(scheduler, accelerator.num_processes)
+        extra[f"schedulers.{number}"] = {"state": scheduler.state_dict(), "stride": steps}
+    training_goes_on = any(tracker.running for tracker in trackers)
+    for number, tracker in enumerate(trackers):
+        if (position := tracker.position(training_goes_on)) is not None:
+            extra[f"dataloaders.{number}"] = position
+        if (own := tracker.own_state()) is not None:
+            extra[f"datasets.{number}.{rank}"] = own
+    extra.update({f"registered.{number}": one for number, one in enumerate(registered)})
+    if accelerator.scaler is not None:
+        extra["scaler"] = accelerator.scaler.state_dict()
+    if with_rng:
+        extra[RNG] = of_rank(rank, accelerator.device)
+    return {f"{EXTRA}.{name}": value for name, value in extra.items()}
+
+
+class RestoringExtraState:
+    """The extra state of one load: want what is there, and when it has been read, put it where it belongs.
+
+    Args:
+        stored: The keys of the checkpoint, without the leading ``extra.``.
+
+    Raises:
+        CheckpointMismatch: The checkpoint has another number of registered objects.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, trackers: list[Tracker], registered: list[Any], stored: Iterable[str]
+    ) -> None:
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        self._accelerator = accelerator
+        self._stored = {".".join(parts[:depth]) for key in stored for parts in [key.split(".")] for depth in (1, 2, 3)}
+        self._streams = SavedStreams.among(self._stored, rank, ranks, accelerator.device)
+        self._targets: dict[str, Any] = {}
+        self._puts: list[tuple[str, Callable[[Any], str | None]]] = []
+        self._absent: list[str] = []
+        self._check_registered(registered)
+        self._want("accelerate", "step", self._put_counters)
+        for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
+            schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
+            name = type(scheduler.scheduler).__name__
+            self._want(f"schedulers.{number}", f"state of the scheduler {name}", schedule.finish)
+        for number, tracker in enumerate(trackers):
+            put = partial(self._put_position, tracker, f"datasets.{number}.{rank}")
+            self._want(f"dataloaders.{number}", f"position of {tracker.name}", put)
+            saved_on = sum(name.startswith(f"datasets.{number}.") for name in self._stored)
+            if saved_on == ranks:
+                self._want(f"datasets.{number}.{rank}")
+            elif saved_on:
+                self._absent.append(f"place of {ranks} processes in {tracker.name}")
+        for number, one in enumerate(registered):
+            self._want(f"registered.{number}", f"state of the registered {type(one).__name__}", target=one)
+        if accelerator.scaler is not None:
+            self._want("scaler", "gradient scaler", accelerator.scaler.load_state_dict)
+        if self._streams.name is not None:
+            self._want(self._streams.name)
+
+    def targets(self) -> dict[str, Any]:
+        """What the core has to fill, by name."""
+        return {f"{EXTRA}.{name}": target for name, target in self._targets.items()}
+
+    def apply(self) -> list[str]:
+        """Restore everything from the filled targets. Returns what has to be said about it, the same on all ranks."""
+        said = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
+        said += [message for name, put in self._puts if (message := put(self._targets[name]))]
+        self._restore_rng()
+        if self._streams.about_new_ranks:
+            said.append(f"it has {self._streams.about_new_ranks}")
+        return said
+
+    def _want(
+        self, name: str, what: str = "", put: Callable[[Any], str | None] = lambda _: None, target: Any = None
+    ) -> None:
+        """Have ``target``, or a new mapping, filled with what is stored under a name, and given to ``put``.
+
+        Args:
+            what: What is said to be missing if it is not there.
+        """
+        if name in self._stored:
+            self._targets[name] = {} if target is None else target
+            self._puts.append((name, put))
+        else:
+            self._absent.append(what)
+
+    def _check_registered(self, registered: list[Any]) -> None:
+        found = sum(name.startswith("registered.") and name.count(".") == 1 for name in self._stored)
+        if "accelerate" in self._stored and found != len(registered):
+            raise CheckpointMismatch(
+                f"the checkpoint has {found} objects given to register_for_checkpointing, this run has "
+                f"{len(registered)}: register the same ones, in the same order"
+            )
+
+    def _put_counters(self, saved: dict[str, Any]) -> None:
+        self._accelerator.step = saved["step"]
+        self._accelerator.project_configuration.iteration = saved["iteration"] + 1
+
+    def _put_position(self, tracker: Tracker, own_state: str, position: dict[str, Any]) -> str:
+        return tracker.resume(position, self._targets.get(own_state), self._restore_rng)
+
+    def _restore_rng(self) -> None:
+        if self._streams.name is not None:
+            self._streams.restore(self._targets[self._streams.name])
 
 
 _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
 """The fields of a param group that schedules set."""
-
-
-def schedule_state(scheduler: AcceleratedScheduler, num_processes: int) -> dict[str, Any]:
-    return {"state": scheduler.state_dict(), "stride": stride(scheduler, num_processes)}
 
 
 def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
@@ -229,8 +212,16 @@ def stride(scheduler: AcceleratedScheduler, num_processes: int) -> int:
 
 @dataclass
 class RestoringSchedule:
-    """One schedule while a checkpoint is loaded. Make it before the optimizer is loaded, which overwrites the rates
-    that the schedule starts from."""
+    """One schedule while a checkpoint is loaded, on any number of processes.
+
+    Accelerate steps a schedule once per process at every optimizer step, and users give it a horizon in those units
+    (``num_training_steps * num_processes``). So a position means another moment of the training when the number of
+    processes changes. The moment is kept: a schedule saved after 30 optimizer steps on 4 processes (position 120) goes
+    on at position 60 on 2, with the horizon that the script gave it for 2. No schedule can be asked for its state at a
+    position, and many compute a value from the last one, so a fresh one is stepped there.
+
+    Make it before the optimizer is loaded, which overwrites the rates that the schedule starts from.
+    """
 
     scheduler: AcceleratedScheduler
     stride: int

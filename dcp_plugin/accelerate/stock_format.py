@@ -1,21 +1,15 @@
-"""Accelerate's own checkpoints: loaded through us, and what lets Accelerate load ours without us.
+"""Accelerate's own layout on disk: the numbered directories of a project, and what stock Accelerate loads from one.
 
 What ``save_state`` wrote through this package under FSDP, stock Accelerate resumes: model and optimizer are there a
-second time as views (:mod:`dcp_plugin.format.stock_views`), its small files beside them. Its single-file formats (DDP,
+second time as views (:mod:`dcp_plugin.format.metadata`), its small files beside them. Its single-file formats (DDP,
 one process) are not imitated: that would write every byte twice.
-
-The numbered checkpoints of an Accelerate project: which comes next, which is the newest, which have to go.
-
-Accelerate keeps them in ``<project_dir>/checkpoints/checkpoint_<iteration>``. Its own rotation deletes the oldest
-before the new one is written, and its choice of the newest is the last name in the folder, whatever is in it. Here
-only a committed checkpoint is the newest, and only after the new one is committed an old one is deleted.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +17,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
-from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
+from accelerate.utils import ProjectConfiguration, load_fsdp_model, load_fsdp_optimizer
 from torch import nn
 
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, SaveFailed, UnsafeCheckpoint
-from dcp_plugin.format.foreign.training import RANDOM_STATES
-from dcp_plugin.format.names import METADATA
+from dcp_plugin.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, SaveFailed, UnsafeCheckpoint
+from dcp_plugin.format import METADATA
+from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.runs import catalog
@@ -41,13 +35,14 @@ logger = logging.getLogger("dcp_plugin")
 
 _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+_PREFIX = "checkpoint_"
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Under which folders and names Accelerate looks for the models and optimizers of these names."""
-    found = {_model_folder(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
-    found.update({_optimizer_folder(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)})
+    """Under which directories and names Accelerate looks for the models and optimizers of these names."""
+    found = {_model_directory(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
+    found.update({_optimizer_directory(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)})
     return found
 
 
@@ -68,9 +63,9 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
         save_custom_state(one, str(directory), number)
 
 
-def is_native(path: Path) -> bool:
-    """Whether a directory is a checkpoint in a format of Accelerate's own, and none of the core's. Its models may be
-    in files of the user's hooks."""
+def is_stock(path: Path) -> bool:
+    """Whether a directory is a checkpoint of stock Accelerate, not of this package. Its models may be in files that
+    the user's hooks wrote."""
     named = any((path / name).exists() for name in (*_ONE_FILE, RANDOM_STATES))
     return not _is_ours(path) and (_is_sharded(path) or named)
 
@@ -79,16 +74,9 @@ def _is_ours(path: Path) -> bool:
     return commit.looks_like_checkpoint(commit.locate(path))
 
 
-def why_incomplete(path: Path) -> str:
-    """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
-    if _is_ours(path):
-        return commit.uncommitted_reason(path)
-    return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"
-
-
 @dataclass(frozen=True)
-class Reading:
-    """How files of Accelerate's own are read: what ``load_state`` was given for that."""
+class ReadOptions:
+    """What ``load_state`` was given for the files of stock Accelerate."""
 
     strict: bool
     map_location: str | None
@@ -100,7 +88,7 @@ def load(
     checkpointer: Checkpointer,
     path: Path,
     training: Training,
-    reading: Reading,
+    options: ReadOptions,
 ) -> int:
     """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
 
@@ -110,10 +98,10 @@ def load(
     """
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
     if _is_sharded(path):
-        _load_sharded(checkpointer, path, training, reading.strict)
+        _load_sharded(checkpointer, path, training, options.strict)
         models, optimizers = [], []
     elif training.sharded:
-        _load_whole(accelerator, path, models, optimizers)
+        _load_full_state(accelerator, path, models, optimizers)
         models, optimizers = [], []
 
     def load_the_rest() -> int:
@@ -125,9 +113,9 @@ def load(
             _accelerate.dataloaders(accelerator),
             accelerator.process_index,
             accelerator.scaler,
-            reading.map_location,
-            reading.load_kwargs,
-            strict=reading.strict,
+            options.map_location,
+            options.load_kwargs,
+            strict=options.strict,
         )
         _load_registered(path, training.registered)
         return int(found.get("step", 0))
@@ -137,14 +125,14 @@ def load(
 
 def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
-        checkpointer.load({_STOCK_MODEL: model}, path / _model_folder(number), strict=strict)
+        checkpointer.load({_STOCK_MODEL: model}, path / _model_directory(number), strict=strict)
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
         owners = {f"of_{name}": model for name, model in training.models.items()}
-        checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_folder(number), only_optimizer)
+        checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_directory(number), only_optimizer)
 
 
-def _load_whole(
+def _load_full_state(
     accelerator: Accelerator, path: Path, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
 ) -> None:
     """``StateDictType.FULL_STATE_DICT``: one file, which only Accelerate's own loader distributes."""
@@ -175,92 +163,103 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
 
 
 def _is_sharded(path: Path) -> bool:
-    return (path / _model_folder(0) / METADATA).exists()
+    return (path / _model_directory(0) / METADATA).exists()
 
 
-def _model_folder(number: int) -> str:
+def _model_directory(number: int) -> str:
     return f"pytorch_model_fsdp_{number}"
 
 
-def _optimizer_folder(number: int) -> str:
+def _optimizer_directory(number: int) -> str:
     return f"optimizer_{number}"
 
 
-def is_automatic(accelerator: Accelerator) -> bool:
-    return bool(accelerator.project_configuration.automatic_checkpoint_naming)
+@dataclass(frozen=True)
+class Project:
+    """The checkpoints of automatic naming, ``<project_dir>/checkpoints/checkpoint_<iteration>``.
 
-
-def require_local(accelerator: Accelerator) -> None:
-    """Raises ValueError for a project at a URL, which the first save would find out otherwise."""
-    if is_automatic(accelerator) and accelerator.project_dir is not None:
-        _folder(accelerator)
-
-
-def next_path(accelerator: Accelerator) -> Path:
-    """Where the next automatic save goes.
+    Accelerate's own rotation deletes the oldest before the new one is written, and its choice of the newest is the last
+    name in the directory, whatever is in it. Here only a committed checkpoint is the newest, and only after the new one
+    is committed an old one is deleted.
 
     Raises:
-        SaveFailed: There is something already, and this run does not continue it.
+        ValueError: The project is at a URL.
     """
-    path = _folder(accelerator) / f"checkpoint_{accelerator.save_iteration}"
-    if path.exists():
-        raise SaveFailed(
-            f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume with "
-            f"accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
-        )
+
+    config: ProjectConfiguration
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Project | None:
+        """The project of an accelerator; None without automatic naming."""
+        config = accelerator.project_configuration
+        return cls(config) if config.automatic_checkpoint_naming else None
+
+    def __post_init__(self) -> None:
+        if self.config.project_dir is not None:
+            local_path(self.config.project_dir)  # here, not in the first save
+
+    def next_path(self) -> Path:
+        """Where the next automatic save goes.
+
+        Raises:
+            SaveFailed: There is something already, and this run does not continue it.
+        """
+        path = self._root / f"{_PREFIX}{self.config.iteration}"
+        if path.exists():
+            raise SaveFailed(
+                f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
+                f"with accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
+            )
+        return path
+
+    def newest(self) -> Path:
+        """The committed checkpoint with the highest number. On rank 0.
+
+        Raises:
+            CheckpointNotFound: There is none.
+        """
+        found, refused = catalog.first_usable(reversed(self._paths()), _require_complete)
+        for error in refused:
+            logger.warning("passing over %s", error)
+        if found is None:
+            raise CheckpointNotFound(f"there is no committed checkpoint in {self._root}")
+        return found
+
+    def resume_from(self, must: bool) -> Path | None:
+        """The same; None if nothing has ever been saved, unless there ``must`` be something. On rank 0.
+
+        Raises:
+            CheckpointNotFound: There is nothing to resume from, and there must be or there are incomplete checkpoints.
+        """
+        return self.newest() if must or self._paths() else None
+
+    def continue_numbering(self) -> None:
+        """After a load, number the next save after all that are there: also after those of a branch that was left."""
+        if numbers := [number for number, _ in catalog.numbered(self._root, _PREFIX)]:
+            self.config.iteration = numbers[-1] + 1
+
+    def rotate(self) -> None:
+        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed."""
+        if self.config.total_limit is not None:
+            complete = [path for path in self._paths() if not _why_incomplete(path)]
+            catalog.remove_oldest(complete, max(1, self.config.total_limit))
+
+    @property
+    def _root(self) -> Path:
+        return local_path(self.config.project_dir) / "checkpoints"
+
+    def _paths(self) -> list[Path]:
+        return [path for _, path in catalog.numbered(self._root, _PREFIX)]
+
+
+def _require_complete(path: Path) -> Path:
+    if reason := _why_incomplete(path):
+        raise CheckpointIncomplete(f"{path}: {reason}")
     return path
 
 
-def newest(accelerator: Accelerator) -> Path:
-    """The committed checkpoint with the highest number. On rank 0.
-
-    Raises:
-        CheckpointNotFound: There is none.
-    """
-    folder = _folder(accelerator)
-    for _, path in sorted(_numbered(folder), reverse=True):
-        reason = why_incomplete(path)
-        if not reason:
-            return path
-        logger.warning("passing over %s: %s", path, reason)
-    raise CheckpointNotFound(f"there is no committed checkpoint in {folder}")
-
-
-def resume_from(accelerator: Accelerator, must: bool) -> Path | None:
-    """The same; None if nothing has ever been saved, unless there ``must`` be something. On rank 0.
-
-    Raises:
-        CheckpointNotFound: There is nothing to resume from, and there must be or there are incomplete checkpoints.
-    """
-    return newest(accelerator) if must or any(_numbered(_folder(accelerator))) else None
-
-
-def continue_numbering(accelerator: Accelerator) -> None:
-    """After a load, number the next save after all that are there: also after those of a branch that was left."""
-    numbers = [number for number, _ in _numbered(_folder(accelerator))]
-    if numbers:
-        accelerator.project_configuration.iteration = max(numbers) + 1
-
-
-def rotate(accelerator: Accelerator) -> None:
-    """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed."""
-    limit = accelerator.project_configuration.total_limit
-    if limit is None:
-        return
-    complete = [path for _, path in sorted(_numbered(_folder(accelerator))) if not why_incomplete(path)]
-    for path in complete[: -max(1, limit)]:
-        try:
-            catalog.remove(path)
-        except (OSError, SaveFailed) as error:  # this rank alone would raise; the new checkpoint is published
-            logger.warning("could not delete the old checkpoint %s: %s", path, error)
-
-
-def _folder(accelerator: Accelerator) -> Path:
-    return local_path(accelerator.project_dir) / "checkpoints"
-
-
-def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob("checkpoint_*"):
-        name = re.fullmatch(r"checkpoint_(\d+)", path.name)
-        if name and path.is_dir():
-            yield int(name[1]), path
+def _why_incomplete(path: Path) -> str:
+    """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
+    if _is_ours(path):
+        return commit.uncommitted_reason(path)
+    return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"

@@ -1,4 +1,8 @@
-"""Layer 9: the command line. It asks the library and prints; typer and rich are imported when it runs."""
+"""The command line, ``dcp-plugin``.
+
+Enters: paths and options. Leaves: tables, messages and an exit status. The rule: a command asks the library and prints;
+typer and rich are imported only when it runs.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""The commands of ``dcp-plugin``. Each asks the library, prints, and says by its exit status whether all is well.
-
-What ``--into`` names: the target of a load that is only planned, without the memory of its tensors.
-"""
+"""The commands of ``dcp-plugin``. Each asks the library, prints, and says by its exit status whether all is well."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -18,7 +15,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dcp_plugin.config import local_path
@@ -59,14 +55,13 @@ def inspect_command(
     """What is in a checkpoint."""
     with _told():
         info = inspect(path)
-    out = _console()
     table = Table("key", "shape", "dtype", "bytes")
     for tensor in info.tensors:
         table.add_row(tensor.key, _shape(tensor.shape), tensor.dtype, f"{tensor.nbytes:,}")
     for key in info.values if values else ():
         table.add_row(key, "", "", "")
-    out.print(table)
-    _say(out, str(info))
+    _console().print(table)
+    typer.echo(str(info))
 
 
 @app.command("verify")
@@ -74,7 +69,7 @@ def verify_command(path: _PATH) -> None:
     """Read every byte and compare it with its checksum. Exits with 1 if one differs."""
     with _told():
         report = verify(path)
-    _say(_console(), str(report))
+    typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -87,7 +82,7 @@ def list_command(root: _ROOT) -> None:
     with _told():
         found = list_checkpoints(root)
     if not found:
-        _say(_console(), f"{root}: no checkpoint is there, or below.")
+        typer.echo(f"{root}: no checkpoint is there, or below.")
         return
     table = Table("checkpoint", "step", "state")
     for state in found:
@@ -144,25 +139,23 @@ def _rename(text: str) -> tuple[str, str]:
 
 
 def _print_plan(plan: PlannedLoad) -> None:
-    out = _console()
     table = Table("target", "checkpoint", "shape", "dtype", "bytes")
     for item in plan.items:
         there = item.stored if item.stored != item.key else "="
         converted = item.target_dtype and item.target_dtype != item.dtype
         dtype = f"{item.dtype} -> {item.target_dtype}" if converted else item.dtype
         table.add_row(item.key, there, _shape(item.shape), dtype, f"{item.nbytes:,}")
-    out.print(table)
+    _console().print(table)
     told = set(" ".join([plan.error, *plan.warnings]).replace(",", " ").split())
     for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
         if not told.issuperset(keys):  # all of them here, or all of them there
             for key in keys:
-                _say(out, f"{label}: {key}")
+                typer.echo(f"{label}: {key}")
     for warning in plan.warnings:
-        _say(out, f"warning: {warning}")
+        typer.echo(f"warning: {warning}")
     left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""
-    _say(
-        out, f"{len(plan.items)} items, {plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB) of {plan.path}{left_out}"
-    )
+    size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
+    typer.echo(f"{len(plan.items)} items, {size} of {plan.path}{left_out}")
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -175,10 +168,6 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=400)
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True)
-
-
 def _fail(message: str) -> None:
     typer.echo(message, err=True)
     raise typer.Exit(1)
@@ -189,27 +178,20 @@ def _told() -> Iterator[None]:
     """What the library raises on purpose is a message and an exit status, not a traceback."""
     try:
         yield
-    except (CheckpointError, NoTarget) as error:
+    except CheckpointError as error:
         _fail(str(error))
 
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-class NoTarget(Exception):
+class NoTarget(CheckpointError):
     """``--into`` names nothing that could be loaded into; the message says what it may be."""
 
 
 class _Header(nn.Module):
     """A module of which only names, shapes and dtypes are known."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self._tensors = dict(tensors)
+        self._tensors = tensors
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return dict(self._tensors)
@@ -219,8 +201,8 @@ def module_of(into: str, name: str) -> nn.Module:
     """The module that ``--into`` names, on the meta device.
 
     Args:
-        into: ``package.module:factory``, a checkpoint, or a safetensors file.
-        name: Which module of a checkpoint.
+        into: ``package.module:factory``, a checkpoint, or a file of another tool.
+        name: Which module of a checkpoint; a safetensors file has only one.
 
     Raises:
         NoTarget: It is none of these.
@@ -230,10 +212,8 @@ def module_of(into: str, name: str) -> nn.Module:
         path = local_path(into)
     except ValueError as error:
         raise NoTarget(f"--into {error}") from error
-    if path.is_dir():
+    if path.exists():
         return _of_checkpoint(path, name)
-    if path.is_file():
-        return _of_safetensors(path)
     if ":" in into:
         return _of_factory(into)
     raise NoTarget(f"--into {into}: no such file, and no package.module:factory either")
@@ -264,25 +244,13 @@ def _of_factory(into: str) -> nn.Module:
 
 
 def _of_checkpoint(path: Path, name: str) -> nn.Module:
+    info = inspect(path)
+    prefix = "model." if info.format == "safetensors" else f"{name}."  # a safetensors file has no names of modules
     tensors = {
-        info.key.removeprefix(f"{name}."): torch.empty(info.shape, dtype=dtype_named(info.dtype), device="meta")
-        for info in inspect(path).tensors
-        if info.key.startswith(f"{name}.")
+        tensor.key.removeprefix(prefix): torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="meta")
+        for tensor in info.tensors
+        if tensor.key.startswith(prefix)
     }
     if not tensors:
         raise NoTarget(f"--into {path} has nothing called {name!r}; --name says which module is meant")
     return _Header(tensors)
-
-
-def _of_safetensors(path: Path) -> nn.Module:
-    try:
-        with safe_open(path, "pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-            return _Header(
-                {
-                    key: torch.empty(part.get_shape(), dtype=_SAFETENSORS_DTYPES[part.get_dtype()], device="meta")
-                    for key, part in slices.items()
-                }
-            )
-    except (SafetensorError, KeyError) as error:
-        raise NoTarget(f"--into {path} is no safetensors file that torch knows: {error}") from error

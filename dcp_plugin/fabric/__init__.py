@@ -1,7 +1,7 @@
-"""Layer 9: the Fabric door.
+"""The integration for Lightning Fabric: ``attach(fabric)``.
 
-``attach(fabric)`` is all there is to do; see :mod:`dcp_plugin.fabric.strategy`. What ``fabric.save`` puts where is
-told in :mod:`dcp_plugin.fabric.state_mapping`, and how a training continues in :mod:`dcp_plugin.fabric.state_mapping`.
+Enters: a Fabric and the state of ``fabric.save`` and ``fabric.load``. Leaves: checkpoints under the names of
+:mod:`dcp_plugin.integration.key_names`. The rule: all ranks save and load, straight from and into the live objects.
 
 ``DCPSingleDeviceStrategy``, ``DCPDDPStrategy``, ``DCPFSDPStrategy`` and ``DCPModelParallelStrategy`` are those of
 ``lightning.fabric``; for ``lightning_fabric``: ``dcp_strategy_class(FSDPStrategy)``.

@@ -20,17 +20,9 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
-from dcp_plugin.fabric.state_mapping import (
-    NAMES,
-    STARTS_AGAIN,
-    Callbacks,
-    continue_at,
-    has_position,
-    names_for,
-    of_kind,
-    trained_modules,
-)
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.fabric import state_mapping
+from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, names_for, of_kind, trained_modules
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.sampler_state import data_rank
@@ -116,7 +108,7 @@ def load(adapter: FabricAdapter, path: Path, state: Any, strict: bool, weights_o
     if not state and adapter.keeps_shards:
         raise ValueError(
             f"fabric.load({str(path)!r}) with {type(adapter.strategy).__name__} needs a state with the module to "
-            "restore: the whole model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
+            "restore: the full model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
         )
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
     found = _contents(adapter, path, [name for name in state if name not in modules and name not in optimizers])
@@ -186,22 +178,22 @@ def _live_places(kind: str, mine: Mapping[str, Any], found: Contents) -> dict[st
 
 def _target(adapter: FabricAdapter, name: str, value: Any, place: str, found: Contents) -> dict[str, Any]:
     """What the core has to fill for one item of the state, by key."""
-    if not has_position(value):
+    if not state_mapping.has_position(value):
         return {place: None if _is_replaced(value) else value}
     rank, ranks = data_rank(adapter.strategy)
     saved_on = found.extras.get(name, [])
-    say = partial(_say, adapter, found)
+    warn = partial(_warn, adapter, found)
     if len(saved_on) == ranks:
-        return {f"{place}.{rank}": Callbacks(load_state_dict=partial(continue_at, value, say))}
-    say(
+        return {f"{place}.{rank}": Callbacks(load_state_dict=partial(state_mapping.continue_at, value, warn))}
+    warn(
         f"the position of {name!r} was saved on {len(saved_on)} data-parallel ranks and this run has {ranks}: "
-        f"{STARTS_AGAIN}. To continue exactly, resume on as many ranks as then, or from a checkpoint made between two "
-        "epochs."
+        f"{state_mapping.STARTS_AGAIN}. To continue exactly, resume on as many ranks as then, or from a checkpoint "
+        "made between two epochs."
     )
     return {}
 
 
-def _say(adapter: FabricAdapter, found: Contents, message: str) -> None:
+def _warn(adapter: FabricAdapter, found: Contents, message: str) -> None:
     """Warn of something about a checkpoint, on rank 0."""
     if adapter.rank == 0:
         logger.warning("%s: %s", found.path, message)
@@ -229,7 +221,7 @@ def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
     saved_on = frozenset(found.extras.get(RNG, []))
     streams = SavedStreams(saved_on, adapter.rank, adapter.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
-        _say(adapter, found, f"it has {streams.about_new_ranks}")
+        _warn(adapter, found, f"it has {streams.about_new_ranks}")
     return {} if streams.name is None else {f"{EXTRA}.{streams.name}": Callbacks(load_state_dict=streams.restore)}
 
 

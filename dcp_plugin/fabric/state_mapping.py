@@ -35,8 +35,8 @@ from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
-from dcp_plugin.state.adapters import NamesOnly, module_of
-from dcp_plugin.state.names import joint_module, loose_module
+from dcp_plugin.state.adapters import NamesOnly
+from dcp_plugin.state.names import joint_module, loose_module, module_of
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter
@@ -91,7 +91,7 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
 
 def trained_modules(adapter: FabricAdapter, state: Mapping[str, Any], loose: bool = True) -> dict[str, nn.Module]:
     """The module that each optimizer of the state trains: one of the state, or else one that was set up; put together
-    if it trains several, or parameters of none (:mod:`dcp_plugin.state.union`).
+    if it trains several, or parameters of none (:mod:`dcp_plugin.state.names`).
 
     Args:
         loose: Whether all parameters of an optimizer may be in no module that is known.
@@ -165,11 +165,11 @@ def position_of(loader: Any) -> dict[str, Any]:
     }
 
 
-def continue_at(loader: Any, say: Callable[[str], None], state: Mapping[str, Any]) -> None:
+def continue_at(loader: Any, warn: Callable[[str], None], state: Mapping[str, Any]) -> None:
     """Have the next iteration over the loader go on where :func:`position_of` was asked, without drawing first.
 
     Args:
-        say: Warns the user of a position that this loader cannot take.
+        warn: Warns the user of a position that this loader cannot take.
     """
     sampler, finished = _sampler_with_epoch(loader), state["position"].get("_iterator_finished", False)
     if sampler is not None and state["epoch"] is not None:
@@ -178,7 +178,7 @@ def continue_at(loader: Any, say: Callable[[str], None], state: Mapping[str, Any
         loader.load_state_dict(state["position"])
         loader.state_dict()
     elif not finished:
-        say(
+        warn(
             f"it has a position of a dataloader with {state['made_by']}, and here it is one with {made_by(loader)}: "
             f"{STARTS_AGAIN}. To continue exactly, keep num_workers and shuffle, and the strategy: Fabric changes the "
             "sampler for strategies of several ranks. Or resume from a checkpoint made between two epochs."

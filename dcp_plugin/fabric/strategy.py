@@ -24,18 +24,10 @@ from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
-from dcp_plugin.format.foreign.training import OTHERS
-from dcp_plugin.integration import Attached
-from dcp_plugin.integration.lightning_packages import (
-    PACKAGES,
-    SHARDED,
-    SUPPORTED,
-    UNSUPPORTED,
-    StrategyAdapter,
-    has_fabric_base,
-    override,
-    promoted_class,
-)
+from dcp_plugin.format.foreign.frameworks import OTHERS
+from dcp_plugin.integration import BaseAttachment
+from dcp_plugin.integration import lightning_packages as packages
+from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override, promoted_class
 from dcp_plugin.integration.sampler_state import make_resumable
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
@@ -64,9 +56,20 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     Raises:
         CheckpointError: This is no Fabric, or its strategy keeps its state in a way of its own.
         ValueError: The plugin among ``Fabric(plugins=...)`` has an ``init_from``, which nothing would heed.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> from dcp_plugin.fabric import attach
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> with attach(fabric, async_save=True):
+        ...     fabric.save("run/step-1", {"step": 1})
+        >>> fabric = Fabric(accelerator="cpu", devices=1)
+        >>> with attach(fabric):
+        ...     fabric.load("run/step-1")
+        {'step': 1}
     """
-    if not has_fabric_base(type(fabric), "Fabric"):
-        fabrics = " or ".join(package.fabric_name for package in PACKAGES)
+    if not packages.has_fabric_base(type(fabric), "Fabric"):
+        fabrics = " or ".join(package.fabric_name for package in packages.PACKAGES)
         raise CheckpointError(
             f"attach() takes a Fabric of {fabrics}, not a {type(fabric).__name__}. A Trainer needs "
             "plugins=[DCPCheckpointIO()] of dcp_plugin.lightning instead."
@@ -85,13 +88,14 @@ def attach(fabric: Any, config: CheckpointConfig | None = None, **overrides: Any
     return attachment
 
 
-class Attachment(Attached):
+class Attachment(BaseAttachment):
     """How a strategy saves and loads, and the save that is in flight. A context manager: ``with attach(fabric):``."""
 
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
         self._strategy = strategy
         self._config = config
-        self._class_before = type(strategy)
+        made_promoted = getattr(type(strategy), "promoted_by_dcp_plugin", False)
+        self._class_before = None if made_promoted else type(strategy)
         self._checkpointer: Checkpointer | None = None
         self.fabric: Any = None
         """What :func:`attach` was given; None for a strategy that its user has made."""
@@ -186,7 +190,7 @@ class Attachment(Attached):
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        self._strategy.__class__ = self._class_before
+        self._strategy.__class__ = self._class_before or type(self._strategy)
         self.close()
 
 
@@ -222,7 +226,7 @@ class FabricAdapter(StrategyAdapter):
     @property
     def keeps_shards(self) -> bool:
         """Whether the full model may fit on no rank."""
-        return has_fabric_base(type(self.strategy), *SHARDED)
+        return packages.keeps_shards(type(self.strategy))
 
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
@@ -294,7 +298,7 @@ def dcp_strategy_class(base: type) -> type:
     """
     if getattr(base, "promoted_by_dcp_plugin", False):
         return base
-    if not has_fabric_base(base, *SUPPORTED) or has_fabric_base(base, *UNSUPPORTED):
+    if not packages.is_supported(base, packages.has_fabric_base):
         raise CheckpointError(
             f"{base.__name__} is not supported: it is no strategy of Fabric, or keeps or writes its state in a way of "
             f"its own. Use one of {', '.join(SUPPORTED)} or a subclass."

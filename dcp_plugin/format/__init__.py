@@ -1,5 +1,101 @@
 """Layer 1: what the bytes of a checkpoint mean.
 
-Bytes and columns go in, an index, values or metadata come out, and the other way round. Nothing here opens a file,
-knows a path or talks to another rank, so each module is tested alone.
+Bytes and columns go in, an index, values or metadata come out, and the other way round. The rule: nothing here opens a
+path or talks to another rank. What has to be read comes through :class:`Files`, which a medium provides.
+
+A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has ``dcp_plugin.json`` (the summary) and
+``dcp_plugin.index`` (the index) as well. The data files of rank ``r`` are called ``__{r}_{n}.distcp``.
 """
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, Protocol
+
+from dcp_plugin.errors import CheckpointCorrupt
+
+METADATA = ".metadata"
+SUMMARY = "dcp_plugin.json"
+INDEX = "dcp_plugin.index"
+DATA_SUFFIX = ".distcp"
+
+_METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
+
+
+class Files(Protocol):
+    """The files of one checkpoint, read-only, as a medium opens them.
+
+    Names are relative to the checkpoint and have ``/`` between folders.
+    """
+
+    @property
+    def where(self) -> str:
+        """What messages call the checkpoint: its path or address."""
+
+    def names(self) -> list[str]:
+        """What is directly in it, sorted; the name of a folder ends in ``/``."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises OSError if it is not there."""
+
+    def modified(self, name: str) -> float:
+        """When a file, or the folder ``""``, was last changed, in seconds since the epoch. Raises OSError."""
+
+    def open(self, name: str) -> BinaryIO:
+        """A file, seekable. Raises OSError if it is not a readable file."""
+
+
+def exists(files: Files, name: str) -> bool:
+    """Whether there is a file of this name."""
+    try:
+        files.size(name)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def opened(files: Files, name: str) -> Iterator[BinaryIO]:
+    """A file, open for reading.
+
+    Raises:
+        CheckpointCorrupt: It cannot be opened or read.
+    """
+    try:
+        with files.open(name) as file:
+            yield file
+    except OSError as error:
+        raise CheckpointCorrupt(f"{files.where}/{name} cannot be read: {error.strerror}") from error
+
+
+def read(files: Files, name: str, most: int = -1) -> bytes:
+    """A file, or its first bytes; raises as :func:`opened`."""
+    with opened(files, name) as file:
+        return file.read(most)
+
+
+def is_own(name: str) -> bool:
+    """Whether a file of this name belongs to the checkpoint itself, and was not added by a framework or a user."""
+    return name in (METADATA, SUMMARY, INDEX) or name.endswith(DATA_SUFFIX)
+
+
+def has_traces(names: Collection[str]) -> bool:
+    """Whether a directory with these entries has files that only checkpoints have, committed or not."""
+    return any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in names)
+
+
+def uncommitted_reason(names: Collection[str]) -> str:
+    """Why a directory with these entries is not a committed checkpoint, or an empty string if it is one."""
+    if METADATA not in names:
+        if any(map(_METADATA_OF_ONE_RANK.fullmatch, names)):
+            return (
+                "it was saved without a coordinator (use_collectives=False), so each rank has a table of contents and "
+                "none is for all; torch.distributed.checkpoint.load(..., use_collectives=False) reads it, on as many "
+                "ranks. Save with use_collectives=True"
+            )
+        return "its save was never committed (no .metadata)" if has_traces(names) else "it has no .metadata"
+    if (SUMMARY in names) != (INDEX in names):
+        return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"
+    return ""

@@ -1,14 +1,11 @@
-"""Running CRC32 checksums of a payload, block by block.
+"""Checksums of a payload, block by block, and hashes of tensors.
 
-A *running* CRC lets one pass over the memory produce both the block checksums and the CRC that the zip format wants
-(the last one), and still verifies a block alone: continue from the previous value.
+A CRC32 is *running*: each block continues the value of the block before. So one pass over the memory gives the value at
+the end of each block and, as the last of them, the CRC that the zip format wants; and a single block is verified by
+continuing from the value before it. A block is a 256th of its item, between 4 KiB and 1 MiB: checksums take little
+space, and whoever reads a part of an item reads little more than that part.
 
-A block is a 256th of its item, between 4 KiB and 1 MiB: so the checksums of any checkpoint are small, whoever reads a
-part of an item reads little more than the part, and a checksum costs little more than its bytes.
-
-Whether bytes are still the same: the 128-bit hash of a tensor, and a cheap look at a few of its places.
-
-A hash decides, and XXH3-128 is one that accidents do not meet. A sample only proves that something *has* changed.
+The XXH3-128 of a tensor decides whether its bytes have changed. A sample of it only proves that they have.
 """
 
 from __future__ import annotations

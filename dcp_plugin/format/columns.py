@@ -2,7 +2,7 @@
 
 The counts that matter are ranks times tensors: 10^5 to 10^6. A Python object for each costs seconds, a row of a column
 nothing. So the save plan, the results of writing, the index and the stock metadata are all made from these columns,
-and an object is only made for what somebody asks for.
+and an object is made only for a key that is asked for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NO_HASH = bytes(16)
 class Location:
     """Where an item is: ``length`` bytes at ``offset`` of ``file``, with the payload inside of them.
 
-    ``checksums`` are the running CRC32 at the end of each block of the payload; None if nobody computed them.
+    ``checksums`` are the running CRC32 at the end of each block of the payload; None if they were not computed.
     ``payload_offset`` is None for an item of unknown layout (a stock checkpoint, a tensor that is stored whole): read
-    it through ``torch.load``. Its checksums, if any, are of the whole item, and ``payload_length`` is its length.
-    ``hash`` is the payload's XXH3-128; None if nobody computed it, which is so for what changes from save to save.
+    it through ``torch.load``. Its checksums, if any, are of the complete item, and ``payload_length`` is its length.
+    ``hash`` is the payload's XXH3-128; None if it was not computed, as for what changes from save to save.
     """
 
     file: str
@@ -45,7 +45,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyColumns:
     """The keys of a checkpoint and the boxes in which its tensors are stored.
 
     ``columns`` are ``dtype``, ``ndim``, ``shape``, ``chunk_ends`` and ``box`` of the index. ``paths`` has only those
@@ -99,7 +99,7 @@ class Table:
         boxes = self.columns["box"][begin:end].reshape(last - first, 2, self.columns["ndim"][slot])
         return boxes[:, 0], boxes[:, 1]
 
-    def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> Table:
+    def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> KeyColumns:
         """Some of the keys, under other names."""
         ndim = self.columns["ndim"][slots].astype(np.int64)
         counts = np.diff(self.chunk_starts)[slots]
@@ -110,11 +110,11 @@ class Table:
             "chunk_ends": np.cumsum(counts),
             "box": self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)],
         }
-        return Table(
+        return KeyColumns(
             keys, self.dtypes, {key: path for key, path in paths.items() if path != default_path(key)}, columns
         )
 
-    def with_added(self, other: Table) -> Table:
+    def with_added(self, other: KeyColumns) -> KeyColumns:
         """The keys of both, one after the other; those of ``other`` have none of these names."""
         dtypes = list(dict.fromkeys((*self.dtypes, *other.dtypes)))
         numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
@@ -124,7 +124,7 @@ class Table:
         columns = {name: np.concatenate((mine[name], theirs[name])) for name in ("ndim", "shape", "box")}
         columns["dtype"] = np.concatenate((mine["dtype"], numbers[theirs["dtype"]]))
         columns["chunk_ends"] = np.concatenate((mine["chunk_ends"], theirs["chunk_ends"] + chunks))
-        return Table([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
+        return KeyColumns([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """For each number of dimensions: the keys (numbers), all their chunks (numbers), and the boxes of these as an
@@ -186,11 +186,10 @@ class Places:
         return cls(
             [name for part in parts for name in part.files],
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
-            np.concatenate([part.place for part in parts]),
-            np.concatenate([part.frame_crc for part in parts]),
-            np.concatenate([part.blocks for part in parts]),
-            np.concatenate([part.block_crc for part in parts]),
-            np.concatenate([part.hash for part in parts]),
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in ("place", "frame_crc", "blocks", "block_crc", "hash")
+            ),
         )
 
     def without_checksums(self) -> Places:
@@ -237,7 +236,7 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
     No box is compared with another. Give every coordinate of every dimension a random number, and every element the
     product of its coordinates' numbers: then the sum over a box is a product of differences of running sums, and the
     sums over all boxes add up to that over the tensor. If any element is covered twice or not at all, they do not, but
-    for a chance of about 2^-60, whatever the boxes are, because nobody can know the random numbers before.
+    for a chance of about 2^-60, whatever the boxes are, because the random numbers are not known beforehand.
     """
     seeds = np.frombuffer(os.urandom(8 * shape.shape[1]), np.uint64)
     over_boxes = np.ones(len(starts), np.uint64)
@@ -265,6 +264,6 @@ def flat_start(offsets: Column, shapes: Column) -> Column:
     return (offsets * strides[:, ::-1]).sum(axis=1)  # type: ignore[no-any-return]
 
 
-def padded(rows: Sequence[Shape], width: int, fill: int) -> Column:
+def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
     """Tuples of up to ``width`` numbers as one array."""
     return np.array([(*row, *[fill] * (width - len(row))) for row in rows], np.int64).reshape(len(rows), width)

@@ -1,18 +1,26 @@
-"""DCP's own table of contents, made from ours: for planners as objects, for ``.metadata`` as a pickle.
+"""DCP's own table of contents, ``.metadata``: written from our index, and read without executing code.
 
-Stock readers unpickle ``.metadata``, which holds five objects for each chunk. To make a million of these and then
-pickle them takes longer than anything else in a save, so :func:`encode` makes none: all chunks with the same number of
-dimensions have pickles of the same length, which differ in some integers. One such record is written by hand, repeated
-as the rows of an array, and the integers are filled in by column. What comes out is what ``pickle.dumps`` of
-:func:`metadata_of` would mean; a test holds the two together.
+*Written.* The pickle holds five objects for each chunk; to make a million of these and pickle them would take longer
+than the rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ in
+some integers. So :func:`encode` writes one such record by hand, repeats it as the rows of an array, and fills in the
+integers by column. A test compares the result with ``pickle.dumps`` of :func:`metadata_of`.
+
+*Read.* Stock readers unpickle the file as it comes, so its author runs code on every rank that loads it. Here the
+unpickler knows the classes of DCP's metadata and nothing else.
+
+*Under other keys.* A framework's own sharded loader finds the same bytes under the keys that it looks for. Aliases are
+more keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are more ``.metadata`` files in sub-folders:
+Accelerate reads the model from ``pytorch_model_fsdp_0/.metadata``, which names the data files as ``../__0_0-….distcp``.
+We read neither ourselves.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import pickle
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -27,13 +35,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_plugin._torch import StorageInfo
-from dcp_plugin.format.columns import NO_TENSOR, Column, Table
-from dcp_plugin.format.index import CheckpointIndex, Location, StoredValue
+from dcp_plugin._torch import StorageInfo, transforms_of
+from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
+from dcp_plugin.format import METADATA, Files, read
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
+from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
 
 
-def state_metadata(table: Table) -> dict[str, Any]:
+def state_metadata(table: KeyColumns) -> dict[str, Any]:
     """What a table says of each key, in DCP's words."""
     state: dict[str, Any] = {}
     for slot, key in enumerate(table.keys):
@@ -54,9 +64,11 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
     storage: dict[MetadataIndex, Any] = {}
     for key in state:
         entry = index[key]
-        places = [(None, entry.location)] if isinstance(entry, StoredValue) else _places(entry)
-        for offsets, where in places:
-            storage[MetadataIndex(key, offsets)] = storage_info(where)
+        if isinstance(entry, StoredValue):
+            storage[MetadataIndex(key)] = storage_info(entry.location)
+            continue
+        for chunk in entry.chunks:
+            storage[MetadataIndex(key, torch.Size(chunk.offsets))] = storage_info(chunk.location)
     said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
     return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
 
@@ -75,10 +87,6 @@ def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath
         for key, path in planner_data.items()
     )
     return dict(planner_data) if known else None
-
-
-def _places(entry: Any) -> list[tuple[Any, Any]]:
-    return [(torch.Size(chunk.offsets), chunk.location) for chunk in entry.chunks]
 
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
@@ -127,7 +135,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
 
 
-def _stored(memo: _Memo, table: Table, slot: int, chunks: bytes) -> bytes:
+def _stored(memo: _Memo, table: KeyColumns, slot: int, chunks: bytes) -> bytes:
     dtype = table.dtype_of(slot)
     if dtype is None:
         return memo.any_value
@@ -213,3 +221,182 @@ def _plain(value: Any) -> bytes:
     pickler.fast = True
     pickler.dump(value)
     return buffer.getvalue()[2:-1]
+
+
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    (f"{_DCP}.metadata", name)
+    for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # torch 2.2 and earlier
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}  # fmt: skip
+
+
+class _AnyProperties(TensorProperties):
+    """Those of any version: later ones have more of them, at the end. The dtype, which is all we need, is the first."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:FIELDS_OF_ALL_VERSIONS])  # type: ignore[no-untyped-call]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (TensorProperties.__module__, TensorProperties.__name__):
+            return _AnyProperties
+        if (module, name) in _ALLOWED:
+            return getattr(importlib.import_module(module), name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise UnsafeCheckpoint(
+            f"refers to {module}.{name}, which is no part of DCP's metadata; it was not executed. The checkpoint was "
+            f"written by an unknown tool, or tampered with."
+        )
+
+
+def decode(data: bytes, where: str) -> Metadata:
+    """Unpickle ``.metadata`` with nothing but DCP's own classes.
+
+    Args:
+        where: What messages call the file.
+
+    Raises:
+        UnsafeCheckpoint: It refers to anything else.
+        CheckpointCorrupt: It is no metadata.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{where} {error}") from None
+    except Exception as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointCorrupt(f"{where} holds a {type(metadata).__name__}, not the metadata of a DCP checkpoint")
+    return metadata
+
+
+def read_index(files: Files, folder: str = "") -> CheckpointIndex:
+    """The index of a stock checkpoint: items of unknown inner layout, without checksums.
+
+    Args:
+        folder: Where in ``files`` it is, with a ``/`` at the end. Names of files are relative to it.
+
+    Raises:
+        UnsafeCheckpoint, CheckpointCorrupt: As :func:`decode`, and if an item lies outside its file.
+    """
+    return index_of(decode(read(files, folder + METADATA), f"{files.where}/{folder}{METADATA}"), files, folder)
+
+
+def index_of(metadata: Metadata, files: Files, folder: str = "") -> CheckpointIndex:
+    """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
+    try:
+        places = {item: _location(info) for item, info in metadata.storage_data.items()}
+        entries = list(entries_of(metadata, places))
+        names = sorted({info.relative_path for info in metadata.storage_data.values()})
+        noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
+        paths = {key: _key_path(path) for key, path in (noted or {}).items()}
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"{files.where}/{folder}{METADATA} contradicts itself: {error!r}") from error
+    sizes = {name: _size(files, folder + name) for name in names}
+    index = CheckpointIndex.build(entries, sizes, paths)
+    index.validate(f"{files.where}/{folder}".rstrip("/"))
+    index.transforms = _transforms(metadata)
+    index.storage_meta = metadata.storage_meta if isinstance(metadata.storage_meta, StorageMeta) else None
+    if noted is None:
+        index.planner_data = (metadata.planner_data,)
+    return index
+
+
+def save_id_of(metadata: Metadata) -> str:
+    """Tells one save from any other; empty if the writer noted none (torch before 2.3)."""
+    return str(getattr(metadata.storage_meta, "save_id", None) or "")
+
+
+def _size(files: Files, name: str) -> int:
+    try:
+        return files.size(name)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{files.where}: data file {name} is missing ({error.strerror})") from error
+
+
+def _transforms(metadata: Metadata) -> dict[tuple[str, int], tuple[str, ...]]:
+    found = {}
+    for info in metadata.storage_data.values():
+        descriptors = tuple(map(str, info.transform_descriptors or ()))
+        if descriptors:
+            found[str(info.relative_path), int(info.offset)] = descriptors
+    for descriptors in set(found.values()):
+        try:
+            transforms_of(descriptors)
+        except ValueError as error:
+            raise CheckpointCorrupt(
+                f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo: {error}"
+            ) from error
+    return found
+
+
+def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
+    """What DCP's metadata says of each key, with the places of its items. Raises KeyError if one has no place."""
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, BytesStorageMetadata):
+            yield key, StoredValue(places[MetadataIndex(key)])
+        else:
+            chunks = tuple(
+                StoredChunk(tuple(c.offsets), tuple(c.sizes), places[MetadataIndex(key, c.offsets)])
+                for c in stored.chunks
+            )
+            yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
+
+
+def _location(info: Any) -> Location:
+    return Location(str(info.relative_path), int(info.offset), int(info.length), None, 0)
+
+
+def _key_path(path: Any) -> KeyPath:
+    return tuple(part if isinstance(part, (str, int)) else str(part) for part in path)
+
+
+Aliases = Mapping[str, tuple[str, KeyPath]]
+"""Key to another name of the same bytes, and where that is in the nested state. Keys that are not stored are passed
+over."""
+
+Views = Mapping[str, Mapping[str, str]]
+"""Sub-folder to what is in it: the name in the checkpoint to the name in the view."""
+
+
+def with_aliases(index: CheckpointIndex, aliases: Aliases) -> CheckpointIndex:
+    """The index with some keys a second time, under other names."""
+    again = {alias: key for key, (alias, _) in aliases.items() if key in index and alias not in index}
+    if not again:
+        return index
+    paths = {**index.table.paths, **dict(aliases.values())}
+    return index.selected({**{key: key for key in index}, **again}, paths)
+
+
+def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMeta | None) -> dict[str, bytes]:
+    """The files of the views by name, to be put beside the checkpoint's own."""
+    return {f"{folder}/{METADATA}": encode(_view(index, names), storage_meta) for folder, names in views.items()}
+
+
+def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:
+    keys: dict[str, str] = {}
+    paths: dict[str, KeyPath] = {}
+    for key in index:
+        name, dot, rest = key.partition(".")
+        if name in names:
+            new = f"{names[name]}{dot}{rest}"
+            keys[new] = key
+            paths[new] = (names[name], *index.path_of(key)[1:])
+    return index.selected(keys, paths, below="..")

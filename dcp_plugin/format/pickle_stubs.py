@@ -1,22 +1,17 @@
-"""Objects that only executing code would restore, with stand-ins in their place, so that what is beside them loads.
+"""Objects in pickles that only executing code would restore: skipped, or rebuilt from what their pickles say.
 
-Many files of weights carry the ``argparse.Namespace`` of their training, or a class of its authors. Torch's own
-restricted unpickler still does the work, and calls nothing but what it always allows, and the stand-ins: classes that
-take any arguments and any state, and keep none of it. What they stand for is never imported.
+Torch's restricted unpickler does the work. It calls nothing but what it always allows, and stand-ins: classes that take
+the place of every class it does not know. What they stand for is never imported.
 
-Objects in stored values, rebuilt from what their pickles say, without a call to anything that a pickle names.
-
-Torch's restricted unpickler puts a :class:`Described` in the place of every class that it does not know: the name, the
-arguments and the state, which are values themselves. :func:`rebuilt` makes the objects of these:
+A :class:`StandIn` keeps nothing, so that the weights beside it load: many files of weights carry the
+``argparse.Namespace`` of their training. A :class:`Described` keeps name, arguments and state. :func:`rebuilt` makes
+objects of these, after the unpickling, so that torch's unpickler neither hashes nor fills them:
 
 - of the classes in ``_MAKERS``, from arguments that are checked here;
-- of a class of the user's that is imported already and is an enum, a named tuple or a dataclass, without its
-  constructor: a member is looked up, the fields of the others are put in place. No module is imported, and no method of
-  the class runs;
+- of an enum, a named tuple or a dataclass of the user's that is imported already: a member is looked up, the fields of
+  the others are put in place. No constructor and no other method of the class runs;
 - one whose class is not imported comes back as what it holds, a member's value, a tuple or a dict, and is noted;
 - everything else is refused.
-
-Objects are made after the unpickling, so that none of them is ever hashed or filled by torch's unpickler.
 """
 
 from __future__ import annotations
@@ -37,8 +32,7 @@ import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -69,7 +63,7 @@ class RefusedValue:
     of: str
 
 
-def load_with_stand_ins(file: Path | io.BytesIO, load: Callable[[], Any], kind: type[StandIn] = StandIn) -> Any:
+def load_with_stand_ins(file: IO[bytes], load: Callable[[], Any], kind: type[StandIn] = StandIn) -> Any:
     """``load()`` of the file while torch takes a stand-in for every name that it would refuse.
 
     Args:

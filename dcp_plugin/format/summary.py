@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
+from dcp_plugin.format import SUMMARY
 from dcp_plugin.format.index_file import FORMAT_VERSION
-from dcp_plugin.format.names import SUMMARY
 from dcp_plugin.types import VERSION
 
 MAX_SIZE = 1 << 20
@@ -72,24 +71,6 @@ class Summary:
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
 
-    @classmethod
-    def describe(cls, index_bytes: bytes, metadata_bytes: bytes, newest: float, **facts: Any) -> Summary:
-        """The summary of a checkpoint that is about to be published.
-
-        Args:
-            newest: The time of the newest checkpoint beside it. Its own is later, even if the clock was set back, or
-                the other comes from a host whose clock is ahead.
-        """
-        versions = {"dcp_plugin": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-        now = max(time.time(), newest + 0.001)
-        return cls(
-            time=now,
-            index_sha256=fingerprint(index_bytes),
-            metadata_sha256=fingerprint(metadata_bytes),
-            versions=versions,
-            **facts,
-        )
-
     def encode(self) -> bytes:
         """Raises SaveFailed if it would be larger than a reader accepts."""
         data = (json.dumps(asdict(self), indent=2) + "\n").encode()
@@ -116,6 +97,11 @@ class Summary:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         return summary
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of what it runs on."""
+    return {"dcp_plugin": VERSION, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def fingerprint(index_bytes: bytes) -> str:

@@ -48,7 +48,7 @@ class Frame:
     head_crc: int
     payload_length: int
     length: int
-    """Of the whole item."""
+    """Of the item with its frame."""
     _tail: bytes
     _crc_at: tuple[int, ...]
 

@@ -2,7 +2,7 @@
 
 Enters: a framework's objects and their settings. Leaves: the names under which they are stored
 (:mod:`~dcp_plugin.integration.key_names`), each rank's random streams, the positions of samplers, and
-:class:`Attached`, the base of what ``attach`` returns. The rule: what one framework saved, any other can load.
+:class:`BaseAttachment`, the base of what ``attach`` returns. The rule: what one framework saved, any other can load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 from dcp_plugin.errors import CheckpointError
 
 
-class Attached(ABC):
+class BaseAttachment(ABC):
     """Until :meth:`detach`, a framework's object saves and loads through the core.
 
     As a context manager it detaches at the end. If the block raises, a failure of the save in flight is a note on

@@ -1,4 +1,4 @@
-"""What every framework's door calls things in a checkpoint, so that what went in through one comes out of any other.
+"""The names that every integration gives to things in a checkpoint, so that any other one finds them.
 
 ``model`` and ``optim``; ``model_0``, ``model_1``, … and ``optim_0``, … when there are several; ``extra.<name>`` for
 everything else: schedulers, loops, samplers, and ``extra.rng.<rank>.streams`` for the random generators.

@@ -94,6 +94,20 @@ def inside_distributed_sampler(sampler: Any) -> Any:
     return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
+def keeps_shards(cls: type) -> bool:
+    """Whether no rank of a strategy, of Lightning or of Fabric, may be able to hold the full model."""
+    return has_base(cls, *SHARDED)
+
+
+def is_supported(cls: type, has: Callable[..., bool] = has_base) -> bool:
+    """Whether a class is a strategy whose state the core can take, as all of it is in modules and optimizers.
+
+    Args:
+        has: :func:`has_base`, or :func:`has_fabric_base` for a strategy of Fabric.
+    """
+    return has(cls, *SUPPORTED) and not has(cls, *UNSUPPORTED)
+
+
 def installed() -> list[Package]:
     """The packages that could be imported.
 

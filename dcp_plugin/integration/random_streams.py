@@ -79,14 +79,12 @@ class SavedStreams:
     def about_new_ranks(self) -> str:
         """What the checkpoint has, to tell the user when ranks are new; empty if none is, or without any streams."""
         known = len(self.saved_on)
-        return about_new_ranks(known, self.world_size) if 0 < known < self.world_size else ""
-
-
-def about_new_ranks(known: int, world_size: int) -> str:
-    return (
-        f"random states for {known} of {world_size} ranks: the others start streams of their own, derived from rank "
-        "0's state and their number"
-    )
+        if not 0 < known < self.world_size:
+            return ""
+        return (
+            f"random states for {known} of {self.world_size} ranks: the others start streams of their own, derived "
+            "from rank 0's state and their number"
+        )
 
 
 def capture(device: torch.device) -> RngState:

@@ -1,7 +1,8 @@
-"""Layer 9: the Lightning door, for ``lightning`` and for ``pytorch_lightning``.
+"""The integration for Lightning's Trainer, of ``lightning`` and of ``pytorch_lightning``.
 
-``Trainer(plugins=[DCPCheckpointIO()])`` is all there is to do; see :mod:`dcp_plugin.lightning.callback` for how the
-plugin reaches all ranks, and :mod:`dcp_plugin.lightning.resume` for how a training continues.
+``Trainer(plugins=[DCPCheckpointIO()])`` is all there is to do: :mod:`.callback` tells how the plugin reaches all ranks,
+:mod:`.resume` how a training continues. Enters: a Trainer with the plugin. Leaves: checkpoints under the names of
+:mod:`dcp_plugin.integration.key_names`. The rule: a Trainer without the plugin is as if this package did not exist.
 """
 
 import importlib

@@ -10,7 +10,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from itertools import islice
+from pathlib import Path
+from traceback import walk_stack
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.overrides import is_overridden
 
@@ -35,26 +38,21 @@ def trainer_under_construction() -> Trainer | None:
     """The Trainer that asks for callbacks right now. Lightning calls a callbacks factory without arguments, so only
     the stack knows: factory <- entry point <- ``_load_external_callbacks`` <- ``_CallbackConnector``.
     """
-    frame = sys._getframe(1)
-    for _ in range(6):
+    for frame, _ in islice(walk_stack(sys._getframe(1)), 7):
         if frame.f_code.co_name == "on_trainer_init":
             return getattr(frame.f_locals.get("self"), "trainer", None)
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return None
 
 
-def take_callback_out(trainer: Trainer, callback: Callback) -> None:
+def take_out(trainer: Any, callback: Callback) -> None:
     """There is no public way. A new list, since Lightning is iterating over the old one."""
-    connected: Any = trainer
-    connected.callbacks = [other for other in connected.callbacks if other is not callback]
+    trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
 
 
-def put_callback_first(trainer: Trainer, callback: Callback) -> None:
-    """Its hooks are called before those of all others. There is no public way; a new list, as above."""
-    connected: Any = trainer
-    connected.callbacks = [callback, *(other for other in connected.callbacks if other is not callback)]
+def put_first(trainer: Any, callback: Callback) -> None:
+    """The callback's hooks are called before those of all others. There is no public way."""
+    take_out(trainer, callback)
+    trainer.callbacks = [callback, *trainer.callbacks]
 
 
 def begins_stage(*args: Any, **kwargs: Any) -> bool:
@@ -70,11 +68,11 @@ def train_dataloaders(trainer: Trainer) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def set_epoch(trainer: Trainer, dataloader: Any) -> None:
-    """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it afterwards, too late for
+def set_epoch(trainer: Any, dataloader: Any) -> None:
+    """Tell a resumed loader's sampler the epoch before it is iterated. Lightning does it later, too late for
     ``StatefulDataLoader``, which asks the sampler for its order at once: it would repeat the order of epoch 0."""
-    epoch: Any = trainer.fit_loop.epoch_progress.current
-    package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch.processed)
+    epoch = trainer.fit_loop.epoch_progress.current.processed
+    package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch)
 
 
 def take_dataloader_states(state: FitLoopState) -> list[Any]:
@@ -99,7 +97,7 @@ class Moment:
     """Not between epochs: after the last batch of one, up to the end of the validation that follows it. Lightning
     continues there by itself: it runs a validation again that was cut short, and calls the hooks of the epoch's end."""
     before_validation: bool
-    """Between epochs, but what belongs to the old one after its last batch was still to come: a validation."""
+    """Between epochs, but what belongs to the old one after its last batch had not happened yet: a validation."""
     before_plateau_schedules: bool
     """Between epochs, in the hooks of the epoch's end. Schedules on a metric are stepped after them."""
 
@@ -173,8 +171,7 @@ def skip_due_validation(trainer: Trainer) -> None:
 
 def loaders_made_in(trainer: Trainer) -> float:
     """The epoch in which the train dataloaders were made, which ``reload_dataloaders_every_n_epochs`` counts from."""
-    epoch: float = trainer.fit_loop._last_train_dl_reload_epoch
-    return epoch
+    return trainer.fit_loop._last_train_dl_reload_epoch
 
 
 def count_loaders_from(trainer: Trainer, epoch: float) -> None:
@@ -183,13 +180,13 @@ def count_loaders_from(trainer: Trainer, epoch: float) -> None:
     trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
-def resume_within_epoch(trainer: Trainer) -> None:
+def resume_within_epoch(trainer: Any) -> None:
     """Tell the callbacks that set up the training anew for an epoch of the one that goes on. Lightning calls no hooks
     of an epoch's start in its middle, so that until the next one ``GradientAccumulationScheduler`` would accumulate
     nothing, and ``StochasticWeightAveraging`` leave the schedule to the one that it had replaced."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     restored = [dict(group) for group in groups]
-    for callback in cast(Any, trainer).callbacks:
+    for callback in trainer.callbacks:
         if has_base(type(callback), "GradientAccumulationScheduler", "StochasticWeightAveraging"):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
     for group, values in zip(groups, restored, strict=True):
@@ -209,13 +206,9 @@ def replace_link_and_search(
 ) -> None:
     """Give a subclass of ``ModelCheckpoint`` another way to link, and a filter for what it takes for ``last``. It has
     no public hook for either."""
-    original, search = cls._link_checkpoint, cls._find_last_checkpoints
-
-    def find(self: Any, trainer: Trainer) -> set[str]:
-        return committed(trainer, search(self, trainer))
-
-    cls._link_checkpoint = staticmethod(functools.partial(link, original=original))
-    cls._find_last_checkpoints = find
+    search = cls._find_last_checkpoints
+    cls._link_checkpoint = staticmethod(functools.partial(link, original=cls._link_checkpoint))
+    cls._find_last_checkpoints = lambda self, trainer: committed(trainer, search(self, trainer))
 
 
 SETTINGS_LOGGED = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "_every_n_train_steps")
@@ -228,14 +221,14 @@ def replace_scan(logger: Any, scan: Callable[[Any], None]) -> None:
 
 
 def logged_times(logger: Any, callback: Any) -> dict[str, float]:
-    """When what the logger has uploaded was made, by path; after it has uploaded the files that it finds itself."""
+    """When each path that the logger has uploaded was made; after it has uploaded the files that it finds itself."""
     type(logger)._scan_and_log_checkpoints(logger, callback)
     times: dict[str, float] = logger._logged_model_time
     return times
 
 
 def scored_paths(callback: Any) -> dict[str, Any]:
-    """What a callback has saved, with the scores; which attributes it needs for that, the loggers know alone."""
+    """What a callback has saved, with the scores, read from the attributes that the loggers read."""
     last, best = (getattr(callback, name, "") for name in ("last_model_path", "best_model_path"))
     scores = {last: getattr(callback, "current_score", None), best: getattr(callback, "best_model_score", None)}
     return {**scores, **getattr(callback, "best_k_models", {})}
@@ -250,40 +243,37 @@ def artifact_name(logger: Any) -> str:
 def step_of_loggers(trainer: Trainer) -> int:
     """Where on their axis loggers are now. It counts batches that were stepped on, ``global_step`` every step of every
     optimizer; Lightning's own monitors read it from here, too."""
-    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return step
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def hooks_into_load(trainer: Trainer, pytorch: Any) -> bool:
-    """Whether somebody looks at a checkpoint that is loaded."""
-    module: Any = trainer.lightning_module
-    return is_overridden("on_load_checkpoint", module, pytorch.LightningModule) or any(
-        is_overridden("on_load_checkpoint", callback, pytorch.Callback) for callback in cast(Any, trainer).callbacks
-    )
+def hooks_into_load(trainer: Any, pytorch: Any) -> bool:
+    """Whether the module or a callback looks at a checkpoint that is loaded."""
+    owners = [(trainer.lightning_module, pytorch.LightningModule)]
+    owners += [(callback, pytorch.Callback) for callback in trainer.callbacks]
+    return any(is_overridden("on_load_checkpoint", owner, kind) for owner, kind in owners)
 
 
-def restore_groups(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+def restore_groups(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Give the optimizers the groups that ``BaseFinetuning`` callbacks had added when the checkpoint was made.
 
     They do it themselves in ``on_fit_start``, which comes before the checkpoint where the model is sharded, so that
     Lightning cannot resume there. ``_restarting`` is how they know that they have not done it yet.
     """
-    for callback in cast(Any, trainer).callbacks:
+    for callback in trainer.callbacks:
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
         if state is not None and has_base(type(callback), "BaseFinetuning"):
-            finetuning: Any = callback
-            finetuning.load_state_dict(state)
-            finetuning.on_fit_start(trainer, trainer.lightning_module)
+            callback.load_state_dict(state)
+            callback.on_fit_start(trainer, trainer.lightning_module)
 
 
-def groups_are_restored(trainer: Trainer, groups_made: list[int]) -> None:
+def groups_are_restored(trainer: Any, groups_made: list[int]) -> None:
     """What ``BaseFinetuning`` leaves undone: its ``setup`` has frozen everything, also what it had unfrozen, and given
     groups of its own, before the checkpoint was made. And it would add these groups to the next fit's optimizers.
 
     Args:
         groups_made: The groups that each optimizer had when it was made.
     """
-    for callback in cast(Any, trainer).callbacks:
+    for callback in trainer.callbacks:
         if has_base(type(callback), "BaseFinetuning"):
             callback._restarting = False
             for optimizer, count in zip(trainer.optimizers, groups_made, strict=True):
@@ -307,7 +297,7 @@ def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> di
 
 
 def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:
-    """The whole that a part of an OmegaConf configuration belongs to, and the keys that lead to it. OmegaConf itself
+    """The root of an OmegaConf configuration, and the keys that lead from there to ``config``. OmegaConf itself
     looks there for what an interpolation means, and has no public way."""
     keys: list[Any] = []
     while (parent := config._get_parent()) is not None:
@@ -318,8 +308,8 @@ def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:
 
 def hyper_parameters_in(package: Package, path: PathLike) -> dict[str, Any]:
     """What ``load_from_checkpoint(hparams_file=...)`` reads; the functions are not documented."""
-    saving, suffix = package.module("core.saving"), os.fspath(path).rpartition(".")[2].lower()
-    readers = {"csv": "load_hparams_from_tags_csv", "yml": "load_hparams_from_yaml", "yaml": "load_hparams_from_yaml"}
-    if suffix not in readers:
+    suffix, saving = Path(path).suffix.lower(), package.module("core.saving")
+    if suffix not in (".csv", ".yml", ".yaml"):
         raise ValueError(f"hparams_file must be a .csv, .yml or .yaml file, got {os.fspath(path)}")
-    return dict(getattr(saving, readers[suffix])(path))
+    read = saving.load_hparams_from_tags_csv if suffix == ".csv" else saving.load_hparams_from_yaml
+    return dict(read(path))

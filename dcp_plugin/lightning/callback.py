@@ -1,19 +1,18 @@
 """The callback that promotes the trainer's strategy. Users need not know it: an entry point brings it.
 
-The rule: a Trainer without :class:`DCPCheckpointIO` is as if this package did not exist. It gets no callback; if
-Lightning ever hides which Trainer is asking, it gets one that takes itself out at ``setup``.
+A Trainer without :class:`DCPCheckpointIO` is as if this package did not exist. It gets no callback; if Lightning ever
+hides which Trainer is asking, it gets one that takes itself out at ``setup``.
 
-Hooks of others, before which a lazy copy is complete: averages are swapped in and target networks updated in them.
-
-A lazy copy may go on while the next forward and backward run, until a step of an optimizer. Between steps Lightning
-calls hooks: a callback that writes weights does so in one of them, often through ``.data``, which no version counts.
-So the copy is waited for before every hook that somebody else has, and nobody needs to know which of them write.
+With ``staging="lazy"`` the callback also comes first in every hook. A lazy copy may go on while the next forward and
+backward run, until a step of an optimizer. Between steps Lightning calls hooks, and a callback that writes weights
+(averages, target networks) does so in one of them, often through ``.data``, which no version counts. So the copy is
+waited for before every hook that anybody else has, and nobody needs to know which of them write.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,16 +21,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
-from dcp_plugin.lightning._lightning import (
-    put_callback_first,
-    step_of_loggers,
-    take_callback_out,
-    trainer_under_construction,
-    unwrapped,
-)
+from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
 from dcp_plugin.lightning.loggers import upload_directories
-from dcp_plugin.lightning.model_checkpoint import promote_callbacks
+from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
 
@@ -60,22 +53,22 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if not _has_plugin(trainer):
-                take_callback_out(trainer, self)
+                _lightning.take_out(trainer, self)
                 return
             _refuse_mixture(trainer, self)
             promote(trainer.strategy)
-            _say_if_wrapped(trainer)
+            _warn_if_wrapped(trainer)
             _report_saves(trainer, self.log_metrics)
             _watch_hooks(trainer, self)
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             """A safe moment for what became due since the last one: a save has been published in the background."""
             tell(trainer, "on_train_batch_end")
-            io_of(trainer).afterwards.settle()
+            io_of(trainer).post_commit.settle()
 
     for name in between_steps(package):
         if name not in vars(DCPCallback):
-            setattr(DCPCallback, name, telling(name))
+            setattr(DCPCallback, name, functools.partialmethod(_before_others, name))
     DCPCallback.__module__, DCPCallback.__qualname__ = package.classes, "DCPCallback"
     return DCPCallback
 
@@ -85,7 +78,7 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
     package = next(one for one in PACKAGES if one.name == name)
     if not in_existence:
         return []
-    trainer = trainer_under_construction()
+    trainer = _lightning.trainer_under_construction()
     if trainer is not None and not _has_plugin(trainer):
         return []
     if trainer is not None:
@@ -102,14 +95,16 @@ def io_of(trainer: Any) -> DCPCheckpointIO:
 
 
 def _has_plugin(trainer: Trainer) -> bool:
-    return isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
+    return isinstance(_lightning.unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO)
 
 
 def _report_saves(trainer: Trainer, log_metrics: bool) -> None:
     io = io_of(trainer)
     if not trainer.is_global_zero:
         return
-    io.on_saved = (lambda report: report.log(trainer.loggers, step_of_loggers(trainer))) if log_metrics else None
+    io.on_saved = (
+        (lambda report: report.log(trainer.loggers, _lightning.step_of_loggers(trainer))) if log_metrics else None
+    )
     upload_directories(trainer.loggers)
     if io.config.async_save:
         io.hold_back(trainer.loggers)
@@ -119,7 +114,7 @@ def _watch_hooks(trainer: Trainer, mine: Any) -> None:
     io = io_of(trainer)
     io.others = None
     if io.config.staging == "lazy":
-        put_callback_first(trainer, mine)
+        _lightning.put_first(trainer, mine)
         io.others = OthersHooks(trainer, mine)
 
 
@@ -140,7 +135,7 @@ def _refuse_mixture(trainer: Trainer, mine: Any) -> None:
             )
 
 
-def _say_if_wrapped(trainer: Trainer) -> None:
+def _warn_if_wrapped(trainer: Trainer) -> None:
     if not isinstance(trainer.strategy.checkpoint_io, DCPCheckpointIO):
         rank_zero_warn(
             f"{type(trainer.strategy.checkpoint_io).__name__} around DCPCheckpointIO has no effect: all ranks "
@@ -152,34 +147,31 @@ _WRITE_NO_WEIGHTS = (
     "BasePredictionWriter", "Checkpoint", "DeviceStatsMonitor", "EarlyStopping", "GradientAccumulationScheduler",
     "LearningRateMonitor", "ModelSummary", "ProgressBar", "ThroughputMonitor", "Timer",
 )  # fmt: skip
-_NOT_BETWEEN_STEPS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
-WHERE_MODEL_CHECKPOINT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 
 
-def between_steps(package: Package) -> Iterator[str]:
+def between_steps(package: Package) -> list[str]:
     """The hooks of callbacks in which weights may be written."""
-    for name in dir(package.pytorch.Callback):
-        if name.startswith("on_") and name not in _NOT_BETWEEN_STEPS:
-            yield name
+    names = [name for name in dir(package.pytorch.Callback) if name.startswith("on_")]
+    return [name for name in names if name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")]
 
 
 class OthersHooks:
-    """What hooks a trainer's module and callbacks have, besides Lightning's own harmless ones.
+    """The hooks in which a trainer's module and callbacks may write weights: all but Lightning's own harmless ones.
 
     Args:
-        mine: The callback that is called first and tells of every hook.
+        mine: The callback that is called first in every hook.
     """
 
     def __init__(self, trainer: Any, mine: Any) -> None:
         package, module = package_behind(trainer), trainer.lightning_module
         callbacks = [other for other in trainer.callbacks if other is not mine]
-        names = list(between_steps(package))
+        names = between_steps(package)
         after = {name for name in names if is_overridden(name, module, package.pytorch.LightningModule)}
         savers = [other for other in callbacks if has_base(type(other), "Checkpoint")]
         self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
         self._any = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
         self._saving_in = ""
-        waits = sorted(self._after_a_save.intersection(WHERE_MODEL_CHECKPOINT_SAVES))
+        waits = sorted(self._after_a_save.intersection(WHERE_IT_SAVES))
         if waits:
             rank_zero_info(
                 f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
@@ -214,14 +206,9 @@ def tell(trainer: Any, name: str) -> None:
         others.about_to_be_called(name)
 
 
-def telling(name: str) -> Callable[..., None]:
-    """A hook of the callback that is called first."""
-
-    def hook(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        tell(trainer, name)
-
-    hook.__name__ = hook.__qualname__ = name
-    return hook
+def _before_others(self: Any, name: str, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """A hook of the callback that comes first."""
+    tell(trainer, name)
 
 
 def _has_own(callback: Any, name: str) -> bool:
@@ -232,4 +219,4 @@ def _has_own(callback: Any, name: str) -> bool:
     owner = next((cls for cls in classes if name in vars(cls)), None)
     if owner is None or owner.__name__ == "Callback":
         return False
-    return home_of(owner) is None or not any(has_base(owner, harmless) for harmless in _WRITE_NO_WEIGHTS)
+    return home_of(owner) is None or not has_base(owner, *_WRITE_NO_WEIGHTS)

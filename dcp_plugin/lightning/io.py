@@ -6,42 +6,32 @@ the work: it holds the configuration and the checkpointer, and the trainer's str
 
 Called directly, by the user or by ``ddp_spawn`` to bring the weights home, it does what a ``CheckpointIO`` is asked
 to do: this process alone saves the dictionary it got, and loads it back.
-
-What has to wait until a checkpoint is published.
-
-``ModelCheckpoint`` links to a checkpoint, deletes the one that it replaces and tells the loggers as soon as
-``Trainer.save_checkpoint`` has returned. With a save in the background that is too early: after a crash the link would
-lead nowhere, and neither the new nor the old checkpoint would be there. So these things are put off until the save is
-published, and never happen if it fails.
-
-Files are dealt with at once, in the thread that published, so that ``last`` is the newest from the first moment on.
-What concerns the training (loggers) waits for :meth:`Afterwards.settle`, which the training's own thread calls.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin import events
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local, fields_in_signature, local_path
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import lightning_packages
-from dcp_plugin.integration.key_names import MODEL, keys_by_name
+from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint
-from dcp_plugin.lightning.loggers import Report, tell_at_once, tell_later
-from dcp_plugin.lightning.resume import beside_ours, without_own_state
+from dcp_plugin.lightning.loading import read_full
+from dcp_plugin.lightning.loggers import Report, tell_at_once, tell_when_published
+from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs import catalog
@@ -53,6 +43,57 @@ if TYPE_CHECKING:
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
+
+
+class PostCommit:
+    """What follows the newest save of a plugin when it is published, on this rank; nothing does if it fails.
+
+    ``ModelCheckpoint`` links to a checkpoint, deletes the one that it replaces and tells the loggers as soon as
+    ``Trainer.save_checkpoint`` has returned. With a save in the background that is too early: after a crash the link
+    would lead nowhere, and neither the new nor the old checkpoint would be there.
+    """
+
+    def __init__(self) -> None:
+        self._newest: SaveHandle | None = None
+        self._due: deque[Callable[[], object]] = deque()
+
+    def follow(self, handle: SaveHandle | None) -> None:
+        """From now on, actions follow this save; with None they do not wait for any."""
+        self._newest = handle
+
+    def forget_failed(self) -> None:
+        """The training has been told that the newest save failed: what it does next waits for no save."""
+        if self._newest is not None and self._newest.finished is None:
+            self._newest = None
+
+    def is_under_way(self, path: PathLike) -> bool:
+        """Whether ``path`` will be a checkpoint soon."""
+        return self._newest is not None and not self._newest.done() and self._newest.path == local_path(path)
+
+    def with_files(self, action: Callable[[], object], first: bool = False) -> None:
+        """Change files when the newest save is published, in the thread that publishes: ``last`` is always the newest.
+
+        Args:
+            action: Runs now if there is nothing to wait for.
+            first: Before what was said earlier: a link, before what it leads to so far is deleted.
+        """
+        if self._newest is None:
+            action()
+        else:
+            self._newest.on_published(lambda event: action(), first=first)
+
+    def in_training(self, action: Callable[[SaveFinished], object]) -> None:
+        """The same for what only the training's thread may do (loggers): it runs in :meth:`settle`."""
+        newest = self._newest
+        if newest is not None and newest.finished is not None:
+            action(newest.finished)
+        elif newest is not None:
+            newest.on_published(lambda event: self._due.append(partial(action, event)))
+
+    def settle(self) -> None:
+        """In the training's thread: do what became due."""
+        while self._due:
+            self._due.popleft()()
 
 
 class DCPCheckpointIO:
@@ -70,8 +111,11 @@ class DCPCheckpointIO:
         overrides: Fields of :class:`~dcp_plugin.CheckpointConfig`, such as ``async_save=True``.
 
     Raises:
-        ValueError: A value is out of range, or not for this door; or ``partial`` without ``init_from``.
+        ValueError: A value is out of range, or not for Lightning; or ``partial`` without ``init_from``.
         TypeError: There is no field of this name.
+
+    Example:
+        ``Trainer(plugins=[DCPCheckpointIO(async_save=True)]).fit(module, ckpt_path="last")``
     """
 
     @fields_in_signature
@@ -95,7 +139,7 @@ class DCPCheckpointIO:
         """How the last ``fit`` has started, known from ``on_sanity_check_start`` and ``on_train_start`` on; None if it
         went on with what the one before it had in memory."""
         self._checkpointer: Checkpointer | None = None
-        self.afterwards = Afterwards()
+        self.post_commit = PostCommit()
         self.on_saved: Callable[[Report], None] | None = None
         """Set by the callback on rank 0: called in the training's thread when a save is published."""
         self.others: OthersHooks | None = None
@@ -106,7 +150,7 @@ class DCPCheckpointIO:
         in_existence.add(self)
 
     def __repr__(self) -> str:
-        """What Lightning shows when it refuses this as a plugin: it does not know what was made before it was there."""
+        """What Lightning shows when it refuses this as a plugin, made before Lightning was imported."""
         return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
     def checkpointer(self, world_size: int) -> Checkpointer:
@@ -131,19 +175,16 @@ class DCPCheckpointIO:
             added: What lets stock Lightning resume from this checkpoint.
 
         Raises:
-            SaveFailed: This save failed, or the one before, which nobody has heard of yet.
+            SaveFailed: This save failed, or the one before, whose failure was not raised yet.
         """
         self.wait()
         files, aliases = (added.write_meta, added.aliases) if added else (None, None)
-        expected = self.afterwards.expect(path)
-        try:
-            handle = expected.handle = self.checkpointer(world_size).save(
-                state, path, step, files, owners=owners, aliases=aliases, kinds=layout.kinds_of(state)
-            )
-        except BaseException:
-            self.afterwards.forget()
-            raise
-        self.afterwards.in_training(self._report)
+        self.post_commit.follow(None)
+        handle = self.checkpointer(world_size).save(
+            state, path, step, files, owners=owners, aliases=aliases, kinds=layout.kinds_of(state)
+        )
+        self.post_commit.follow(handle)
+        self.post_commit.in_training(self._report)
         if self.others is None:
             handle.wait_staged()
         else:
@@ -153,7 +194,7 @@ class DCPCheckpointIO:
     def hold_back(self, loggers: list[Any]) -> None:
         """Until the teardown, have loggers told of a checkpoint only when it is there."""
         self._held_back = list(loggers)
-        tell_later(loggers, self.afterwards)
+        tell_when_published(loggers, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
         report = Report.of(event)
@@ -162,7 +203,7 @@ class DCPCheckpointIO:
             self.on_saved(report)
 
     def wait(self) -> None:
-        """Wait for the save in flight, and until what was to follow it is done: links, deletions.
+        """Wait for the save in flight and for what follows it: links, deletions.
 
         Raises:
             SaveFailed: It failed; raised once. Nothing follows it then.
@@ -171,9 +212,9 @@ class DCPCheckpointIO:
             try:
                 self._checkpointer.wait()
             except Exception:
-                self.afterwards.forget()
+                self.post_commit.forget_failed()
                 raise
-        self.afterwards.settle()
+        self.post_commit.settle()
 
     def start(self, model: nn.Module, world_size: int, strict: bool) -> Restart:
         """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
@@ -189,26 +230,21 @@ class DCPCheckpointIO:
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
         """Save a dictionary, by this process alone."""
         refuse_storage_options(storage_options)
-        self._say_if_not_promoted()
+        self._warn_if_not_promoted()
         state = layout.to_state(beside_ours(checkpoint), self.config.allow_pickle)
         self._alone().save(state, path, kinds=layout.kinds_of(state))
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        """The whole dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
+        """The full dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         weights_only = self.weights_only if weights_only is None else weights_only
         path = as_local(path)
-        if self.afterwards.is_under_way(path):
+        if self.post_commit.is_under_way(path):
             self.wait()
         if os.path.isfile(path):
             return stock_format.read(Path(path), weights_only, map_location or "cpu")
-        state: dict[str, Any] = {name: {} for name in keys_by_name(path)}
-        self._alone().load(state, path)
-        checkpoint = layout.from_state(state)
-        if stock_format.is_directory_of_lightning(Path(path)):
-            return {**stock_format.read_meta(Path(path), weights_only), **checkpoint}
-        return without_own_state(checkpoint)
+        return read_full(Path(path), self._alone(), weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint; while a save is in flight, later.
@@ -216,8 +252,8 @@ class DCPCheckpointIO:
         ``ModelCheckpoint`` deletes the old checkpoint as soon as the save of the new one returns. With ``async_save``
         a crash would then leave neither.
         """
-        self._say_if_not_promoted()
-        self.afterwards.with_files(lambda: catalog.remove(path))
+        self._warn_if_not_promoted()
+        self.post_commit.with_files(lambda: catalog.remove(path))
 
     def teardown(self) -> None:
         """Wait for the save in flight and free what saving needed. The plugin can be used again.
@@ -229,7 +265,8 @@ class DCPCheckpointIO:
             self.wait()
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None
-            self.afterwards.close()
+            self.post_commit.settle()
+            self.post_commit.follow(None)
             tell_at_once(self._held_back)
             self._held_back, self.on_saved = [], None
             if checkpointer is not None:
@@ -237,16 +274,16 @@ class DCPCheckpointIO:
 
     def __getstate__(self) -> dict[str, Any]:
         """On its way to the processes of ``ddp_spawn``."""
-        return {**self.__dict__, "_checkpointer": None, "on_saved": None, "_held_back": []}
+        return {**self.__dict__, "_checkpointer": None, "post_commit": PostCommit(), "on_saved": None, "_held_back": []}
 
     def _alone(self) -> Checkpointer:
         """A checkpointer that needs no closing: no process group, no background."""
         return Checkpointer(self.config, solo=True, async_save=False)
 
-    def _say_if_not_promoted(self) -> None:
+    def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return
-        self.serves_strategy = True  # said once
+        self.serves_strategy = True  # warn once
         warnings.warn(
             "DCPCheckpointIO is used by rank 0 alone: the strategy has not been promoted, so each checkpoint goes "
             "through rank 0's memory, and the random state of the ranks is not saved. The callback that promotes it "
@@ -263,128 +300,10 @@ def refuse_storage_options(storage_options: Any | None) -> None:
 
 def _be_a_plugin_for_all() -> None:
     """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``."""
-    for package in [
-        one for one in lightning_packages.PACKAGES if one.fabric_imported
-    ] or lightning_packages.installed():
+    imported = [package for package in lightning_packages.PACKAGES if package.fabric_imported]
+    for package in imported or lightning_packages.installed():
         package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)
 
 
 if any(package.fabric_imported for package in lightning_packages.PACKAGES):  # LightningCLI asks before it makes one
     _be_a_plugin_for_all()
-
-
-Action = Callable[[], object]
-
-
-@dataclass
-class Expected:
-    """A save that has begun, and what follows it."""
-
-    path: Path
-    handle: SaveHandle | None = None
-    """None until ``save`` has returned."""
-    published: events.SaveFinished | None = None
-    with_files: list[Action] = field(default_factory=list)
-    in_training: list[Callable[[events.SaveFinished], object]] = field(default_factory=list)
-
-    @property
-    def failed(self) -> bool:
-        return self.published is None and self.handle is not None and self.handle.done()
-
-
-class Afterwards:
-    """Follows the saves of one plugin on this rank."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way: list[Expected] = []
-        self._newest: Expected | None = None
-        self._due: list[Action] = []
-        self._unsubscribe: Action = _nothing
-
-    def __reduce__(self) -> tuple[type[Afterwards], tuple[()]]:
-        """To the processes of ``ddp_spawn`` it goes empty."""
-        return Afterwards, ()
-
-    def expect(self, path: PathLike) -> Expected:
-        """A save to ``path`` is about to begin."""
-        with self._lock:
-            if not self._under_way:
-                self._unsubscribe()
-                self._unsubscribe = events.subscribe(self._look)
-            self._under_way = [one for one in self._under_way if not one.failed]
-            self._newest = Expected(local_path(path))
-            self._under_way.append(self._newest)
-            return self._newest
-
-    def forget(self) -> None:
-        """The save that began last has failed, and the training has been told: nothing follows it."""
-        with self._lock:
-            if self._newest is not None and self._newest.published is None:
-                self._under_way = [one for one in self._under_way if one is not self._newest]
-                self._newest = None
-
-    def is_under_way(self, path: PathLike) -> bool:
-        """Whether ``path`` will be a checkpoint soon."""
-        with self._lock:
-            return any(one.path == local_path(path) and not one.failed for one in self._under_way)
-
-    def with_files(self, action: Action, first: bool = False) -> None:
-        """Do something to checkpoints when the save that began last is published. Now, if it is or there is none.
-
-        Args:
-            first: Before what was said earlier: a link, before what it leads to so far is deleted.
-        """
-        with self._lock:
-            newest = self._newest
-            if newest is not None and newest.published is None:
-                newest.with_files.insert(0 if first else len(newest.with_files), action)
-                return
-        action()
-
-    def in_training(self, action: Callable[[events.SaveFinished], object]) -> None:
-        """The same for what only the training's thread may do. It learns what was saved."""
-        with self._lock:
-            newest = self._newest
-            if newest is None:
-                return
-            if newest.published is None:
-                newest.in_training.append(action)
-                return
-        action(newest.published)
-
-    def settle(self) -> None:
-        """In the training's thread: do what became due."""
-        with self._lock:
-            due, self._due = self._due, []
-        for action in due:
-            action()
-
-    def close(self) -> None:
-        """No save is under way any more; what was to follow one that failed is forgotten."""
-        self.settle()
-        with self._lock:
-            self._unsubscribe()
-            self._unsubscribe, self._under_way, self._newest = _nothing, [], None
-
-    def _look(self, event: events.Event) -> None:
-        if not isinstance(event, events.SaveFinished):
-            return
-        with self._lock:
-            found = next((one for one in self._under_way if one.path == event.path and not one.failed), None)
-            if found is None:  # somebody else's
-                return
-            self._under_way.remove(found)
-            found.published = event
-            with_files = found.with_files
-            self._due += [_about(action, event) for action in found.in_training]
-        for action in with_files:
-            action()
-
-
-def _about(action: Callable[[events.SaveFinished], object], event: events.SaveFinished) -> Action:
-    return lambda: action(event)
-
-
-def _nothing() -> None:
-    """Stands for an action that there is not."""

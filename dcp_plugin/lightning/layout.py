@@ -1,24 +1,21 @@
 """Lightning's checkpoint dictionary and the named state that is stored, one into the other.
 
-| in the dictionary              | in the checkpoint                                      |
-|--------------------------------|--------------------------------------------------------|
-| ``state_dict``                 | ``model.<FQN>``                                        |
-| ``optimizer_states``           | ``optim.…``, or ``optim_0.…``, ``optim_1.…`` of several |
-| everything else, whoever added it | ``extra.…``                                         |
+| in the dictionary                 | in the checkpoint                                      |
+|-----------------------------------|--------------------------------------------------------|
+| ``state_dict``                    | ``model.<FQN>``                                        |
+| ``optimizer_states``              | ``optim.…``, or ``optim_0.…``, ``optim_1.…`` of several |
+| everything else, whoever added it | ``extra.…``                                            |
 
-What a value is, sharded or not, tensor or not, is left to the core: hooks may put anything anywhere.
+Hooks may put anything anywhere: what a value is, sharded or not, tensor or not, is left to the core.
 
-Hyper-parameters as they are stored: values for which no code needs to be executed to come back.
+Hyper-parameters are stored so that no code needs to be executed to load them. ``save_hyperparameters()`` takes every
+argument of ``__init__``: configurations, paths and enums are stored as what they are, or as the plain values that they
+stand for; modules, loss functions and classes are left out, with one warning that names them, and
+``load_from_checkpoint`` takes them as arguments. (Stock Lightning pickles them, and ``torch.load`` then refuses the
+checkpoint.) ``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
 
-``save_hyperparameters()`` takes every argument of ``__init__``: configurations, paths and enums, which are stored as
-what they are, or as the plain values that they stand for; and also modules, loss functions and classes. Stock
-Lightning pickles those, and then refuses to load its own checkpoint, since ``torch.load`` does not execute code from a
-file any more. They are not worth a training, and who makes the model again has them at hand: they are left out, once
-with a warning that names them, and ``load_from_checkpoint`` takes them as arguments.
-``allow_pickle=("extra.hyper_parameters.*",)`` stores them, except modules.
-
-What OmegaConf has made is stored as plain values, too, and beside them (:data:`TYPES`) which of them it had made. It
-makes them again when they are loaded; nothing else is ever made, and no interpolation is resolved for it.
+Configurations of OmegaConf are stored as plain values, and beside them (:data:`TYPES`) which class of OmegaConf each
+was. Loading makes these classes again and no others, and resolves no interpolation.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -40,10 +37,14 @@ from dcp_plugin.format import values
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered, plain
 from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
-from dcp_plugin.state.optimizer import Nested
 
 Checkpoint = dict[str, Any]
-"""What Lightning, and everybody's hooks, take for a checkpoint."""
+"""What Lightning and all hooks take for a checkpoint."""
+
+KEYS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
+"""Lightning's keys for the hyper-parameters of the LightningModule and of the datamodule, and for their class."""
+TYPES = "hyper_parameter_types"
+"""Our key beside Lightning's: which of the plain values are OmegaConf's, by the keys above."""
 
 
 def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def from_state(state: dict[str, Any]) -> Checkpoint:
     return checkpoint
 
 
-def optimizer_of(stored: dict[str, Any]) -> Nested:
+def optimizer_of(stored: dict[str, Any]) -> dict[str, Any]:
     """The state of an optimizer as it was read: flat, or nested if Lightning has written it itself."""
     return unflatten_optimizer(stored) if any("." in key for key in stored) else {"state": {}, **stored}
 
@@ -100,35 +101,22 @@ def is_keyed_by_name(optimizer_state: Any) -> bool:
     return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])
 
 
-KEYS = {
-    "hyper_parameters": "hparams_type",
-    "datamodule_hyper_parameters": "datamodule_hparams_type",
-}
-"""Lightning's keys for those of the LightningModule and of the datamodule, and for their class."""
-
-TYPES = "hyper_parameter_types"
-"""Our key beside Lightning's: which of the plain values are OmegaConf's, by the keys above."""
-_OMEGACONF = ("DictConfig", "ListConfig")
-"""What may be made of a value in a checkpoint."""
-
-
 def made_storable(checkpoint: Checkpoint, allow_pickle: tuple[str, ...]) -> Checkpoint:
     """A checkpoint with its hyper-parameters as they are stored; warns of what is left out."""
     made = dict(checkpoint)
     left_out: list[str] = []
+    allowed = [glob.removeprefix(f"{EXTRA}.") for glob in allow_pickle]
     for key, kind in KEYS.items():
         if key in made:
-            converted = plain(made[key])
             if how := _how_made(made[key]):
                 made[TYPES] = {**made.get(TYPES, {}), key: how}
-            allowed = [glob.removeprefix(f"{EXTRA}.") for glob in allow_pickle]
-            without = {name for name, value in _leaves(key, converted) if not _is_storable(name, value, allowed)}
-            made[key] = _without(key, converted, without)
-            left_out += sorted(without)
+            unstorable: list[str] = []
+            made[key] = _storable_part(key, plain(made[key]), allowed, unstorable)
+            left_out += sorted(unstorable)
         if isinstance(of_class := made.get(kind), type):  # a class would need its code
             made[kind] = f"{of_class.__module__}.{of_class.__qualname__}"
     if left_out:
-        _say(tuple(left_out))
+        _warn_left_out(tuple(left_out))
     return made
 
 
@@ -167,29 +155,30 @@ def _how_made(value: Any) -> dict[str, Any]:
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
         root, keys = place_in_configuration(value)
-        whole = plain(root) if keys else None
-        if whole is not None and not _is_storable("", whole, []):
-            root, keys, whole = value, [], None
+        plain_root = plain(root) if keys else None
+        if plain_root is not None and not _is_storable("", plain_root, []):
+            root, keys, plain_root = value, [], None
         flags = {"struct": bool(omegaconf.OmegaConf.is_struct(root)), "readonly": omegaconf.OmegaConf.is_readonly(root)}
-        return {"is": type(value).__name__, "flags": flags, "root": whole, "keys": keys}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
-    inside = {key: how for key, item in items if (how := _how_made(item))}
+        return {"is": type(value).__name__, "flags": flags, "root": plain_root, "keys": keys}
+    inside = {key: how for key, item in _items(value) if (how := _how_made(item))}
     return {"in": inside} if inside else {}
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
 
 
 def _make(value: Any, how: dict[str, Any]) -> Any:
     if "is" not in how:
         inside = how["in"]
-        if isinstance(value, dict):
-            return {key: _make(item, inside[key]) if key in inside else item for key, item in value.items()}
-        made = [_make(item, inside[key]) if key in inside else item for key, item in enumerate(value)]
-        return type(value)(made)
+        made = {key: _make(item, inside[key]) if key in inside else item for key, item in _items(value)}
+        return made if isinstance(value, dict) else type(value)(made.values())
     omegaconf = importlib.import_module("omegaconf")
-    whole = value if how["root"] is None else how["root"]
-    if how["is"] not in _OMEGACONF or not isinstance(whole, (dict, list, type(None))):
-        raise TypeError(f"a {how['is']} of a {type(whole).__name__}")
-    made_of = omegaconf.ListConfig if isinstance(whole, list) else omegaconf.DictConfig
-    config = root = getattr(omegaconf, how["is"])(None) if whole is None else made_of(whole)
+    source = value if how["root"] is None else how["root"]
+    if how["is"] not in ("DictConfig", "ListConfig") or not isinstance(source, (dict, list, type(None))):
+        raise TypeError(f"a {how['is']} of a {type(source).__name__}")
+    kind = how["is"] if source is None else "ListConfig" if isinstance(source, list) else "DictConfig"
+    config = root = getattr(omegaconf, kind)(source)
     for key in how["keys"]:
         if omegaconf.OmegaConf.is_interpolation(config, key):
             raise TypeError(f"{key} is an interpolation")
@@ -201,19 +190,18 @@ def _make(value: Any, how: dict[str, Any]) -> Any:
     return config
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f"{name}.{key}", item)
-    else:
-        yield name, value
-
-
-def _without(name: str, value: Any, without: set[str]) -> Any:
+def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str]) -> Any:
+    """The value without the items of nested dictionaries that cannot be stored; their names go into ``left_out``."""
     if not isinstance(value, dict):
         return value
-    inside = {key: f"{name}.{key}" for key in value}
-    return {key: _without(inside[key], item, without) for key, item in value.items() if inside[key] not in without}
+    kept = {}
+    for key, item in value.items():
+        inside = f"{name}.{key}"
+        if isinstance(item, dict) or _is_storable(inside, item, allowed):
+            kept[key] = _storable_part(inside, item, allowed, left_out)
+        else:
+            left_out.append(inside)
+    return kept
 
 
 def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
@@ -221,13 +209,11 @@ def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
         return False
     if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
         return True
-    if callable(value):
-        return False
-    return values.is_storable(value)
+    return not callable(value) and values.is_storable(value)
 
 
 @functools.cache
-def _say(names: tuple[str, ...]) -> None:
+def _warn_left_out(names: tuple[str, ...]) -> None:
     rank_zero_warn(
         f"Not stored with checkpoints, since only executing pickled code would restore them: {', '.join(names)}. Give "
         "them to load_from_checkpoint as arguments. save_hyperparameters(ignore=[...]) silences this; "

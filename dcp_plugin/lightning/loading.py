@@ -1,33 +1,30 @@
-"""A load straight into the live model and optimizers, with Lightning's hooks in between reading and applying.
+"""A load into the live model and optimizers with Lightning's hooks in between, and ``load_from_checkpoint``.
 
 Lightning asks for a checkpoint before it sets up a single device or DDP, and after it has sharded a model. Callbacks
 rely on that: what they restore may decide which groups an optimizer gets. So the optimizers' state is read by itself,
 when the optimizers are complete.
 
-The rule: whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks
-get the live tensors; afterwards only what they replaced or removed is put right, which is nothing for almost all.
-Only if the LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the
-model's state is read into tensors of its own, and loaded when that has run.
-
-``load_from_checkpoint`` for directories, which ``LightningModule.load_from_checkpoint`` cannot open.
-
-Only reading differs. What is done with the checkpoint (hyper-parameters to ``__init__``, ``configure_model``,
-``on_load_checkpoint``, ``strict``, classes of ``LightningCLI``) is Lightning's own code.
+Whatever a hook changes, adds or removes has the effect that it has with Lightning's own checkpoints. Hooks get the live
+tensors, and what they replaced or removed is applied after them, which is nothing for almost all. Only if the
+LightningModule has an ``on_load_checkpoint`` of its own, which may decide not to load something, the model's state is
+read into tensors of its own, and loaded when that hook has run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
@@ -46,9 +43,14 @@ from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
-from dcp_plugin.state.optimizer import OptimizerLoad
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+Loadable = TypeVar("Loadable", bound="LightningModule | LightningDataModule")
 
 
 @dataclass
@@ -96,7 +98,7 @@ def load(
         checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read_meta(path, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
-        _make_room_like_parameters(path, keys[EXTRA], model, checkpoint)
+        _allocate_like_parameters(path, keys[EXTRA], model, checkpoint)
     unapplied = Unapplied(model)
     if hooked:
         state[MODEL] = unapplied
@@ -111,12 +113,7 @@ def load(
 
 
 def load_optimizers(
-    loaded: Loaded,
-    checkpointer: Checkpointer,
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    *,
-    strict: bool,
+    loaded: Loaded, checkpointer: Checkpointer, model: nn.Module, optimizers: list[Optimizer], strict: bool
 ) -> None:
     """Read the optimizers' state of the same checkpoint, if it has any. Collective.
 
@@ -138,16 +135,18 @@ def load_optimizers(
 
 
 def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
-    """The whole state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
+    """The full state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
     optimizers. Collective."""
     state: dict[str, Any] = {name: {} for name in loaded.optimizer_names}
     checkpointer.load(state, loaded.path)
     return [layout.optimizer_of(tree) for tree in state.values()]
 
 
-def _make_room_like_parameters(path: Path, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
-    """For what callbacks keep of every parameter, averages for one: what has a parameter's name and shape comes back
-    distributed as the parameter is, as it was handed in, and no rank reads the whole of it."""
+def _allocate_like_parameters(path: Path, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give what callbacks keep of every parameter, such as averages, distributed tensors to be loaded into.
+
+    What has a parameter's name and shape comes back distributed as the parameter is, as it was handed in, and no rank
+    reads all of it."""
     parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
     if not parameters:
         return
@@ -187,32 +186,24 @@ def _placed_like(key: str, target: Any, source: Any) -> Any:
     """What a hook has left, distributed as the model is."""
     if not isinstance(target, (DTensor, ShardedTensor)) or isinstance(source, type(target)) or not is_tensor(source):
         return source
-    room = torch.empty_like(target.detach()) if isinstance(target, DTensor) else target
-    fill(key, room, source)
-    return room
+    placed = torch.empty_like(target.detach()) if isinstance(target, DTensor) else target
+    fill(key, placed, source)
+    return placed
 
 
 def apply_optimizers(
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    loaded: Loaded,
-    states: list[dict[str, Any]],
-    *,
-    strict: bool,
+    model: nn.Module, optimizers: list[Optimizer], loaded: Loaded, states: list[dict[str, Any]], strict: bool
 ) -> None:
     """Make the optimizers what the hooks left in ``states``."""
     _refuse_other_number(loaded.path, states, optimizers)
-    given = loaded.optimizers or []
-    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+    for optimizer, state, given in zip_longest(optimizers, states, loaded.optimizers or ()):
         if not state:  # of what Lightning has where a module has no optimizer
             continue
-        if not loaded.optimizers or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
+        if given is None or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
             load_optimizer(model, optimizer, state, strict=strict)
             continue
-        flat = flatten_optimizer(state)
-        if number < len(given):
-            flat = {key: _in_place_of(given[number].get(key), value) for key, value in flat.items()}
-        if number >= len(given) or not _same(flat, given[number]):
+        flat = {key: _in_place_of(given.get(key), value) for key, value in flatten_optimizer(state).items()}
+        if not _same(flat, given):
             OptimizerLoad(model, optimizer, {}).commit(flat)
 
 
@@ -225,12 +216,10 @@ def _refuse_other_number(path: Path, saved: Sized, optimizers: Sized) -> None:
 
 
 def _in_place_of(live: Any, value: Any) -> Any:
-    """The value in the memory that the optimizer has for it, where it is and of its type, if it has any."""
-    if value is live or not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
-        return value
-    if isinstance(live, DTensor) or isinstance(value, DTensor) or live.shape != value.shape:
-        return value
-    return live.copy_(value)
+    """A plain tensor copied into the memory that the optimizer has for it, so that device and dtype stay; any other
+    value as it is."""
+    plain = all(isinstance(one, torch.Tensor) and not isinstance(one, DTensor) for one in (live, value))
+    return live.copy_(value) if plain and live is not value and live.shape == value.shape else value
 
 
 def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
@@ -238,12 +227,6 @@ def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
         value is right[key] or (not is_tensor(value) and not is_tensor(right[key]) and value == right[key])
         for key, value in left.items()
     )
-
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
-
-Loadable = TypeVar("Loadable", bound="LightningModule | LightningDataModule")
 
 
 def load_from_checkpoint(
@@ -256,71 +239,93 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Loadable:
-    """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with whole tensors.
+    """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with full tensors.
+
+    Only reading differs from ``LightningModule.load_from_checkpoint``, which cannot open a directory; what is done with
+    the checkpoint (hyper-parameters, ``configure_model``, ``on_load_checkpoint``) is Lightning's own code.
 
     Args:
-        cls: What to make.
+        cls: The class to make an object of.
         path: A checkpoint of ours, or of Lightning's: a directory of a sharded strategy, or a file.
         map_location: The device of the model, as ``torch.load`` takes it. What is in a directory is on no device: it
             counts as ``"cpu"``, which is also the default.
-        strict: Whether the names of parameters and buffers have to be the same; by default what the module's
-            ``strict_loading`` says.
+        strict: Whether keys have to be the same; by default what the module's ``strict_loading`` says.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyper-parameters to use instead of those of the checkpoint.
-        weights_only: False executes code from the checkpoint where only that restores a value. Allow it only for a
+        weights_only: False executes code from the checkpoint where only that restores a value: allow it only for a
             checkpoint of your own.
         kwargs: More arguments of ``__init__``; they win over the hyper-parameters of the checkpoint.
 
+    Returns:
+        The module with its weights, on the device of ``map_location``; or the datamodule.
+
     Raises:
-        TypeError: ``cls`` is no class of Lightning's kind, for one an object of such a class.
+        TypeError: ``cls`` is no LightningModule or LightningDataModule class; it may be an object of one.
         CheckpointNotFound, CheckpointCorrupt: There is no checkpoint, or its bytes have changed.
         UnsafeCheckpoint: A value needs ``weights_only=False``.
         CheckpointMismatch: It has no model.
         RuntimeError: From torch, as of Lightning's own method: the model does not fit.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from dcp_plugin.lightning import DCPCheckpointIO
+        >>> DCPCheckpointIO().save_checkpoint({"state_dict": BoringModel().state_dict()}, "boring.ckpt")
+        >>> load_from_checkpoint(BoringModel, "boring.ckpt").layer.out_features
+        2
     """
-    options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
+    path, loadable, package = Path(as_local(path)), cast(Any, cls), _package_of(cls)
+    if path.is_file():
+        options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
+        return cast(Loadable, loadable.load_from_checkpoint(path, weights_only=weights_only, **options))
+    is_module = issubclass(cls, package.pytorch.LightningModule)
+    checkpoint = _read(path, package, loadable if is_module else None, weights_only)
+    _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
+    if is_module and "state_dict" not in checkpoint:
+        raise CheckpointMismatch(f"{path} has no model; it has {', '.join(sorted(keys_by_name(path)))}.")
+    loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs} if is_module else kwargs)
+    return cast(Loadable, loaded.to(_device(map_location)) if is_module else loaded)
+
+
+def _package_of(cls: Any) -> Package:
     if not isinstance(cls, type):
         raise TypeError(
             f"load_from_checkpoint(cls, path) makes a new object: cls is its class, not a {type(cls).__name__}. To "
             'load weights into a module that exists: dcp_plugin.load({"model": module}, path).'
         )
-    loadable: Any = cls
-    path = Path(as_local(path))
-    if path.is_file():
-        loaded: Loadable = loadable.load_from_checkpoint(path, weights_only=weights_only, **options)
-        return loaded
     package = package_of(cls)
     if package is None or not issubclass(cls, (package.pytorch.LightningModule, package.pytorch.LightningDataModule)):
         raise TypeError(f"{cls!r} is no LightningModule or LightningDataModule")
-    is_module = issubclass(cls, package.pytorch.LightningModule)
-    checkpoint = _read(path, package, loadable if is_module else None, weights_only)
-    _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
-    if not is_module:
-        loaded = _lightning.from_dictionary(package, cls, checkpoint, kwargs)
-        return loaded  # noqa: RET504 - typed
-    if "state_dict" not in checkpoint:
-        raise CheckpointMismatch(f"{path} has no model; it has {', '.join(sorted(keys_by_name(path)))}.")
-    loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs})
-    module: Any = loaded
-    module.to(_device(map_location))
-    return loaded
+    return package
 
 
 def _read(path: Path, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
     """Lightning's dictionary. Without a module only what is small; the state of optimizers only for a hook."""
-    names = keys_by_name(path)
-    left_out = set(among(OPTIM, names))
+    left_out = list(among(OPTIM, keys_by_name(path)))
     if module_class is None:
-        left_out.add(MODEL)
+        left_out.append(MODEL)
     elif is_overridden("on_load_checkpoint", module_class, package.pytorch.LightningModule):
         left_out.clear()
-    state: dict[str, Any] = {name: {} for name in names if name not in left_out}
     allow_pickle = ("*",) if weights_only is False else ()
-    Checkpointer(solo=True, allow_pickle=allow_pickle).load(state, path)
+    checkpoint = read_full(path, Checkpointer(solo=True, allow_pickle=allow_pickle), weights_only, left_out)
+    checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if not saved by a Trainer
+    return _lightning.migrated(package, checkpoint, path)
+
+
+def read_full(
+    path: Path, checkpointer: Checkpointer, weights_only: bool | None, left_out: Sequence[str] = ()
+) -> Checkpoint:
+    """The dictionary of Lightning's that a directory holds, with full tensors in host memory.
+
+    Args:
+        checkpointer: One of this process alone.
+        weights_only: How to unpickle what a sharded strategy of Lightning's had saved beside model and optimizers.
+        left_out: Names that are not read, such as ``optim``.
+    """
+    state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
+    checkpointer.load(state, path)
     checkpoint = layout.from_state(state)
     if stock_format.is_directory_of_lightning(path):
-        checkpoint = {**stock_format.read_meta(path, weights_only), **checkpoint}
-    checkpoint.setdefault("pytorch-lightning_version", package.pytorch.__version__)  # if saved by another door
-    return _lightning.migrated(package, without_own_state(checkpoint), path)
+        return {**stock_format.read_meta(path, weights_only), **checkpoint}
+    return without_own_state(checkpoint)
 
 
 def _take_hyper_parameters(
@@ -343,8 +348,6 @@ def _device(map_location: Any) -> torch.device:
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     if callable(map_location):
-        rank_zero_warn(
-            "map_location is a function, which a checkpoint directory has no use for: the model is on the CPU."
-        )
+        rank_zero_warn("a checkpoint directory has no use for a map_location function: the model is on the CPU.")
         map_location = None
     return torch.device(map_location or "cpu")

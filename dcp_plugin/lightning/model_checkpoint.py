@@ -1,4 +1,4 @@
-"""``ModelCheckpoint`` and its like, put right where they take a save for finished and a directory for a checkpoint.
+"""``ModelCheckpoint`` and its like, corrected where they assume finished saves and checkpoints that are files.
 
 They ask the file system which names are taken, link to what was saved, and look for ``last`` by time of modification.
 A save in the background has none of this on disk yet; and what a crash of another tool left behind may look like a
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import os
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.runs import catalog
+
+WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
+"""The hooks in which a ``ModelCheckpoint`` saves."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -59,18 +63,6 @@ def _promoted(base: type[Any]) -> type[Any]:
     class DCPCheckpoint(base):  # type: ignore[misc]
         promoted_by_dcp_plugin = True
 
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            with _saving_in(trainer, "on_train_batch_end"):
-                super().on_train_batch_end(trainer, *args)
-
-        def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
-            with _saving_in(trainer, "on_train_epoch_end"):
-                super().on_train_epoch_end(trainer, *args)
-
-        def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
-            with _saving_in(trainer, "on_validation_end"):
-                super().on_validation_end(trainer, *args)
-
         def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
             """Save if all ranks come to do so; and never hide what has ended the training."""
             adapter = _adapter_of(trainer)
@@ -85,8 +77,8 @@ def _promoted(base: type[Any]) -> type[Any]:
                 rank_zero_warn(f"No checkpoint could be saved of the {type(exception).__name__}: {failure}")
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """To other processes it goes as what it was."""
-            return _bare, (base,), self.__dict__
+            """Pickled as an object of the user's class."""
+            return object.__new__, (base,), self.__dict__
 
     class DCPModelCheckpoint(DCPCheckpoint):
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
@@ -95,9 +87,11 @@ def _promoted(base: type[Any]) -> type[Any]:
                 return True
             if adapter is None or not adapter.io.config.async_save:
                 return False
-            under_way = trainer.is_global_zero and adapter.io.afterwards.is_under_way(filepath)
+            under_way = trainer.is_global_zero and adapter.io.post_commit.is_under_way(filepath)
             return bool(adapter.strategy.reduce_boolean_decision(under_way, all=False))
 
+    for name in WHERE_IT_SAVES:
+        setattr(DCPCheckpoint, name, _saving_in(name, getattr(base, name)))
     promoted = DCPCheckpoint
     if has_base(base, "ModelCheckpoint"):
         promoted = DCPModelCheckpoint
@@ -107,24 +101,26 @@ def _promoted(base: type[Any]) -> type[Any]:
     return promoted
 
 
-def _saving_in(trainer: Any, hook: str) -> AbstractContextManager[None]:
-    """With lazy staging it matters who saves: see :mod:`dcp_plugin.lightning.callback`."""
-    adapter = _adapter_of(trainer)
-    others = None if adapter is None else adapter.io.others
-    return nullcontext() if others is None else others.of_model_checkpoint(hook)
+def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
+    """With lazy staging it matters who saves: see :class:`dcp_plugin.lightning.callback.OthersHooks`."""
+
+    @functools.wraps(original)
+    def saving(self: Any, trainer: Any, *args: Any) -> None:
+        adapter = _adapter_of(trainer)
+        others = None if adapter is None else adapter.io.others
+        with nullcontext() if others is None else others.of_model_checkpoint(hook):
+            original(self, trainer, *args)
+
+    return saving
 
 
 def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
-    """Whether ranks have to meet first, which an exception of one rank alone waits long for. A hook that is not
-    Lightning's may do anything."""
+    """Whether ranks have to meet before the callback's hook: one that is not Lightning's may do anything. An exception
+    of one rank alone waits long for the others."""
     owner = next(cls for cls in base.__mro__ if "on_exception" in vars(cls))
     if home_of(owner) is None:
         return True
     return owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True)
-
-
-def _bare(cls: type[Any]) -> Any:
-    return object.__new__(cls)
 
 
 def _adapter_of(trainer: Any) -> LightningAdapter | None:
@@ -133,13 +129,13 @@ def _adapter_of(trainer: Any) -> LightningAdapter | None:
 
 
 def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None:
-    """What is linked to is there, and so is the old link until the new one is."""
+    """Link when the target is published; until then the old link stays."""
     adapter = _adapter_of(trainer)
     if adapter is None:
         original(trainer, target, link)
         return
     if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
-        adapter.io.afterwards.with_files(lambda: catalog.link(link, target), first=True)
+        adapter.io.post_commit.with_files(lambda: catalog.link(link, target), first=True)
     trainer.strategy.barrier("link to a checkpoint")
 
 
@@ -147,8 +143,8 @@ def _committed(trainer: Any, found: set[str]) -> set[str]:
     """Of what is called ``last``, what can be resumed from; if there is nothing, the newest checkpoint beside it.
 
     Raises:
-        CheckpointNotFound: Nothing can be resumed from, but not because nothing was saved. Training from scratch is
-            what nobody wants then.
+        CheckpointNotFound: Something was saved and nothing can be resumed from. To train from scratch without a word
+            would be wrong then.
     """
     if not isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO):
         return found

@@ -1,7 +1,7 @@
 """How a training continues exactly where its checkpoint was made: random streams, dataloaders, loop counters.
 
-The order of events in a resumed ``fit`` is the whole difficulty, because creating an iterator over a dataloader
-draws from the random generators, and hooks may, too:
+Creating an iterator over a dataloader draws from the random generators, and hooks may, too. So the order of events in
+a resumed ``fit`` matters:
 
 1. ``Strategy.load_checkpoint``: :meth:`Resume.from_checkpoint` takes this rank's part out of the checkpoint.
 2. ``Strategy.process_dataloader``, the last public moment before Lightning creates the train iterators:
@@ -10,17 +10,10 @@ draws from the random generators, and hooks may, too:
    random generators. Between two epochs it also lets Lightning begin the new epoch in its ordinary way, which
    creates new iterators, with the same draws as in a run that was never interrupted.
 
-States are kept per rank: the random streams by global rank, the loaders by the rank of their data, so that ranks
-which share their data (tensor parallelism) share the state.
+Random streams are kept by global rank, the states of loaders by the rank of their data, so that ranks which share their
+data (tensor parallelism) share the state.
 
-When a fit starts: would a checkpoint of it be stored? Found out then, and not after hours, at the first save.
-
-What the training adds to a checkpoint besides tensors is put together and encoded, and nothing is written. Every value
-that cannot be stored is named in one error on all ranks.
-
-No code of the user's is asked: hooks and ``state_dict`` methods may count, log or write on that occasion, and stock
-calls them for checkpoints alone. So this sees hyper-parameters and the schedules whose ``state_dict`` is torch's; the
-rest is left to the first save.
+:func:`preflight` finds out when a fit starts, and not hours later, whether its checkpoints could be saved.
 """
 
 from __future__ import annotations
@@ -37,6 +30,7 @@ from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
 from dcp_plugin.integration.lightning_packages import inside_distributed_sampler, package_behind
+from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
@@ -71,34 +65,27 @@ def put_back(checkpoint: Checkpoint) -> Checkpoint:
 def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> None:
     """Add this rank's random streams and dataloader states to a checkpoint of Lightning's, before it is saved."""
     fit_loop = checkpoint["loops"]["fit_loop"]
-    rank, _ = data_rank(trainer)
+    loaders = _lightning.train_dataloaders(trainer)
     if states := _lightning.take_dataloader_states(fit_loop):
+        rank, _ = data_rank(trainer)
         checkpoint[DATALOADERS] = {str(rank): states}
-        loaders = _lightning.train_dataloaders(trainer)
         checkpoint[MADE_BY] = [made_by(loader) for loader in loaders if hasattr(loader, "load_state_dict")]
     if metrics := _lightning.plateau_metrics(trainer):
         checkpoint[PLATEAU] = metrics
     if cast(Any, trainer).reload_dataloaders_every_n_epochs:
         checkpoint[MADE_IN] = _lightning.loaders_made_in(trainer)
     if with_rng:
-        loaders = _lightning.train_dataloaders(trainer)
-        checkpoint[RNG] = {
-            str(trainer.global_rank): {
-                "streams": random_streams.capture(trainer.strategy.root_device),
-                "loaders": [[generator.get_state() for generator in _generators(loader)] for loader in loaders],
-            }
-        }
+        of_loaders = [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
+        checkpoint[RNG] = random_streams.of_rank(trainer.global_rank, trainer.strategy.root_device, loaders=of_loaders)
 
 
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint as Lightning itself would have made it, on rank 0."""
-    checkpoint.pop(RNG, None)
-    checkpoint.pop(MADE_BY, None)
-    checkpoint.pop(PLATEAU, None)
-    checkpoint.pop(MADE_IN, None)
-    checkpoint.pop(TYPES, None)
-    if states := checkpoint.pop(DATALOADERS, None):
+    if states := checkpoint.get(DATALOADERS):
         _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
+    for key in _OURS:
+        if key != OF_HOOKS:
+            checkpoint.pop(key, None)
     return put_back(checkpoint)
 
 
@@ -106,11 +93,11 @@ def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
 class Resume:
     """This rank's part of a checkpoint, until the training has reached the point at which it was made."""
 
+    streams: SavedStreams
     rng: dict[str, Any] | None
-    new_rank: bool
-    """``rng`` is that of rank 0, because the checkpoint has none of this rank."""
+    """What the checkpoint has of the rank ``streams.source``."""
     positions: list[Any]
-    """The states of the stateful loaders that are still to come, in their order."""
+    """The states of the stateful loaders that have not come yet, in their order."""
     made_by: list[str]
     """What they were made by, if the checkpoint tells."""
     saved_on: int
@@ -133,13 +120,14 @@ class Resume:
         moment = _lightning.moment_of(fit_loop)
         if moment.between_epochs:
             _lightning.complete_epoch(fit_loop)
-        mine = rng_states.get(str(trainer.global_rank))
         rank, data_ranks = data_rank(trainer)
-        if rng_states and trainer.world_size > len(rng_states):
-            rank_zero_info(f"The checkpoint has {random_streams.about_new_ranks(len(rng_states), trainer.world_size)}.")
+        saved_on = frozenset(int(saved) for saved in rng_states if saved.isdecimal())
+        streams = SavedStreams(saved_on, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+        if streams.about_new_ranks:
+            rank_zero_info(f"The checkpoint has {streams.about_new_ranks}.")
         return cls(
-            rng=mine or rng_states.get("0"),
-            new_rank=mine is None,
+            streams=streams,
+            rng=rng_states.get(str(streams.source)),
             positions=loader_states.get(str(rank), []) if len(loader_states) == data_ranks else [],
             made_by=checkpoint.pop(MADE_BY, []),
             saved_on=len(loader_states),
@@ -152,15 +140,13 @@ class Resume:
         """Give a train dataloader its epoch and position, before anything iterates over it."""
         _lightning.set_epoch(trainer, dataloader)
         if self.positions and hasattr(dataloader, "load_state_dict"):
-            position, here = self.positions.pop(0), made_by(dataloader)
+            position, here, name = self.positions.pop(0), made_by(dataloader), type(dataloader).__name__
             saved = self.made_by.pop(0) if self.made_by else here
-            if saved != here:
-                self.without_position.append(
-                    f"{type(dataloader).__name__} with {here} (it has that of one with {saved})"
-                )
-                return
-            self.placed.append((dataloader, position))
-            dataloader.load_state_dict(position)
+            if saved == here:
+                self.placed.append((dataloader, position))
+                dataloader.load_state_dict(position)
+            else:
+                self.without_position.append(f"{name} with {here} (it has that of one with {saved})")
         else:
             self.without_position.append(type(dataloader).__name__)
 
@@ -170,16 +156,16 @@ class Resume:
         if not moment.between_epochs and moment.batches_done:
             _lightning.resume_within_epoch(trainer)
             if not moment.in_last_validation:  # there, all batches of the epoch are done
-                self._say_if_gradients_are_lost(trainer)
+                self._warn_of_lost_gradients(trainer)
                 if not _keeps_its_own_position(trainer):
-                    self._say_what_is_lost(trainer)
+                    self._warn_of_lost_positions(trainer)
         if (moment.between_epochs or moment.in_last_validation) and reads_ahead:
             # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
             for loader, state in self.placed:
                 loader.load_state_dict(state)
                 iter(loader)
         if self.rng is not None:
-            self._restore_rng(self.rng, trainer)
+            self._restore_streams(self.rng, trainer)
         if moment.before_validation:
             _lightning.skip_due_validation(trainer)
         if moment.before_plateau_schedules:
@@ -189,16 +175,14 @@ class Resume:
         if moment.between_epochs:
             _lightning.end_restart(trainer)
 
-    def _restore_rng(self, state: dict[str, Any], trainer: Trainer) -> None:
-        if self.new_rank:
-            random_streams.derive(state["streams"], trainer.global_rank)
-            return
-        random_streams.restore(state["streams"], trainer.strategy.root_device)
-        for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
-            for generator, generator_state in zip(_generators(loader), saved, strict=False):
-                generator.set_state(generator_state)
+    def _restore_streams(self, state: dict[str, Any], trainer: Trainer) -> None:
+        self.streams.restore(state)
+        if not self.streams.is_new_rank:
+            for loader, saved in zip(_lightning.train_dataloaders(trainer), state.get("loaders", ()), strict=False):
+                for generator, generator_state in zip(_generators(loader), saved, strict=False):
+                    generator.set_state(generator_state)
 
-    def _say_if_gradients_are_lost(self, trainer: Trainer) -> None:
+    def _warn_of_lost_gradients(self, trainer: Trainer) -> None:
         window = trainer.accumulate_grad_batches
         if within := self.moment.batches_done % window:
             rank_zero_warn(
@@ -207,7 +191,7 @@ class Resume:
                 "alone. To continue exactly, save when a window is complete."
             )
 
-    def _say_what_is_lost(self, trainer: Trainer) -> None:
+    def _warn_of_lost_positions(self, trainer: Trainer) -> None:
         _, data_ranks = data_rank(trainer)
         where = f"The checkpoint was made after batch {self.moment.batches_done} of an epoch, but "
         lost = (
@@ -249,18 +233,17 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-
-def saves_by_itself(trainer: Trainer) -> bool:
-    """Whether this is the start of a fit that will save checkpoints by itself."""
-    any_trainer = cast(Any, trainer)
-    return any_trainer.state.fn == "fit" and bool(any_trainer.checkpoint_callbacks) and not any_trainer.fast_dev_run
+def saves_by_itself(trainer: Any) -> bool:
+    """Whether this is the start of a fit with callbacks that will save checkpoints."""
+    return trainer.state.fn == "fit" and bool(trainer.checkpoint_callbacks) and not trainer.fast_dev_run
 
 
 def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
-    """Encode what would be stored besides tensors.
+    """Encode what would be stored besides tensors, and write nothing.
+
+    This calls no code of the user's: hooks and ``state_dict`` methods may count, log or write on that occasion, and
+    stock calls them for checkpoints alone. So it sees hyper-parameters and the schedules whose ``state_dict`` is
+    torch's; the rest is left to the first save.
 
     Raises:
         UnsafeCheckpoint: Naming every value that cannot be stored.
@@ -274,7 +257,7 @@ def preflight(trainer: Trainer, allow_pickle: tuple[str, ...]) -> None:
 
 
 def _extra_of(trainer: Any) -> Checkpoint:
-    """What Lightning puts into a checkpoint besides model and optimizers, as far as nobody has to be asked for it."""
+    """What Lightning puts into a checkpoint besides model and optimizers, without calling code of the user's."""
     extra: Checkpoint = {}
     for owner in (trainer.lightning_module, trainer.datamodule):
         if owner is not None and owner.hparams:

@@ -1,32 +1,15 @@
-"""Lightning's own checkpoints, read by us.
+"""Lightning's own checkpoints: what we read of them, and what stock Lightning needs to resume from ours.
 
-A directory of its sharded strategies is a DCP checkpoint of model and optimizers, which the core knows by our names
-(:mod:`dcp_plugin.storage.foreign`), and ``meta.pt`` with everything else. Loops, callbacks and schedules are
-Lightning's business, which continues them as it would by itself.
-
-A file (``.ckpt``) is a ``torch.save`` of one dictionary, with whole tensors; see
-:mod:`dcp_plugin.lightning.stock_format`.
-
-State whose tensors are whole, into models and optimizers of any strategy.
-
-This is what a file of Lightning's has, and what a hook may put into a checkpoint. Its optimizer states have numbers
-instead of the names of parameters, and what a number counts depends on who saved it:
-
-- one device and DDP: the parameters of the optimizer, in the order of its groups;
-- FSDP and ModelParallel, saving "full": the parameters of the model, frozen ones included.
-
-Lightning's sharded strategies take the second for both, and give one parameter the state of another as soon as there
-is a frozen one.
-
-No lock-in: what stock Lightning needs to resume, without this package, what a sharded strategy saved.
-
-Its sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
-``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for everything else in a file
-``meta.pt``. All tensors are there already: they get these keys as aliases (:mod:`dcp_plugin.format.stock_views`), the
-groups are small values of their own. Single device and DDP are not imitated: their format is one file, a second copy
-of everything.
-
-We never read any of it: the aliases are not in our index, and loads pass over the list of groups.
+- A file (``.ckpt``) is a ``torch.save`` of one dictionary with full tensors. Its optimizer states have numbers instead
+  of the names of parameters.
+- A directory of a sharded strategy is a DCP checkpoint of model and optimizers, which the core reads under our names
+  (:mod:`dcp_plugin.format.foreign`), and ``meta.pt`` with everything else. Loops, callbacks and schedules are
+  Lightning's business, which continues them as it would by itself.
+- No lock-in: stock sharded strategies look for ``model.<FQN>`` (FSDP) or ``state_dict.<FQN>`` (ModelParallel), for
+  ``optimizer_0.state.<FQN>.<slot>`` and ``optimizer_0.param_groups.<number>.<field>``, and for ``meta.pt``. All tensors
+  are in ours already and get these keys as aliases (:mod:`dcp_plugin.format.metadata`); the groups are small values
+  of their own. Our loads read none of it. Single device and DDP are not imitated: their format is one file, a second
+  copy of everything.
 """
 
 from __future__ import annotations
@@ -46,9 +29,9 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format import values
-from dcp_plugin.format.foreign.dcp_folder import META
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
-from dcp_plugin.format.stock_views import Aliases
+from dcp_plugin.format.metadata import Aliases
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import layout
@@ -59,7 +42,8 @@ from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state import flatten_optimizer, gather_module
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import GROUPS, Nested, OptimizerLoad, group_list, group_names
+from dcp_plugin.state.optimizer import GROUPS, Nested, group_list, group_names
+from dcp_plugin.state.optimizer_load import OptimizerLoad
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import KeyPath
 
@@ -99,19 +83,19 @@ def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Ch
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpoint(
             f"{path} holds something that is not loaded without executing code from the file: "
-            f"{_what(error)}. If you trust its origin: DCPCheckpointIO(weights_only=False)."
+            f"{_refused(error)}. If you trust its origin: DCPCheckpointIO(weights_only=False)."
         ) from error
     return checkpoint
 
 
-def _what(error: Exception) -> str:
-    """The line of torch's long message that names it."""
+def _refused(error: Exception) -> str:
+    """The line of torch's long message that names what it refuses."""
     lines = str(error).splitlines() or [type(error).__name__]
     return next((line.strip().partition(" Please ")[0] for line in lines if "rror:" in line), lines[0]).rstrip(".")
 
 
 def fill(key: str, target: Any, source: Any) -> None:
-    """Copy ``source``, whole or distributed like ``target``, into this rank's part of ``target``.
+    """Copy ``source``, full or distributed like ``target``, into this rank's part of ``target``.
 
     Raises:
         CheckpointMismatch: They have different shapes.
@@ -119,12 +103,10 @@ def fill(key: str, target: Any, source: Any) -> None:
     mine, given = sharded_value(target), sharded_value(source)
     if mine.shape != given.shape:
         raise CheckpointMismatch(f"{key} has shape {mine.shape} here and {given.shape} in the checkpoint")
+    is_full = len(given.chunks) == 1 and given.chunks[0].sizes == given.shape
     for number, chunk in enumerate(mine.chunks):
-        if len(given.chunks) == 1 and given.chunks[0].sizes == given.shape:
-            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            chunk.tensor.copy_(given.chunks[0].tensor[box])
-        else:
-            chunk.tensor.copy_(given.chunks[number].tensor)
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        chunk.tensor.copy_(given.chunks[0].tensor[box] if is_full else given.chunks[number].tensor)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, strict: bool) -> None:
@@ -133,13 +115,14 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     Raises:
         CheckpointMismatch: It does not fit the optimizer, or is that of other parameters. Nothing has changed then.
     """
-    nested = by_name(model, optimizer, state)
+    nested = _keyed_by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
     load = OptimizerLoad(model, optimizer, {key: _entry(value) for key, value in flat.items()})
-    if strict and (load.missing or load.unexpected):
+    wanted = load.wanted
+    if strict and (wanted.missing or wanted.unexpected):
         raise CheckpointMismatch(
-            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(load.missing)}; only "
-            f"in the checkpoint {some(load.unexpected)}. strict_loading=False loads what fits."
+            f"the checkpoint's {type(optimizer).__name__} has other parameters: only here {some(wanted.missing)}; only "
+            f"in the checkpoint {some(wanted.unexpected)}. strict_loading=False loads what fits."
         )
     _refuse_state_of_others(nested["state"], gather_module(model))
     targets = load.targets()
@@ -150,8 +133,14 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, str
     load.commit({key: flat[key] if target is None else target for key, target in targets.items()})
 
 
-def by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nested:
-    """The state with names of parameters where it has numbers."""
+def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nested:
+    """The state with names of parameters where it has numbers.
+
+    What a number counts depends on who saved it. One device and DDP: the parameters of the optimizer, in the order of
+    its groups. FSDP and ModelParallel, saving "full": the parameters of the model, frozen ones included. Lightning's
+    sharded strategies take the second for both, and give one parameter the state of another as soon as there is a
+    frozen one.
+    """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
         return state
@@ -257,11 +246,10 @@ def _of_optimizer(name: str, stock_name: str, nested: Nested) -> dict[str, tuple
 def _meta(extra: Checkpoint) -> Checkpoint:
     """As Lightning itself would have stored it. Of tensors that are sharded, rank 0 alone has not enough to store."""
     loops = {"loops": copy.deepcopy(extra["loops"])} if "loops" in extra else {}
-    meta: Checkpoint = without_own_state({**_whole(extra), **loops})
-    return meta
+    return without_own_state({**_unsharded(extra), **loops})
 
 
-def _whole(value: Any) -> Any:
+def _unsharded(value: Any) -> Any:
     if type(value) is not dict:
         return value
-    return {key: _whole(item) for key, item in value.items() if type(item) is dict or not holds_sharded(item)}
+    return {key: _unsharded(item) for key, item in value.items() if type(item) is dict or not holds_sharded(item)}

@@ -19,18 +19,8 @@ from torch.optim import Optimizer
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.integration.lightning_packages import (
-    SHARDED,
-    SUPPORTED,
-    UNSUPPORTED,
-    StrategyAdapter,
-    has_base,
-    home_of,
-    override,
-    package_behind,
-    package_of,
-    promoted_class,
-)
+from dcp_plugin.integration import lightning_packages as packages
+from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, has_base, override, promoted_class
 from dcp_plugin.integration.sampler_state import make_resumable
 from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
@@ -165,7 +155,7 @@ class LightningAdapter(StrategyAdapter):
         if not path.is_file():
             self.io.wait()
             return self._load_directory(path, weights_only)
-        if has_base(type(self.strategy), *SHARDED):
+        if packages.keeps_shards(type(self.strategy)):
             self.io.wait()
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)
@@ -179,7 +169,7 @@ class LightningAdapter(StrategyAdapter):
         return checkpoint
 
     def _load_directory(self, path: Path, weights_only: bool | None) -> Checkpoint:
-        strategy, pytorch = self.strategy, package_behind(self.strategy).pytorch
+        strategy, pytorch = self.strategy, packages.package_behind(self.strategy).pytorch
         if not self._set_up and has_base(type(strategy.precision_plugin), "DoublePrecision"):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # or the load would round
         self._loaded = loaded = loading.load(
@@ -214,14 +204,14 @@ class LightningAdapter(StrategyAdapter):
         if self._set_up:
             _lightning.restore_groups(self.trainer, loaded.checkpoint)
             self._load_optimizers(loaded)
-        elif _lightning.hooks_into_load(self.trainer, package_behind(self.strategy).pytorch):
+        elif _lightning.hooks_into_load(self.trainer, packages.package_behind(self.strategy).pytorch):
             loaded.checkpoint["optimizer_states"] = loading.peek_at_optimizers(loaded, self.checkpointer)
         else:
             loaded.checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
 
     def _load_optimizers(self, loaded: Loaded) -> None:
         strategy, strict = self.strategy, self.module.strict_loading
-        loading.load_optimizers(loaded, self.checkpointer, strategy.model, strategy.optimizers, strict=strict)
+        loading.load_optimizers(loaded, self.checkpointer, strategy.model, strategy.optimizers, strict)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
@@ -242,7 +232,7 @@ class LightningAdapter(StrategyAdapter):
         _lightning.groups_are_restored(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
             strict = self.module.strict_loading
-            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict=strict)
+            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict)
 
     # The start of a fit.
 
@@ -335,23 +325,22 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
     """
     if getattr(base, "promoted_by_dcp_plugin", False):
         return base
-    package = package_of(base)
-    if package is None or not has_base(base, *SUPPORTED) or has_base(base, *UNSUPPORTED):
+    if not packages.is_supported(base):
         raise CheckpointError(
             f"DCPCheckpointIO does not support {base.__name__}: it keeps or writes its state in a way of its own. "
             f"Use one of {', '.join(SUPPORTED)} or a subclass, or take the plugin out."
         )
-    picklable = base.__name__ in SUPPORTED and home_of(base) is not None
+    home = packages.home_of(base) if base.__name__ in SUPPORTED else None
     return promoted_class(
         base,
         LightningAdapter,
-        __module__=package.classes if picklable else __name__,
+        __module__=__name__ if home is None else home.classes,  # where pickle finds it
         __doc__=f"{base.__name__} whose checkpoints are saved and loaded by DCPCheckpointIO, on all ranks.",
         # FSDP and ModelParallel say False: they load optimizers together with the model, before hooks have seen them.
         lightning_restore_optimizer=property(lambda strategy: True),
     )
 
 
-def _unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
-    wrapper: Any = optimizer
-    return wrapper.optimizer if has_base(type(wrapper), "LightningOptimizer") else optimizer
+def _unwrapped_optimizer(optimizer: Any) -> Optimizer:
+    inner: Optimizer = optimizer.optimizer if has_base(type(optimizer), "LightningOptimizer") else optimizer
+    return inner

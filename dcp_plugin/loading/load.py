@@ -1,7 +1,7 @@
-"""One load, step by step: open, match, plan, read, take.
+"""One load, step by step: open, match, plan, read, apply.
 
-Everything that can be checked is checked before the first byte of a target is overwritten, and what does not fit is
-raised in one error that names all of it.
+Every step that can fail ends in an all-or-none collective. Everything that can be checked is checked before the first
+byte of a target is overwritten, and what does not fit is raised in one error that names all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Request:
     """What a rank is about to load; the same on all ranks, but for the path."""
 
     path: str
@@ -46,7 +46,7 @@ class _Opened:
 
 
 class Loading:
-    """One load. Its steps are the lines of :meth:`run`."""
+    """One load. :meth:`run` has its steps."""
 
     def __init__(
         self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
@@ -71,38 +71,35 @@ class Loading:
         return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
-        parts: list[StateAdapter] = []
-        self._ranks.combine(f"open {self._path}", lambda: self._open(state, parts), self._all_the_same)
-        match = self._ranks.agree(f"compare {self._path} with the state", lambda: self._fit(parts))
-        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(parts, match))
+        self._ranks.combine(f"open {self._path}", lambda: self._open(state), self._all_the_same)
+        match = self._ranks.agree(f"compare {self._path} with the state", self._fit)
+        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(match))
         self._read_tensors()
-        self._ranks.agree(f"apply {self._path}", lambda: self._take(parts, match))
+        self._ranks.agree(f"apply {self._path}", lambda: self._take(match))
         if self._ranks.rank == 0:
-            for message in match.said:  # last: a warning that is an error stops nobody half-way
+            for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
                 warnings.warn(message, stacklevel=3)
         reader, loaded = self._reader, [*self._targets, *match.deferred]
         return replace(
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
         )
 
-    def foresee(self, state: Mapping[str, Any]) -> PlannedLoad:
+    def dry_run(self, state: Mapping[str, Any]) -> PlannedLoad:
         """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
-        parts: list[StateAdapter] = []
-        self._open(state, parts)
-        match = self._match(parts, foreseen=True)
+        self._open(state)
+        match = self._match(dry_run=True)
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
-        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.said)
+        return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
-    def _open(self, state: Mapping[str, Any], parts: list[StateAdapter]) -> _Opened:
-        parts.extend(adapters_of(state))
-        self._parts = parts
+    def _open(self, state: Mapping[str, Any]) -> _Request:
+        self._adapters = adapters_of(state)
         if self._partial is not None:
-            self._partial = locate(self._partial, parts)
-        return _Opened(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
+            self._partial = locate(self._partial, self._adapters)
+        return _Request(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
 
     @staticmethod
-    def _all_the_same(opened: list[_Opened]) -> None:
+    def _all_the_same(opened: list[_Request]) -> None:
         first = opened[0]
         for rank, other in enumerate(opened):
             if other.fingerprint != first.fingerprint:
@@ -116,17 +113,17 @@ class Loading:
                     f"all ranks the same."
                 )
 
-    def _fit(self, parts: list[StateAdapter]) -> Match:
+    def _fit(self) -> Match:
         """Match and plan; raise everything that does not fit, in one error."""
         waiting: list[str] = []
-        for part in parts:
-            if part.kind == "module" and part.module is not None:
-                waiting += [join(part.name, key) for key in materialise(part.module)]
-        match = self._match(parts)
+        for adapter in self._adapters:
+            if adapter.kind == "module" and adapter.module is not None:
+                waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
+        match = self._match()
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         left = [key for key in waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
-            match.said.append(
+            match.warnings.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
@@ -136,9 +133,9 @@ class Loading:
         self._reader.check_files(self._items, [match.stored[key] for key in match.deferred])
         return match
 
-    def _match(self, parts: list[StateAdapter], foreseen: bool = False) -> Match:
+    def _match(self, dry_run: bool = False) -> Match:
         index, kinds = self._reader.index, self._reader.kinds
-        match = Matching(self._path, index, kinds, self._partial, self._strict, foreseen).run(parts)
+        match = Matching(self._path, index, kinds, self._partial, self._strict, dry_run).run(self._adapters)
         if match.problems:
             match.problems.extend(about_excluded(self._reader.summary, match.report.missing))
         return match
@@ -161,76 +158,79 @@ class Loading:
         if match.problems or len(other) != len(self._planner.misfits) or 2 * len(other) > len(match.targets):
             return []
         modules = {
-            part.name: [one.name for one in self._parts if one.kind == "optimizer" and one.module is part.module]
-            for part in self._parts
-            if part.kind == "module"
+            adapter.name: [
+                one.name for one in self._adapters if one.kind == "optimizer" and one.module is adapter.module
+            ]
+            for adapter in self._adapters
+            if adapter.kind == "module"
         }
         line = about_shapes(other, modules, index, bool(match.report.cast))
         return [line] if line else []
 
-    def _read_values(self, parts: list[StateAdapter], match: Match) -> None:
-        """Values first: they are small, and what does not fit is found before a tensor is overwritten."""
+    def _read_values(self, match: Match) -> None:
+        """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
         self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
         if self._planner.plain:
-            match.said.append(
+            match.warnings.append(
                 f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
                 f"Import the modules of the classes before the load."
             )
-        for part in parts:
-            targets = match.wanted[part.name].targets
+        for adapter in self._adapters:
+            targets = match.wanted[adapter.name].targets
             keys = [key for key, target in targets.items() if target is None]
             if targets:
-                part.check({key: self._targets[join(part.name, key)] for key in keys})
+                adapter.check({key: self._targets[join(adapter.name, key)] for key in keys})
 
     def _only(self, kind: LoadItemType) -> LoadPlan:
         return replace(self._items, items=[item for item in self._items.items if item.type == kind])
 
     def _read_tensors(self) -> None:
-        """Into the targets. What others read for this rank is passed on when all have read, and nobody has failed."""
+        """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
+        failure."""
         plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
         shared = BroadcastRead(self._ranks, self._planner, policy)
         plan = shared.meet(f"share the reading of {self._path}", plan)
         self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())
         shared.pass_on(f"pass on what was read of {self._path}")
 
-    def _take(self, parts: list[StateAdapter], match: Match) -> None:
+    def _take(self, match: Match) -> None:
         problems: list[str] = []
-        for part in parts:
-            targets = match.wanted[part.name].targets
-            if targets or match.wanted[part.name].empty:
+        for adapter in self._adapters:
+            targets = match.wanted[adapter.name].targets
+            if targets or match.wanted[adapter.name].empty:
                 filled = {
-                    key: self._targets[join(part.name, key)] if target is None else target
+                    key: self._targets[join(adapter.name, key)] if target is None else target
                     for key, target in targets.items()
                 }
                 strict = self._strict and self._partial is None
-                found = part.take(filled, partial(self._read_deferred, part, match), strict)
+                found = adapter.take(filled, partial(self._read_deferred, adapter, match), strict)
                 if found is not None:
-                    problems += self._judge(part, match, found)
+                    problems += self._judge(adapter, match, found)
         if problems:
             raise CheckpointMismatch(misfit(self._path, problems))
 
-    def _read_deferred(self, part: StateAdapter, match: Match, tensors: dict[str, Any]) -> None:
+    def _read_deferred(self, adapter: StateAdapter, match: Match, tensors: dict[str, Any]) -> None:
         """Read tensors that have just got their memory, on this rank alone."""
         planner = ShardedLoadPlanner(strict=False)
-        targets: dict[str, Any] = {join(part.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
+        targets: dict[str, Any] = {join(adapter.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         planner.use_index(targets, self._reader.index, match.stored)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
 
-    def _judge(self, part: StateAdapter, match: Match, found: Incompatible) -> list[str]:
+    def _judge(self, adapter: StateAdapter, match: Match, found: Incompatible) -> list[str]:
         """What is wrong after a module's own load hooks. Keys that were not to be loaded may be missing."""
         left_out = set(match.report.left_out)
-        missing = [key for key in (join(part.name, one) for one in found.missing) if key not in left_out]
-        unexpected = [join(part.name, key) for key in found.unexpected]
+        missing = [key for key in (join(adapter.name, one) for one in found.missing) if key not in left_out]
+        unexpected = [join(adapter.name, key) for key in found.unexpected]
         match.report.missing.extend(missing)
         match.report.unexpected.extend(unexpected)
         problems = list(found.errors)
         asked = self._partial or PartialLoad()
         for keys, policy, what in ((missing, asked.missing, "missing"), (unexpected, asked.unexpected, "unexpected")):
-            line = f"{some(keys)}: {what} after the load hooks of {part.name!r}"
+            line = f"{some(keys)}: {what} after the load hooks of {adapter.name!r}"
             if keys and policy == "error" and self._strict:
                 problems.append(line)
             elif keys and policy == "warn":
-                match.said.append(f"{self._path}: {line}.")
+                match.warnings.append(f"{self._path}: {line}.")
         return problems
 
 
@@ -240,11 +240,17 @@ def plan_load(
     """What :func:`dcp_plugin.load` would take and what would not fit, without loading. Modules may be on the meta
     device.
 
+    Args:
+        state: What would be loaded into.
+        path: The checkpoint.
+        partial: What to load of it; everything by default.
+        strict: Whether missing and unexpected keys are errors where ``partial`` does not say otherwise.
+
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
         CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.
     """
-    return Loading(Ranks(), CheckpointConfig(), local_path(path), partial, strict).foresee(state)
+    return Loading(Ranks(), CheckpointConfig(), local_path(path), partial, strict).dry_run(state)
 
 
 def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:

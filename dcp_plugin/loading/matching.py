@@ -1,24 +1,24 @@
 """Which target takes which stored key, and everything that does not fit; decided before a byte is overwritten.
 
-A load carries this out, ``dcp-plugin load-plan`` prints it. What does not fit is collected, not raised one by one:
-whoever has to put it right wants to read all of it at once.
+A load carries this out, ``dcp-plugin load-plan`` prints it. What does not fit is collected, so that one error names all
+of it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.index import CheckpointIndex, Entry
-from dcp_plugin.loading.key_map import Prefix, Rename, Renaming, Source, find_prefix
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
 from dcp_plugin.loading.suggestions import (
     Fit,
@@ -36,19 +36,10 @@ from dcp_plugin.loading.suggestions import (
 from dcp_plugin.messages import first, some
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
-from dcp_plugin.state.adapters import StateAdapter, Wanted
+from dcp_plugin.state.adapters import StateAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
-from dcp_plugin.types import KeyPath, LoadReport, LocalChunk, ShardedValue
-
-
-class _Place(Protocol):
-    """Where a part is in the checkpoint."""
-
-    @property
-    def name(self) -> str: ...
-    def stored(self, key: str) -> str: ...
-    def entries(self, index: CheckpointIndex) -> tuple[dict[str, Entry], dict[str, KeyPath]]: ...
+from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Match:
     """What a load will do. Keys of targets are full ones."""
 
     wanted: dict[str, Wanted]
-    """What each part takes, by its name, with only the selected targets."""
+    """What each object wants, by its name, with only the selected targets."""
     targets: dict[str, ShardedValue | None]
     """Tensors to fill, None for other values."""
     deferred: dict[str, Deferred]
@@ -67,12 +58,12 @@ class Match:
     """What will be missing, left out and so on; nothing is loaded yet."""
     problems: list[str] = field(default_factory=list)
     """Why the load cannot be; empty if it can."""
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """What to warn of."""
 
 
-def locate(partial: PartialLoad, parts: list[StateAdapter]) -> PartialLoad:
-    """The partial load with its sub-module found, if it is about one. No communication.
+def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:
+    """Find the sub-module of a partial load, if it has one. No communication.
 
     Raises:
         TypeError: It is none; settings that come from a file are not what annotations say.
@@ -82,19 +73,19 @@ def locate(partial: PartialLoad, parts: list[StateAdapter]) -> PartialLoad:
         raise TypeError(f"partial is a dcp_plugin.PartialLoad, not a {type(partial).__name__}")
     if partial.of is None:
         return partial
-    modules = [part for part in parts if part.kind == "module" and part.module is not None]
+    modules = [adapter for adapter in adapters if adapter.kind == "module" and adapter.module is not None]
     for candidate in unwrapped(partial.of.module):
-        for part in modules:
-            assert part.module is not None
-            for name, child in part.module.named_modules(remove_duplicate=False):
+        for adapter in modules:
+            assert adapter.module is not None
+            for name, child in adapter.module.named_modules(remove_duplicate=False):
                 if child is candidate:
-                    inner = CleanNames(part.module)(name)
-                    return partial.located(f"{part.name}.{inner}." if inner else f"{part.name}.")
+                    inner = CleanNames(adapter.module)(name)
+                    return partial.located(f"{adapter.name}.{inner}." if inner else f"{adapter.name}.")
     kind = type(unwrapped(partial.of.module)[-1]).__name__
     there = [
-        f"{part.name!r}, a {type(unwrapped(part.module)[-1]).__name__}{_inside(part.module)}"
-        for part in modules
-        if part.module
+        f"{adapter.name!r}, a {type(unwrapped(adapter.module)[-1]).__name__}{_inside(adapter.module)}"
+        for adapter in modules
+        if adapter.module
     ]
     raise CheckpointMismatch(
         f"PartialLoad.submodule: this {kind} is in no module of the state, which has "
@@ -111,14 +102,14 @@ def _inside(module: nn.Module) -> str:
 
 
 class Matching:
-    """Compares the parts of a state with a checkpoint.
+    """Compares the objects of a state with a checkpoint.
 
     Args:
         path: The checkpoint, for messages.
         kinds: Names in the checkpoint -> ``"module"`` or ``"optimizer"``.
         partial: None for a load of everything, which converts dtypes.
         strict: Whether missing and unexpected keys are errors where nothing else is said.
-        foreseen: Nothing will be read, so targets on the meta device need no memory.
+        dry_run: Nothing will be read, so targets on the meta device need no memory.
     """
 
     def __init__(
@@ -128,16 +119,16 @@ class Matching:
         kinds: Mapping[str, str],
         partial: PartialLoad | None,
         strict: bool,
-        foreseen: bool = False,
+        dry_run: bool = False,
     ) -> None:
-        self._foreseen = foreseen
+        self._dry_run = dry_run
         self._path = path
         self._index = index
         self._kinds = kinds
         self._given = partial
         self._partial = partial or PartialLoad()
         self._rename = Rename.of(self._partial.rename)
-        self._renaming = Renaming(self._rename, [name for name, kind in kinds.items() if kind == "module"])
+        self._key_maps = KeyMaps(self._rename, [name for name, kind in kinds.items() if kind == "module"])
         self._strict = strict
         self._keys: list[str] = []
         self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
@@ -149,132 +140,137 @@ class Matching:
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
         self._match = Match({}, {}, {}, {}, LoadReport(path))
 
-    def run(self, parts: list[StateAdapter]) -> Match:
+    def run(self, adapters: list[StateAdapter]) -> Match:
         """Collective if a module contains FSDP1."""
-        prefixes: dict[nn.Module | None, Prefix] = {}
-        self._names_here = [part.name for part in parts]
-        for part, name in self._names(parts):
-            place, want = self._want(part, name, prefixes)
-            self._select(part, place, want)
+        self._names_here = [adapter.name for adapter in adapters]
+        for adapter, name in self._names(adapters):
+            key_map, want = self._want(adapter, name)
+            self._select(adapter, key_map, want)
         self._judge_patterns()
         self._judge_dtypes()
         self._judge_keys()
         return self._match
 
-    def _names(self, parts: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
-        """The name in the checkpoint for each part: its own, or that of the only one of its kind."""
-        names = {part.name for part in parts}
-        for part in parts:
-            name = part.name
-            if part.kind in ("module", "optimizer") and name not in self._kinds and not self._renaming.is_about(part):
-                alike = [other for other, kind in self._kinds.items() if kind == part.kind and other not in names]
-                if len(alike) == 1 and sum(other.kind == part.kind for other in parts) == 1:
+    def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
+        """The name in the checkpoint for each object: its own, or that of the only one of its kind."""
+        names = {adapter.name for adapter in adapters}
+        for adapter in adapters:
+            name = adapter.name
+            if (
+                adapter.kind in ("module", "optimizer")
+                and name not in self._kinds
+                and not self._key_maps.is_about(adapter)
+            ):
+                alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in names]
+                if len(alike) == 1 and sum(other.kind == adapter.kind for other in adapters) == 1:
                     name = alike[0]
-                    self._say(f"{self._path} has no {part.name!r}; its only {part.kind}, {name!r}, is loaded.")
-                elif part.kind == "optimizer":
+                    self._warn(f"{self._path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
+                elif adapter.kind == "optimizer":
                     self._optimizers[name] = alike
-            yield part, name
+            yield adapter, name
 
-    def _want(self, part: StateAdapter, name: str, prefixes: dict[nn.Module | None, Prefix]) -> tuple[_Place, Wanted]:
-        renamed = self._renaming.place(part, name)
-        if renamed is not None:
-            want = self._ask(part, renamed)
-            if want.targets and renamed.unnamed_groups:
-                self._say(
-                    f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
-                    f"{part.name!r} keeps its own hyper-parameters."
-                )
-            return renamed, want
-        source = Source(name, part.kind, prefixes.get(part.module, Prefix()))
-        want = self._ask(part, source)
-        if want.alien:
-            prefix = find_prefix(want.alien, source.entries(self._index)[0])
+    def _want(self, adapter: StateAdapter, name: str) -> tuple[KeyMap, Wanted]:
+        key_map = self._key_maps.of(adapter, name)
+        want = self._ask(adapter, key_map)
+        if want.targets and key_map.unnamed_groups:
+            self._warn(
+                f"{self._path} has the param groups of {name!r} as a list without names, which cannot be renamed: "
+                f"{adapter.name!r} keeps its own hyper-parameters."
+            )
+        if want.unmatched and not key_map.is_renamed and not self._key_maps.is_about(adapter):
+            prefix = find_prefix(want.unmatched, key_map.entries(self._index)[0])
             if prefix is not None:
-                here, there = f"{part.name}.{prefix.dropped}", f"{name}.{prefix.added}"
-                self._say(f"{self._path} has {there}* for {here}*: it is loaded from there.")
-                prefixes[part.module] = prefix
-                source = replace(source, prefix=prefix)
-                want = part.want(*source.entries(self._index))
-        return source, want
+                here, there = f"{adapter.name}.{prefix[0]}", f"{name}.{prefix[1]}"
+                self._warn(f"{self._path} has {there}* for {here}*: it is loaded from there.")
+                key_map = self._key_maps.of(adapter, name, prefix)
+                want = adapter.want(*key_map.entries(self._index))
+        return key_map, want
 
-    def _ask(self, part: StateAdapter, place: _Place) -> Wanted:
-        """What the part wants; nothing if none of it is selected, because optimizers make memory for what they want.
-        A module does not, and its optimizer needs to know where it is."""
-        entries, paths = place.entries(self._index)
-        if self._given is not None and part.kind != "module":
+    def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
+        """What an object wants; nothing if none of it is selected, because optimizers allocate memory for what they
+        want. A module does not, and its optimizer needs to know where it is stored."""
+        entries, paths = key_map.entries(self._index)
+        if self._given is not None and adapter.kind != "module":
             stored = (without_rank(key) for key in entries)
-            keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in part.names())))
-            if not any(self._selected(part, key) for key in keys):
-                self._keys += [join(part.name, key) for key in keys]
-                self._match.report.left_out.extend(join(part.name, key) for key in entries)
+            keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in adapter.names())))
+            if not any(self._selected(adapter, key) for key in keys):
+                self._keys += [join(adapter.name, key) for key in keys]
+                self._match.report.left_out.extend(join(adapter.name, key) for key in entries)
                 return Wanted()
-        return part.want(entries, paths)
+        return adapter.want(entries, paths)
 
-    def _select(self, part: StateAdapter, place: _Place, want: Wanted) -> None:
+    def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
-        self._keys += [
-            join(part.name, key) for key in (*want.targets, *want.missing, *want.undecided, *want.lost, *want.needless)
-        ]
+        missing_keys = (*want.missing, *want.undecided)
+        known = (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
+        self._keys += [join(adapter.name, key) for key in known]
         chosen = {}
         for key, target in want.targets.items():
-            full = join(part.name, key)
-            if self._selected(part, key):
-                if key in want.refused:
-                    match.problems.append(f"{full} is {want.refused[key]}")
-                    continue
-                if isinstance(target, Deferred):
-                    match.deferred[full] = target
-                else:
-                    try:
-                        match.targets[full] = self._described(target) if is_tensor(target) else None
-                    except CheckpointMismatch as error:
-                        match.problems.append(f"{full} is {error}")
-                        continue
+            full = join(adapter.name, key)
+            if not self._selected(adapter, key):
+                report.left_out.append(full)
+            elif self._accept(full, target, want.refused.get(key)):
                 chosen[key] = target
-                match.stored[full] = place.stored(want.stored_as.get(key, key))
+                match.stored[full] = key_map.stored(want.stored_as.get(key, key))
                 if full != match.stored[full] and key not in want.stored_as:
                     report.renamed[full] = match.stored[full]
-            else:
-                report.left_out.append(full)
-        missing_keys = (*want.missing, *want.undecided)
-        report.left_out.extend(join(part.name, key) for key in missing_keys if not self._selected(part, key))
-        lost = [join(part.name, key) for key in want.lost if self._selected(part, key)]
+        report.left_out.extend(join(adapter.name, key) for key in missing_keys if not self._selected(adapter, key))
+        lost = [join(adapter.name, key) for key in want.lost if self._selected(adapter, key)]
         report.missing.extend(lost)
         if lost:
             self._absent.append(
                 f"{some(lost, 3)}: each rank had its own, for its part of the parameter, and none had the part that "
                 f"this rank has. It cannot be cut anew: load it on the layout it was saved on, or leave it out"
             )
-        if part.kind == "stateful" and "" in want.missing:
-            self._lone.append(part)
+        if adapter.kind == "stateful" and "" in want.missing:
+            self._lone.append(adapter)
         want.targets = chosen
-        match.wanted[part.name] = want
-        missing = {join(part.name, key): place.stored(key) for key in want.missing if self._selected(part, key)}
-        nobodys = (place.stored(key) for key in want.unexpected if self._selected(part, key))
-        unexpected = list(dict.fromkeys(nobodys))  # several of our names may lead to one
-        report.missing.extend(missing)
-        report.unexpected.extend(unexpected)
-        if not want.tolerated:
-            if missing and part.name in self._optimizers and not self._index.under(f"{part.name}."):
-                self._absent.append(self._about_optimizer(part.name))
-            else:
-                self._missing.update(missing)
-            self._unexpected.extend(unexpected)
+        match.wanted[adapter.name] = want
+        self._note_differences(adapter, key_map, want)
+
+    def _accept(self, key: str, target: Any, refused: str | None) -> bool:
+        """Note a selected target, or why it cannot be filled."""
+        if isinstance(target, Deferred) and refused is None:
+            self._match.deferred[key] = target
+            return True
+        try:
+            if refused is not None:
+                raise CheckpointMismatch(refused)
+            self._match.targets[key] = self._described(target) if is_tensor(target) else None
+        except CheckpointMismatch as error:
+            self._match.problems.append(f"{key} is {error}")
+            return False
+        return True
+
+    def _note_differences(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
+        """Note the missing and unexpected keys of an object, as far as they are selected."""
+        missing = {join(adapter.name, key): key_map.stored(key) for key in want.missing if self._selected(adapter, key)}
+        # Several of our names may lead to one stored key.
+        unexpected = list(dict.fromkeys(key_map.stored(key) for key in want.unexpected if self._selected(adapter, key)))
+        self._match.report.missing.extend(missing)
+        self._match.report.unexpected.extend(unexpected)
+        if want.tolerated:
+            policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
+            if policies - {"", "ignore"}:
+                differ = some([*missing, *unexpected])
+                self._warn(f"{self._path} and {adapter.name!r} differ in {differ}: {want.tolerated}.")
             return
-        policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
-        if policies - {"", "ignore"}:
-            differ = some([*missing, *unexpected])
-            self._say(f"{self._path} and {part.name!r} differ in {differ}: {want.tolerated}.")
+        name = adapter.name
+        if missing and name in self._optimizers and not self._index.under(f"{name}."):
+            self._absent.append(about_optimizer(name, self._optimizers[name], self._index, self._names_here))
+        else:
+            self._missing.update(missing)
+        self._unexpected.extend(unexpected)
 
     def _described(self, target: Any) -> ShardedValue:
-        if not self._foreseen or not getattr(target, "is_meta", False):
+        if not self._dry_run or not getattr(target, "is_meta", False):
             return sharded_value(target)
         shape = tuple(target.shape)
         return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
 
-    def _selected(self, part: StateAdapter, key: str) -> bool:
-        return self._partial.selects(join(part.name, key))
+    def _selected(self, adapter: StateAdapter, key: str) -> bool:
+        return self._partial.selects(join(adapter.name, key))
 
     def _judge_patterns(self) -> None:
         """Patterns that match nothing, and prefixes that the checkpoint does not have."""
@@ -340,10 +336,7 @@ class Matching:
             self._match.problems.append(policies)
         elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
             advice = some(lines, 3, "; ")
-            self._say(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
-
-    def _about_optimizer(self, name: str) -> str:
-        return about_optimizer(name, self._optimizers[name], self._index, self._names_here)
+            self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _about_wrapper(self) -> list[str]:
         """A line where everything is in the checkpoint, with one name more or less."""
@@ -360,7 +353,7 @@ class Matching:
 
     def _apply(self, policy: Policy, lines: list[str], outcome: str) -> None:
         if policy == "warn":
-            self._say(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
+            self._warn(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
             self._match.problems.extend(first(lines))
 
@@ -381,5 +374,5 @@ class Matching:
         taken = set(self._match.stored.values())
         return [key for key in self._index if key not in taken]
 
-    def _say(self, message: str) -> None:
-        self._match.said.append(message)
+    def _warn(self, message: str) -> None:
+        self._match.warnings.append(message)

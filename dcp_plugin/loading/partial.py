@@ -1,7 +1,6 @@
-"""Which keys a load fills, under which names the checkpoint has them, and what happens to those that do not fit.
+"""What the user asks of a partial load: which keys, under which names the checkpoint has them, what may be missing.
 
-This is what a person says. What it means for a state and a checkpoint is found out in
-:mod:`dcp_plugin.loading.matching`, before the first byte is overwritten.
+:mod:`dcp_plugin.loading.matching` applies it to a state and a checkpoint, before the first byte is overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 Policy = Literal["error", "warn", "ignore"]
 
 PATTERN = "re:"
-"""How a key of ``rename`` starts that is a regular expression."""
+"""Prefix of those keys of ``rename`` that are regular expressions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +40,14 @@ class PartialLoad:
 
     Raises:
         ValueError: A pattern is no pattern, a policy no policy, or nothing could be selected.
+
+    Example:
+        >>> import tempfile, torch, dcp_plugin
+        >>> path = tempfile.mkdtemp() + "/checkpoint"
+        >>> _ = dcp_plugin.save({"model": torch.nn.Linear(2, 2)}, path)
+        >>> partial = dcp_plugin.PartialLoad(include="net.weight", rename={"net.": "model."})
+        >>> dcp_plugin.load({"net": torch.nn.Linear(2, 2)}, path, partial=partial).loaded
+        ['net.weight']
     """
 
     include: tuple[str, ...] = ("*",)
@@ -99,15 +106,28 @@ class PartialLoad:
         """Load a module that is a part of a module of the state, and nothing else.
 
         It is found by identity, through any wrapper; as it was before wrapping, or its wrapper. How it is sharded
-        makes no difference: with the whole, alone, or not at all.
-
-            dcp.load({"model": model}, path, partial=dcp.PartialLoad.submodule(model.pretrain))
+        makes no difference: with its parent, alone, or not at all.
 
         Args:
             module: The part, ``model.pretrain``.
             source: What its keys start with in the checkpoint: ``"model."`` if it was saved alone as ``model``, ``""``
                 for bare names.
             exclude: Globs over the target's keys.
+            missing: About keys of the module that the checkpoint does not have.
+            unexpected: About keys of the checkpoint below ``source`` that the module does not have.
+            cast: Whether values may be converted to the module's dtype.
+
+        Returns:
+            The partial load; the load fails with a ``CheckpointMismatch`` if the module is not in its state.
+
+        Raises:
+            ValueError: ``module`` is no module, or a glob or policy is none.
+
+        Example:
+            >>> import torch, dcp_plugin
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+            >>> dcp_plugin.PartialLoad.submodule(model[0], source="model").of
+            Submodule(Linear, source='model.')
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"PartialLoad.submodule takes a module, not a {type(module).__name__}")

@@ -1,4 +1,4 @@
-"""What a person may have meant: errors about keys that do not fit, with the change that makes them fit.
+"""Error lines about keys that do not fit, with the change that makes them fit.
 
 Only text is compared here. Everything is bounded: a checkpoint may have a million keys, an error has to come at once.
 """
@@ -162,7 +162,7 @@ def about_prefix(here: str, there: str, renames: list[Fit], free: Collection[str
 
 
 def about_excluded(summary: Summary | None, missing: Iterable[str]) -> list[str]:
-    """Said with missing keys that the save left out on purpose."""
+    """About missing keys that the save has left out on purpose."""
     globs = summary.exclude if summary else []
     found = [key for key in missing if any(fnmatchcase(key, glob) for glob in globs)]
     return [f"{some(found, 3)} left out at save by exclude={globs!r}"] if found else []
@@ -189,7 +189,7 @@ def about_globs(idle: Iterable[str], keys: Collection[str], stored: Iterable[str
 
 
 def about_front(here: str, keys: Collection[str]) -> str:
-    """What of the target's keys a prefix may have meant."""
+    """The prefix of the target's keys that a given one may be a misspelling of."""
     known = list(_all_fronts(keys))
     name = next((front for front in known if front.endswith(f".{here}")), None)
     near = [name] if name else difflib.get_close_matches(here, known, n=1, cutoff=0.6)
@@ -244,7 +244,7 @@ def _all_fronts(keys: Iterable[str]) -> dict[str, None]:
 
 
 def _fronts(prefix: str, keys: Iterable[str]) -> str:
-    """What the keys start with, one step behind what they have in common with a prefix that none has."""
+    """What the keys start with, up to one step behind the longest start that they share with a prefix."""
     known = list(islice(keys, MAX_CANDIDATES))
     starts = [at for at in _starts(prefix) if any(key.startswith(prefix[:at]) for key in known)]
     common = prefix[: starts[-1]] if starts else ""
@@ -254,7 +254,7 @@ def _fronts(prefix: str, keys: Iterable[str]) -> str:
 
 
 def _meant(glob: str, keys: Collection[str]) -> str:
-    """The glob with its first part put right."""
+    """The glob with its first part corrected."""
     known = list(islice(keys, MAX_CANDIDATES))
     for name in dict.fromkeys(key.partition(".")[0] for key in known):
         if any(fnmatchcase(key, f"{name}.{glob}") for key in known):

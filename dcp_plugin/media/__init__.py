@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from dcp_plugin.format.names import Files
+from dcp_plugin.format import Files
 
 PAGE = 4096
 """Bytes. A device reads and writes memory directly if it begins at a multiple of this; no device in use wants more."""
@@ -122,10 +122,15 @@ class Medium(Protocol):
         """Add these files to a save, in this order, and give it its final name, in place of what is there.
 
         All other files of the save are durable. The last of ``files`` is what makes a checkpoint of them.
+
+        Raises:
+            OSError: What was at the final name is as it was.
+            DurabilityUnknown: The new checkpoint is there, but a loss of power may undo that.
         """
 
     def discard(self, reservation: Reservation) -> None:
-        """Delete what a save has written that is not to be published. What it was to replace stays."""
+        """Delete what a save has written that is not to be published. What it was to replace stays. Never raises
+        OSError: what cannot be deleted now is left for the next save beside it."""
 
     def locate(self, path: Path) -> Path:
         """``path``, or where its checkpoint is after a crash in the middle of replacing it."""

@@ -1,4 +1,6 @@
-"""Layer 4: which rank writes and which rank reads which bytes.
+"""Which rank writes and which rank reads which bytes.
 
-The descriptions of what each rank holds or wants go in, one plan per rank comes out. No bytes are read or written.
+Enters: what each rank holds (:mod:`local_inventory`) or wants. Leaves: one plan per rank, and on rank 0 the
+:class:`~dcp_plugin.planning.global_plan.GlobalPlan`. The rule: no bytes of tensors are read, written or sent here,
+except by :mod:`broadcast_read`; every byte has one writer.
 """

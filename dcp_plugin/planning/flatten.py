@@ -1,20 +1,20 @@
-"""Nested state to flat keys and back.
+"""Nested state to flat keys, and back.
 
-Keys are the path joined by dots, as stock DCP makes them: mappings are walked, lists only if they hold tensors or
-mappings, and a tuple is one value. What is walked depends on who asks:
+A key is the path joined by dots, as in stock DCP: mappings are walked, lists only if they hold tensors or mappings, and
+a tuple is one value. The rule for what is walked depends on the caller:
 
 - :func:`walked_by_us`: our own saves. Two things are kept that stock loses: empty mappings, and mappings with a class
-  or with keys of their own. A tuple or list with sharded tensors is walked, because one value could not have them.
+  or with keys of their own. A tuple or list with sharded tensors is walked, because one value could not hold them.
 - :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Who loads them has the same containers.
 - :func:`walked_as_stored`: loads. The checkpoint says which containers are one value. Up to 0.1.0 we walked tuples
-  with tensors, and torch before 2.4 had mappings without tensors as one value.
+  with tensors, and torch before 2.4 stored mappings without tensors as one value.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ def walked_by_stock(key: str, value: Any) -> bool:
 
 
 def walked_as_stored(stored: Collection[str], old_mappings: bool = False) -> Walks:
-    """As the checkpoint has it, and by the rules of a save where it has neither the value nor parts of it.
+    """A rule that walks what the checkpoint has in parts; what is not in it is walked as in a save.
 
     Args:
         stored: The keys of the checkpoint.
@@ -95,14 +95,14 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
 
 
 class _Leaf:
-    """Tells a leaf that is a dict (an empty one, say) from a node."""
+    """Marks a leaf, which may be a dict, among the nodes of a tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def with_types_of(current: Any, tree: Any) -> Any:
-    """A tree of plain dicts with the classes (OrderedDict, defaultdict, Counter) that it has in a current state."""
+    """A tree of plain dicts, made of the classes (OrderedDict, defaultdict, Counter) that the current state has."""
     if isinstance(current, Mapping) and type(tree) is dict:
         children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
         if type(current) is dict or not isinstance(current, dict):
@@ -117,11 +117,11 @@ def with_types_of(current: Any, tree: Any) -> Any:
 
 
 def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
-    """A stored path with the keys of a current state: those that are no text, of which stock makes text, and those that
-    have dots in them, where the checkpoint has a step for each."""
+    """A stored path with the keys of the current state. Stock stores every key as text, so keys that are no text, and
+    those with dots in them, which the checkpoint has as several steps, are taken from the state."""
     if current is None:
         return path
-    if list(map(_text, current)) != list(map(_text, path)):
+    if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
         mine if isinstance(mine, tuple) and mine[0] == "k" and part == str(mine[1]) else part
@@ -129,12 +129,18 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     )
 
 
-def _text(part: Any) -> str:
-    return str(part[1] if isinstance(part, tuple) else part)
+def step_of(part: Any) -> Any:
+    """The key or index that a part of a :data:`KeyPath` stands for."""
+    return part[1] if isinstance(part, tuple) else part
+
+
+def name_of(path: Iterable[Any]) -> str:
+    """The key of a path: its steps, joined by dots."""
+    return ".".join(str(step_of(part)) for part in path)
 
 
 def _restore(node: Any) -> Any:
-    """Nodes keyed by list or tuple positions become lists and tuples again."""
+    """The tree below a node, with lists and tuples for nodes whose keys are positions."""
     if isinstance(node, _Leaf):
         return node.value
     parts = list(node)
@@ -142,7 +148,7 @@ def _restore(node: Any) -> Any:
         return [_restore(node[part]) for part in sorted(parts)]
     if all(isinstance(part, tuple) and part[0] == "t" for part in parts):
         return tuple(_restore(node[part]) for part in sorted(parts, key=lambda part: int(part[1])))
-    return {(part[1] if isinstance(part, tuple) else part): _restore(child) for part, child in node.items()}
+    return {step_of(part): _restore(child) for part, child in node.items()}
 
 
 def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
@@ -151,8 +157,7 @@ def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[s
         return
     front = f"{key}." if path else ""
     for part, child in _children(path, value):
-        name = str(part[1] if isinstance(part, tuple) else part)
-        yield from _walk(front + name, (*path, part), child, walks)
+        yield from _walk(front + str(step_of(part)), (*path, part), child, walks)
 
 
 def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
@@ -168,7 +173,7 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_empty_mapping(value: Any) -> bool:
-    """Stock stores nothing for it."""
+    """Whether a value is an empty mapping, for which stock stores nothing."""
     return isinstance(value, Mapping) and not value
 
 

@@ -1,23 +1,22 @@
 """The global plan: from what all ranks hold, which boxes the checkpoint has and which rank writes each.
 
-One row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank, so that the ranks
-that hold the same box are neighbours; everything that follows looks along that order. The cost is that of the sort.
+One row stands for one chunk on one rank. Rows are sorted by key, position in the tensor and rank, so the ranks that
+hold the same box are neighbours, and every later step is one pass of numpy over that order. The cost is the sort.
 """
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import NO_TENSOR, Column, Table, flat_start, partitioned, ragged, ranges
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, flat_start, partitioned, ragged, ranges
 from dcp_plugin.format.torch_zip import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
-from dcp_plugin.planning.local_inventory import Description, LocalInventory, descriptions_of
+from dcp_plugin.planning.local_inventory import Description, LocalInventory
+from dcp_plugin.ranks import pack, unpack
 from dcp_plugin.types import KeyPath
 
 
@@ -33,11 +32,11 @@ class Share:
 
     def encode(self) -> bytes:
         steps = np.diff(self.chunk.astype(np.int32), prepend=np.int32(0)).tobytes()  # mostly ones
-        return zlib.compress(pickle.dumps((steps, self.part, self.offsets, self.sizes)))
+        return pack((steps, self.part, self.offsets, self.sizes), level=6)
 
     @classmethod
     def decode(cls, data: bytes) -> Share:
-        steps, part, offsets, sizes = pickle.loads(zlib.decompress(data))
+        steps, part, offsets, sizes = unpack(data)
         return cls(np.cumsum(np.frombuffer(steps, np.int32)), part, offsets, sizes)
 
     def boxes(self, inventory: LocalInventory) -> tuple[Column, Column]:
@@ -50,12 +49,13 @@ class Share:
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The table of the checkpoint, and for each of its chunks who writes it: which rank, from which of its chunks."""
+    """The table of the checkpoint, and for each chunk in it the rank that writes it, from which of its own chunks."""
 
-    table: Table
+    table: KeyColumns
     rank: Column
     chunk: Column
-    whole: Column
+    uncut: Column
+    """Whether that chunk is written as one."""
     offsets: Column
     sizes: Column
 
@@ -68,7 +68,7 @@ class GlobalPlan:
         order = self.order
         shares = []
         for mine in np.split(order, np.searchsorted(self.rank[order], np.arange(1, world_size))):
-            part = np.flatnonzero(~self.whole[mine])
+            part = np.flatnonzero(~self.uncut[mine])
             shares.append(Share(self.chunk[mine], part, self.offsets[mine[part]], self.sizes[mine[part]]))
         return shares
 
@@ -77,7 +77,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     """Distribute what all ranks hold so that each box is written once.
 
     Raises:
-        CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold a whole tensor.
+        CheckpointMismatch: Ranks disagree on a shape or dtype, or together do not hold all of a tensor.
     """
     keys = _Keys(inventories)
     everything = _Rows.of(inventories, keys)
@@ -85,20 +85,23 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     rows = everything.only_writers()
     ties = _common_ties(everything, rows)
     held = rows.held(keys)
-    parts = _partition_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
+    parts = _balance_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
     offsets = rows.offsets[row] + parts.offsets
-    whole = (parts.sizes == rows.sizes[row]).all(axis=1)
+    uncut = (parts.sizes == rows.sizes[row]).all(axis=1)
     table = keys.table(rows.key[row], offsets, parts.sizes)
-    return GlobalPlan(table, rows.rank[row], rows.chunk[row], whole, offsets, parts.sizes)
+    return GlobalPlan(table, rows.rank[row], rows.chunk[row], uncut, offsets, parts.sizes)
 
 
 class _Keys:
-    """All keys, in the order in which the first rank that has them lists them, and what all ranks say of them."""
+    """All keys, in the order of the first rank that has them, with the dtype and shape that all ranks agree on."""
 
     def __init__(self, inventories: Sequence[LocalInventory]) -> None:
-        self.ranks = descriptions_of(inventories)
+        self.ranks: dict[bytes, list[int]] = {}
+        """The ranks of each description, in the order of the first of them."""
+        for rank, inventory in enumerate(inventories):
+            self.ranks.setdefault(inventory.description.digest, []).append(rank)
         self._described = [inventories[ranks[0]].description for ranks in self.ranks.values()]
         self.numbers: dict[str, int] = {}
         self._dtypes: dict[object, int] = {}
@@ -112,8 +115,8 @@ class _Keys:
         told = list(zip(reversed(self._described), reversed(self.number_in), strict=True))
         for one, numbers in told:
             stored_whole[numbers[one.stored_whole]] = True
-            self._take(one, numbers, np.ones(len(numbers), bool))
-        for one, numbers in told:  # those that have a part of it know better
+            self._take(one, numbers, np.full(len(numbers), True))
+        for one, numbers in told:  # a rank that has a part of a tensor decides
             self._take(one, numbers, _has_chunks(one))
         for one, numbers, ranks in zip(self._described, self.number_in, self.ranks.values(), strict=True):
             self._check(one, numbers, ranks[0])
@@ -122,7 +125,7 @@ class _Keys:
         self.itemsize = np.where(stored_whole, 0, sizes[self.dtype])  # what has no bytes is not cut
 
     def _take(self, described: Description, numbers: Column, chosen: Column) -> None:
-        """Believe what a description says of some of its keys."""
+        """Take dtypes and shapes of some keys from a description."""
         numbers = numbers[chosen]
         self.dtype[numbers], self.ndim[numbers] = self._dtypes_of(described)[chosen], described.ndim[chosen]
         self.shape[numbers] = _widened(described.shape, self.width, 1)[chosen]
@@ -156,7 +159,7 @@ class _Keys:
     def shape_of(self, number: int) -> tuple[int, ...]:
         return tuple(self.shape[number, : self.ndim[number]].tolist())
 
-    def table(self, key: Column, offsets: Column, sizes: Column) -> Table:
+    def table(self, key: Column, offsets: Column, sizes: Column) -> KeyColumns:
         """The table with these boxes, which are in the order of keys."""
         columns = {
             "dtype": self.dtype,
@@ -166,7 +169,7 @@ class _Keys:
             "box": ragged([offsets, sizes], self.ndim[key]),
         }
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self._dtypes]
-        return Table(list(self.numbers), dtypes, self._paths, columns)
+        return KeyColumns(list(self.numbers), dtypes, self._paths, columns)
 
 
 @dataclass(frozen=True)
@@ -200,12 +203,12 @@ class _Rows:
         return cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0)).take(order, new)
 
     def take(self, rows: Column, new: Column) -> _Rows:
-        """These rows, with other marks."""
+        """A selection of the rows, with other marks."""
         columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "new"}
         return _Rows(**columns, new=new)
 
     def check(self, keys: _Keys) -> None:
-        """Every tensor is there as a whole, and no part of it twice in different boxes."""
+        """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
         count = len(keys.numbers)
         first = np.flatnonzero(self.new)
         volumes = np.zeros(count, np.int64)
@@ -217,14 +220,14 @@ class _Rows:
         wrong &= keys.dtype != NO_TENSOR
         if wrong.any():
             at = int(np.argmax(wrong))
-            held, whole = volumes[at] * keys.itemsize[at], keys.shape[at].prod() * keys.itemsize[at]
+            held, needed = volumes[at] * keys.itemsize[at], keys.shape[at].prod() * keys.itemsize[at]
             raise CheckpointMismatch(
-                f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {whole}: a part "
+                f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {needed}: a part "
                 f"is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 
     def only_writers(self) -> _Rows:
-        """Without the rows of ranks that may not write what an earlier rank has too."""
+        """The rows of ranks that may write: without those that hold what only an earlier rank may write."""
         kept = self.new | self.any_rank
         return self.take(kept, self.new[kept])
 
@@ -235,7 +238,7 @@ class _Rows:
 
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
-    """Keys that are the same memory as another one on every rank that has a part of either, and that other one."""
+    """Key -> the key that is the same memory, on every rank that has a part of either."""
     counts = np.stack([np.bincount(some.key) for some in (rows, writers)])
     tied = np.flatnonzero(rows.tie >= 0)
     ties: dict[int, int] = {}
@@ -246,8 +249,8 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
     return ties
 
 
-def _partition_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
-    """The partition of all boxes but some."""
+def _balance_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
+    """Balance all boxes but some."""
     kept = np.flatnonzero(~skipped)
     count = held.count[kept]
     ranks = held.ranks[ranges(held.first[kept], count)]
@@ -257,28 +260,24 @@ def _partition_without(held: HeldBoxes, skipped: Column, world_size: int) -> Box
 
 
 def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
-    """A tied key is cut like the other one and written by the same ranks, so that the writer sees both, writes one."""
+    """Cut a tied key like the other one, for the same ranks, so that the writer finds both and writes one."""
     if not ties:
         return parts
     key_of_box = rows.key[rows.new]
-    copies = [parts]
+    copies = []
     for key, first in ties.items():
-        begin, end = np.searchsorted(key_of_box[parts.box], (first, first + 1))
+        mine = slice(*np.searchsorted(key_of_box[parts.box], (first, first + 1)))
         shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
-        box = parts.box[begin:end] + shift
-        copies.append(BoxParts(box, parts.holder[begin:end], parts.offsets[begin:end], parts.sizes[begin:end]))
-    box, holder, offsets, sizes = (
-        np.concatenate([getattr(copy, name) for copy in copies]) for name in ("box", "holder", "offsets", "sizes")
-    )
-    order = np.argsort(box, kind="stable")
-    return BoxParts(box[order], holder[order], offsets[order], sizes[order])
+        copies.append(BoxParts(parts.box[mine] + shift, parts.holder[mine], parts.offsets[mine], parts.sizes[mine]))
+    return BoxParts.joined(parts, *copies)
 
 
 def _has_chunks(described: Description) -> Column:
-    """Of which keys a rank has a part. A LocalShardsWrapper without shards does not even know its shape and dtype."""
+    """For each key, whether a rank has a part of it. Without one, a LocalShardsWrapper does not know shape and
+    dtype."""
     return np.bincount(described.key, minlength=len(described.keys)) > 0
 
 
 def _widened(rows: Column, width: int, fill: int) -> Column:
-    """With more columns, of one value."""
+    """The rows with further columns of one value, up to ``width``."""
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.format import values
-from dcp_plugin.format.columns import Column, Table, padded
+from dcp_plugin.format.columns import Column, KeyColumns, filled_rows
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.messages import first, nearest
-from dcp_plugin.planning.flatten import flatten, is_empty_mapping, walked_as_stored
+from dcp_plugin.planning.flatten import flatten, is_empty_mapping, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
 
@@ -39,6 +39,15 @@ class ShardedLoadPlanner(LoadPlanner):
     Args:
         strict: Whether a target that the checkpoint does not have is an error.
         allow_pickle: Keys (globs) whose values may be loaded by executing pickled code.
+
+    Example:
+        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as stock, dcp_plugin
+        >>> warnings.simplefilter("ignore")  # stock warns where there is no process group
+        >>> path, state = tempfile.mkdtemp(), {"w": torch.zeros(2)}
+        >>> _ = stock.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+        >>> stock.load(state, checkpoint_id=path, planner=dcp_plugin.ShardedLoadPlanner(), no_dist=True)
+        >>> state["w"]
+        tensor([1., 1.])
     """
 
     def __init__(self, strict: bool = True, allow_pickle: tuple[str, ...] = ()) -> None:
@@ -61,15 +70,15 @@ class ShardedLoadPlanner(LoadPlanner):
     ) -> None:
         assert metadata is not None
         self._tree = state_dict
-        self._keys: Collection[str] = metadata.state_dict_metadata
-        known = metadata.state_dict_metadata
+        self._keys: Collection[str] = (known := metadata.state_dict_metadata)
         leaves, self._paths = flatten(state_dict, walked_as_stored(known, old_mappings=True))
         leaves = {key: leaf for key, leaf in leaves.items() if key in known or not is_empty_mapping(leaf)}
         self._targets = self._described(leaves)
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
 
     def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """The targets; what is on the meta device gets memory in the state that was handed over, as in stock DCP."""
+        """Describe the targets. Tensors on the meta device are replaced in the given state by ones with memory, as in
+        stock DCP."""
         targets: dict[str, Any] = {}
         misfits: list[str] = []
         for key, leaf in leaves.items():
@@ -128,7 +137,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def _scales_of(self, key: str) -> str:
-        """The key of what the blocks of a weight have to be multiplied with, called as DeepSeek's; or empty."""
+        """The key of the scales of a quantized weight, if the checkpoint has one with DeepSeek's suffix; or empty."""
         scales = self._names.get(key, key) + "_scale_inv"
         return scales if scales in self._keys else ""
 
@@ -143,7 +152,7 @@ class ShardedLoadPlanner(LoadPlanner):
         allowed = any(fnmatchcase(stored, glob) for glob in self._allow_pickle)
         key = read_item.dest_index.fqn
         target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
-        if self.plain and self._tree is not self._targets:  # DCP drives, and nobody asks
+        if self.plain and self._tree is not self._targets:  # DCP drives the load, and does not ask for :attr:`plain`
             warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
         if self._strict and isinstance(target, Mapping) and isinstance(loaded, Mapping):
             lacking = [name for name in target if name not in loaded]
@@ -182,18 +191,18 @@ class _Stored:
         if isinstance(stored, BytesStorageMetadata):
             return cls(None, (), np.empty((1, 0), np.int64), np.empty((1, 0), np.int64))
         width = len(stored.size)
-        offsets = padded([chunk.offsets for chunk in stored.chunks], width, 0)
-        sizes = padded([chunk.sizes for chunk in stored.chunks], width, 0)
+        offsets = filled_rows([chunk.offsets for chunk in stored.chunks], width, 0)
+        sizes = filled_rows([chunk.sizes for chunk in stored.chunks], width, 0)
         return cls(stored.properties.dtype, tuple(stored.size), offsets, sizes)
 
     @classmethod
-    def of_table(cls, table: Table, slot: int) -> _Stored:
+    def of_table(cls, table: KeyColumns, slot: int) -> _Stored:
         return cls(table.dtype_of(slot), table.shape_of(slot), *table.boxes_of(slot))
 
     def overlaps(self, chunk: LocalChunk) -> list[tuple[int, list[int], Shape, Shape]]:
         """The stored chunks that share elements with one of ours: number and offsets, and offsets and lengths of what
-        is shared. They are looked for among those whose rows are near, as they are in the order of their rows; if
-        these do not cover ours (shards of columns, or another tool's order), among all.
+        is shared. Stored chunks are mostly in the order of their rows, so a binary search finds those with near rows.
+        If these do not cover ours (shards of columns, or another tool's order), all are compared.
 
         Raises:
             CheckpointCorrupt: All together do not cover it.
@@ -210,17 +219,17 @@ class _Stored:
                 return found
         raise CheckpointCorrupt(f"the checkpoint does not have all {wanted} elements of a part")
 
-    def _near(self, chunk: LocalChunk) -> range:
+    def _near(self, chunk: LocalChunk) -> Iterable[int]:
         if not self.shape:
             return range(len(self.offsets))
         row = chunk.offsets[0]
         behind, end = self.offsets[:, 0].searchsorted((row + 1, row + chunk.sizes[0])).tolist()
         return range(max(behind - 1, 0), end)
 
-    def _touching(self, chunk: LocalChunk) -> Iterator[int]:
+    def _touching(self, chunk: LocalChunk) -> Iterable[int]:
         ends = np.add(chunk.offsets, chunk.sizes)
-        touching = ((self.offsets < ends) & (self.offsets + self.sizes > chunk.offsets)).all(axis=1)
-        yield from np.flatnonzero(touching).tolist()
+        touching = (self.offsets < ends) & (self.offsets + self.sizes > chunk.offsets)
+        return np.flatnonzero(touching.all(axis=1)).tolist()
 
 
 def _misfit(key: str, target: Any, stored: _Stored, scales: str = "") -> Iterator[str]:
@@ -280,20 +289,14 @@ def _intersection(chunk: LocalChunk, offsets: list[int], sizes: list[int]) -> tu
 
 def _set(tree: Any, path: KeyPath, value: Any) -> None:
     """Replace what is at a path. A tuple on the way is replaced by one with the rest of its items."""
-    step, *rest = path
-    if isinstance(step, tuple):
-        step = step[1]
-    elif isinstance(tree, Mapping) and step not in tree:  # a key that is no text
+    step, *rest = step_of(path[0]), *path[1:]
+    if isinstance(tree, Mapping) and step not in tree:  # a key that is no text
         step = next((key for key in tree if str(key) == step), step)
-    if rest and isinstance(tree[step], tuple):
-        tree[step] = _with_item(tree[step], tuple(rest), value)
-    elif rest:
-        _set(tree[step], tuple(rest), value)
-    else:
+    if not rest:
         tree[step] = value
-
-
-def _with_item(items: tuple[Any, ...], path: KeyPath, value: Any) -> tuple[Any, ...]:
-    changed = list(items)
-    _set(changed, path, value)
-    return tuple(changed)
+    elif isinstance(tree[step], tuple):
+        items = list(tree[step])
+        _set(items, tuple(rest), value)
+        tree[step] = tuple(items)
+    else:
+        _set(tree[step], tuple(rest), value)

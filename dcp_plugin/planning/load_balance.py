@@ -1,8 +1,8 @@
-"""Who writes what: every byte once, and about the same number of bytes on every rank that holds them.
+"""Which rank writes which box: every byte once, and about the same number of bytes on every rank that holds them.
 
-Boxes that the same ranks hold (replicas: DDP, HSDP, replicated norms) form a tape. Tapes are dealt out in the order of
-how few ranks hold them, each like water: to those of its holders that have the least so far. First the small boxes of
-a tape, whole; then the large ones, laid end to end and cut where a holder has enough, which evens out what the small
+Boxes that the same ranks hold (replicas: DDP, HSDP, replicated norms) form a tape. Tapes are assigned in the order of
+how few ranks hold them, each so that the holders with the fewest bytes so far come to one level. First the small boxes
+of a tape, uncut; then the large ones, laid end to end and cut where a holder has enough, which evens out what the small
 ones left uneven. So at most ``holders - 1`` boxes of a tape are cut, and where all ranks hold everything none writes
 more than its share plus :data:`MIN_SPLIT`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
@@ -23,7 +23,7 @@ MIN_SPLIT = 1 << 18
 """Boxes below this many bytes are not cut: an item costs about as much as writing 100 KiB."""
 
 _GRAIN = 1 << 16
-"""Cuts are that exact, in bytes: rows that are longer are cut themselves."""
+"""Precision of a cut, in bytes: rows that are longer are cut themselves."""
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -48,7 +48,7 @@ class HeldBoxes:
 
 @dataclass(frozen=True)
 class BoxPart:
-    """A part of a box: contiguous in its memory, as all dimensions before the first that is not whole are 1."""
+    """A part of a box, contiguous in its memory: all dimensions before the first that is cut are 1."""
 
     offsets: Shape
     sizes: Shape
@@ -59,7 +59,8 @@ class BoxPart:
         return prod(self.sizes) * self.itemsize
 
     def divide(self, at: int) -> tuple[list[BoxPart], list[BoxPart]]:
-        """Two lists of parts that together are this one; the first has ``at`` bytes, within half of the grain."""
+        """Two lists of parts that together are this one; the first has ``at`` bytes, give or take half of
+        ``_GRAIN``."""
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if dim is None:
             return ([self], []) if 2 * at > self.nbytes else ([], [self])
@@ -74,7 +75,7 @@ class BoxPart:
         return self._rows(dim, 0, cut) + left, right + self._rows(dim, cut + 1, count)
 
     def at_most(self, max_bytes: int) -> Iterator[BoxPart]:
-        """In parts of at most that many bytes, where there is anything to divide."""
+        """This part in parts of at most so many bytes, as far as its shape can be divided."""
         if self.nbytes <= max_bytes or max(self.sizes, default=1) == 1:
             yield self
             return
@@ -99,16 +100,22 @@ Cuts = dict[int, list[tuple[int, BoxPart]]]
 
 @dataclass(frozen=True)
 class BoxParts:
-    """What is written, in the order of boxes: part of which box, by the how-manieth of its holders, and where in it."""
+    """What is written, in the order of boxes: of which box, by the holder of which number, and where in the box."""
 
     box: Ints
     holder: Ints
     offsets: Ints
     sizes: Ints
 
+    @classmethod
+    def joined(cls, *some: BoxParts) -> BoxParts:
+        columns = [np.concatenate([getattr(one, field.name) for one in some]) for field in fields(cls)]
+        order = np.argsort(columns[0], kind="stable")
+        return cls(*(column[order] for column in columns))
+
 
 def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
-    """All boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
+    """Who writes which boxes, or parts of them that together are the box; none larger than ``max_bytes``."""
     nbytes = held.nbytes
     holder = np.zeros(len(nbytes), np.int64)
     cuts: Cuts = {}
@@ -124,13 +131,13 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
         holder[small] = np.searchsorted(edges, middles)
         np.add.at(loads, holders[holder[small]], nbytes[small])
         found = _cut(held, large, _edges(loads[holders], nbytes[large].sum()), holder)
-        whole = np.setdiff1d(large, list(found))
-        np.add.at(loads, holders[holder[whole]], nbytes[whole])
+        uncut = np.setdiff1d(large, list(found))
+        np.add.at(loads, holders[holder[uncut]], nbytes[uncut])
         for position, part in (taken for parts in found.values() for taken in parts):
             loads[holders[position]] += part.nbytes
         cuts.update(found)
     for box in np.flatnonzero(nbytes > max_bytes).tolist():
-        pieces = cuts.get(box) or [(int(holder[box]), _whole(held, box))]
+        pieces = cuts.get(box) or [(int(holder[box]), _entire(held, box))]
         cuts[box] = [(position, small) for position, part in pieces for small in part.at_most(max_bytes)]
     return _parts(held, holder, cuts)
 
@@ -138,7 +145,8 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
 def _tapes(held: HeldBoxes, world_size: int) -> Iterator[Ints]:
     """Boxes with the same holders, if they are several: those with the fewest first.
 
-    Sets of ranks are told apart by a sum of random 64-bit numbers, one per rank.
+    Two sets of ranks are equal if the sums of a random 64-bit number per rank are: one sum per box costs a single pass
+    over the ranks, where comparing the sets would cost Python per box.
     """
     shared = np.flatnonzero(held.count > 1)
     if not len(shared):
@@ -155,8 +163,8 @@ def _edges(loads: Ints, total: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Where to cut ``total`` more bytes among holders with these loads, so that the least loaded come to one level."""
     filled = np.sort(loads)
     levels = (total + np.cumsum(filled)) / np.arange(1, len(loads) + 1)
-    wet = max(1, int((levels > filled).sum()))  # the level lies above this many of them
-    return np.cumsum(np.maximum(levels[wet - 1] - loads, 0))[:-1]
+    below = max(1, int((levels > filled).sum()))  # holders whose load is below the common level
+    return np.cumsum(np.maximum(levels[below - 1] - loads, 0))[:-1]
 
 
 def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints) -> Cuts:
@@ -169,7 +177,7 @@ def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints)
     cuts: Cuts = {}
     for at in np.unique(inside[inside < len(tape)]).tolist():
         position = int(starts[at])
-        rest = [_whole(held, int(tape[at]))]
+        rest = [_entire(held, int(tape[at]))]
         taken: list[tuple[int, BoxPart]] = []
         for number in np.flatnonzero(inside == at).tolist():
             mine, rest = _divide(rest, round(edges[number]) - position)
@@ -189,21 +197,18 @@ def _divide(parts: list[BoxPart], at: int) -> tuple[list[BoxPart], list[BoxPart]
     return parts, []
 
 
-def _whole(held: HeldBoxes, box: int) -> BoxPart:
+def _entire(held: HeldBoxes, box: int) -> BoxPart:
     return BoxPart((0,) * held.sizes.shape[1], tuple(held.sizes[box].tolist()), int(held.itemsize[box]))
 
 
 def _parts(held: HeldBoxes, holder: Ints, cuts: Cuts) -> BoxParts:
-    whole = np.setdiff1d(np.arange(len(holder)), np.fromiter(cuts, np.int64, len(cuts)), assume_unique=True)
-    taken = [(box, position, part) for box, parts in cuts.items() for position, part in parts]
+    uncut = np.setdiff1d(np.arange(len(holder)), np.fromiter(cuts, np.int64, len(cuts)), assume_unique=True)
     width = held.sizes.shape[1]
-    box = np.concatenate((whole, np.array([box for box, _, _ in taken], np.int64)))
+    taken = [(box, position, part) for box, parts in cuts.items() for position, part in parts]
+    numbers = np.array([(box, position) for box, position, _ in taken], np.int64).reshape(-1, 2)
     offsets = np.array([part.offsets for _, _, part in taken], np.int64).reshape(len(taken), width)
     sizes = np.array([part.sizes for _, _, part in taken], np.int64).reshape(len(taken), width)
-    order = np.argsort(box, kind="stable")
-    return BoxParts(
-        box[order],
-        np.concatenate((holder[whole], np.array([position for _, position, _ in taken], np.int64)))[order],
-        np.concatenate((np.zeros((len(whole), width), np.int64), offsets))[order],
-        np.concatenate((held.sizes[whole], sizes))[order],
+    return BoxParts.joined(
+        BoxParts(uncut, holder[uncut], np.zeros((len(uncut), width), np.int64), held.sizes[uncut]),
+        BoxParts(numbers[:, 0], numbers[:, 1], offsets, sizes),
     )

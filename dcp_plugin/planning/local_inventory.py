@@ -1,24 +1,20 @@
-"""What one rank holds, as columns: a description that ranks of a regular mesh share, and where its chunks begin.
+"""What one rank holds, and which of it belongs to that rank alone.
 
-Under FSDP, TP or HSDP thousands of ranks hold the same keys, with chunks of the same sizes, at other offsets. So the
-description travels once for all that share it, and each rank sends the offsets alone, counted in chunks: for a
-regular mesh that is the same number again and again, which compresses to a few bytes. Nothing here knows meshes or
-placements; irregular ranks have descriptions of their own.
+:class:`LocalInventory` has it as columns. Under FSDP, TP or HSDP thousands of ranks hold the same keys, with chunks of
+the same sizes, at other offsets. So the :class:`Description` travels once for all that share it, and each rank sends
+the offsets alone, counted in chunks: for a regular mesh that is the same number again and again, which compresses to a
+few bytes. Nothing here knows meshes or placements; irregular ranks have descriptions of their own.
 
-Optimizer state that each rank has for itself, beside a parameter that is sharded.
-
-The state of a sharded parameter is mostly sharded like it, or the same on all ranks (``step``). Plain tensors and
-values may be neither: an 8-bit optimizer keeps the codes and scales of its own shard. Stored under one key, all ranks
-would get what rank 0 had. So what differs between ranks is stored by rank, and the key says for which part of the
-parameter:
+:class:`RankLocal` finds optimizer state that each rank has for itself, beside a parameter that is sharded. Such state
+is mostly sharded like the parameter, or the same on all ranks (``step``). Plain tensors and values may be neither: an
+8-bit optimizer keeps the codes and scales of its own shard. Under one key, all ranks would get what rank 0 had. So what
+differs between ranks is stored by rank, and the key says for which part of the parameter:
 
     optim.state.layer.weight.codes.rank1(8,0:16,32)         # rank 1 had rows 8 to 15, all 32 columns
 
-Only a rank that has the same part may take it. Cutting it anew is left to nobody: what the numbers mean, only the
-optimizer knows.
-
-Equal bytes are taken for the same state, but for a tensor that has the shape of the shard on any rank: that is
-evidently the rank's own, also while it is still all zeros.
+Only a rank with the same part may load it. It is never cut for another layout, since only the optimizer knows what the
+numbers mean. Equal bytes are taken for the same state, except in a tensor that has the shape of the shard on any rank:
+that is the rank's own, also while it is all zeros.
 """
 
 from __future__ import annotations
@@ -28,23 +24,35 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcp_plugin.format.checksums import hashes_of
-from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, padded
+from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
 from dcp_plugin.format.index_file import path_to_json
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
 
-_Item = tuple[str, "torch.dtype | None", Shape, bool, bool, list[tuple[Shape, Shape]]]
-"""Key, dtype (None: no tensor), shape, whether any holder may write it, whether its chunks must not be cut, and offsets
-and sizes of each chunk."""
+
+class _Item(NamedTuple):
+    """A key of a rank; without a dtype it is no tensor."""
+
+    key: str
+    dtype: torch.dtype | None = None
+    shape: Shape = ()
+    any_rank: bool = False
+    """Whether any rank that holds it may write it."""
+    stored_whole: bool = False
+    """Whether its chunks must not be cut."""
+    boxes: Sequence[tuple[Shape, Shape]] = (((), ()),)
+    """Offsets and sizes of each chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,15 +77,14 @@ class Description:
     def digest(self) -> bytes:
         names = [self.keys, {key: path_to_json(path) for key, path in self.paths.items()}, list(map(str, self.dtypes))]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
-        columns = (self.dtype, self.ndim, self.shape, self.any_rank, self.stored_whole, self.tie, self.key, self.sizes)
-        for column in columns:
+        for column in (getattr(self, field.name) for field in fields(self)[3:]):
             digest.update(str(column.shape).encode() + column.tobytes())
         return digest.digest()
 
 
 @dataclass(frozen=True, eq=False)
 class LocalInventory:
-    """What one rank holds."""
+    """What one rank holds: a description, and the offset of every chunk."""
 
     description: Description
     offsets: Column
@@ -98,63 +105,63 @@ class LocalInventory:
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
-        entries: list[_Item] = []
+        items = []
         for key, value in state.items():
             if isinstance(value, ShardedValue):
                 boxes = [(chunk.offsets, chunk.sizes) for chunk in value.chunks]
-                entries.append((key, value.dtype, value.shape, value.any_rank, value.stored_whole, boxes))
+                items.append(_Item(key, value.dtype, value.shape, value.any_rank, value.stored_whole, boxes))
             else:
-                entries.append((key, None, (), False, False, [((), ())]))
-        return cls._of(entries, paths, ties_of(state))
+                items.append(_Item(key))
+        return cls._of(items, paths, ties_of(state))
 
     @classmethod
     def of_plan(
         cls, plan: SavePlan, paths: dict[str, KeyPath], ties: dict[str, str], stored_whole: Collection[str] = ()
     ) -> LocalInventory:
-        """What a plan of DCP's own write items says."""
-        entries: dict[str, _Item] = {}
+        """The inventory that a plan of DCP's own write items describes."""
+        items: dict[str, _Item] = {}
+        boxes: dict[str, list[tuple[Shape, Shape]]] = defaultdict(list)
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if data is None:
-                entries[key] = (key, None, (), False, False, [((), ())])
+                items[key] = _Item(key)
                 continue
+            boxes[key].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
             any_rank = item.type == WriteItemType.SHARD
-            whole = key in stored_whole
-            entry = entries.setdefault(key, (key, data.properties.dtype, tuple(data.size), any_rank, whole, []))
-            entry[5].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-        return cls._of(list(entries.values()), paths, ties)
+            dtype, shape = data.properties.dtype, tuple(data.size)
+            items.setdefault(key, _Item(key, dtype, shape, any_rank, key in stored_whole, boxes[key]))
+        return cls._of(list(items.values()), paths, ties)
 
     @classmethod
-    def _of(cls, entries: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
-        numbers = {entry[0]: number for number, entry in enumerate(entries)}
-        dtypes = list(dict.fromkeys(dtype for _, dtype, _, _, _, _ in entries if dtype is not None))
-        number_of: dict[torch.dtype | None, int] = {dtype: number for number, dtype in enumerate(dtypes)}
-        number_of[None] = NO_TENSOR
-        width = max((len(shape) for _, _, shape, _, _, _ in entries), default=0)
+    def _of(cls, items: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
+        numbers = {item.key: number for number, item in enumerate(items)}
+        dtypes = [dtype for dtype in dict.fromkeys(item.dtype for item in items) if dtype is not None]
+        number_of = {None: NO_TENSOR} | {dtype: number for number, dtype in enumerate(dtypes)}
+        width = max((len(item.shape) for item in items), default=0)
         chunks = [
-            (numbers[key], offsets, sizes)
-            for key, _, shape, _, _, boxes in entries
-            for offsets, sizes in boxes
-            if 0 not in sizes or 0 in shape  # nothing of a tensor that has something
+            (number, offsets, sizes)
+            for number, item in enumerate(items)
+            for offsets, sizes in item.boxes
+            if 0 not in sizes or 0 in item.shape  # a chunk without elements, of a tensor that has some, is none
         ]
         description = Description(
-            [entry[0] for entry in entries],
+            list(numbers),
             {key: paths[key] for key in numbers if key in paths and paths[key] != default_path(key)},
             dtypes,
-            np.array([number_of[entry[1]] for entry in entries], np.uint8),
-            np.array([len(entry[2]) for entry in entries], np.uint8),
-            padded([entry[2] for entry in entries], width, 1),
-            np.array([entry[3] for entry in entries], bool),
-            np.array([entry[4] for entry in entries], bool),
+            np.array([number_of[item.dtype] for item in items], np.uint8),
+            np.array([len(item.shape) for item in items], np.uint8),
+            filled_rows([item.shape for item in items], width, 1),
+            np.array([item.any_rank for item in items], bool),
+            np.array([item.stored_whole for item in items], bool),
             np.array([numbers.get(ties.get(key, ""), -1) for key in numbers], np.int64),
             np.array([number for number, _, _ in chunks], np.int64),
-            padded([sizes for _, _, sizes in chunks], width, 1),
+            filled_rows([sizes for _, _, sizes in chunks], width, 1),
         )
-        return cls(description, padded([offsets for _, offsets, _ in chunks], width, 0))
+        return cls(description, filled_rows([offsets for _, offsets, _ in chunks], width, 0))
 
 
 def ties_of(state: Flat) -> dict[str, str]:
-    """Keys whose tensor is the same memory as an earlier key's, and that key."""
+    """Key -> the earlier key whose tensor is the same memory."""
     seen: dict[object, str] = {}
     ties = {}
     for key, value in state.items():
@@ -166,19 +173,11 @@ def ties_of(state: Flat) -> dict[str, str]:
     return ties
 
 
-def descriptions_of(inventories: Iterable[LocalInventory]) -> dict[bytes, list[int]]:
-    """The ranks of each description, in the order of the first of them."""
-    ranks: dict[bytes, list[int]] = {}
-    for rank, inventory in enumerate(inventories):
-        ranks.setdefault(inventory.description.digest, []).append(rank)
-    return ranks
-
-
 Box = tuple[Shape, Shape]
-"""Begin and end of a part of a tensor, in each dimension; no dimensions for no part at all."""
+"""Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
 
 _OWN = b""
-"""Stands for the hash of what is evidently a rank's own."""
+"""In place of the hash of a tensor that has the shape of the shard, and so is the rank's own."""
 _LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end>[\d,]*)\)", re.DOTALL)
 
 
@@ -196,7 +195,7 @@ class LocalSlot:
 
     @classmethod
     def parse(cls, name: str) -> LocalSlot | None:
-        """None for a slot that is not of one rank alone."""
+        """The slot of a name; None if it is not of one rank alone."""
         found = _LOCAL.fullmatch(name)
         if found is None:
             return None
@@ -215,14 +214,14 @@ Shards = Mapping[str, Mapping[str, Box]]
 
 
 class RankLocal:
-    """Tells the state that ranks have for themselves, and remembers which it was at the last save."""
+    """Finds the state that ranks have for themselves, and remembers which it was at the last save."""
 
     def __init__(self) -> None:
         self._apart: frozenset[str] = frozenset()
         self._doubtful: dict[str, tuple[str, bytes]] = {}
 
     def with_rank_keys(self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int) -> Flat:
-        """The state with what is known to be this rank's alone under keys of its own; ``paths`` follow."""
+        """The state, with keys of its own for what is known to be this rank's alone; ``paths`` is changed likewise."""
         found = _slots_of_sharded(state, shards)
         mine = {key: one for key, one in found.items() if key in self._apart}
         evident = {key for key, (_, box) in found.items() if key not in mine and _has_shape_of(state[key], box)}
@@ -239,25 +238,25 @@ class RankLocal:
         return {renamed.get(key, key): value for key, value in state.items()}
 
     def digest(self, rank: int) -> bytes:
-        """Of what might differ between ranks; empty where there is nothing of that. With what evidently does, it is
-        like that of no other rank.
+        """A digest of what may differ between ranks; empty where there is nothing of that kind. A tensor of the shape
+        of the shard makes it unlike that of any other rank.
 
-        Where a slot is the same for all parameters (``step`` mostly is), the parameters do not count: ranks that have
-        state for other parameters, but nothing that differs, need not compare each time.
+        If a slot is the same for all parameters (``step`` mostly is), the parameters do not count: ranks that have
+        state for other parameters, but nothing that differs, need not compare at every save.
         """
         if not self._doubtful:
             return b""
-        slots = {(slot, each) for slot, each in self._doubtful.values()}
+        slots = set(self._doubtful.values())
+        told = sorted(slots)
         if any(each == _OWN for _, each in slots):
-            told = f"rank {rank}".encode()
-        elif len({slot for slot, _ in slots}) == len(slots):
-            told = b"".join(slot.encode() + each for slot, each in sorted(slots))
-        else:
-            told = b"".join(key.encode() + each for key, (_, each) in sorted(self._doubtful.items()))
-        return hashlib.blake2b(told, digest_size=16).digest()
+            told = [(f"rank {rank}", b"")]
+        elif len({slot for slot, _ in slots}) < len(slots):
+            told = sorted((key, each) for key, (_, each) in self._doubtful.items())
+        text = b"".join(name.encode() + each for name, each in told)
+        return hashlib.blake2b(text, digest_size=16).digest()
 
     def compare(self, step: str, ranks: Ranks) -> bool:
-        """Find out what differs between ranks; whether anything does. Collective."""
+        """Remember what differs between ranks; returns whether anything new does. Collective."""
 
         def differing(all_hashes: list[dict[str, bytes]]) -> frozenset[str]:
             first: dict[str, bytes] = {}
@@ -290,23 +289,21 @@ def _slots_of_sharded(state: Flat, shards: Shards) -> dict[str, tuple[str, Box]]
 
 
 def _known_first(rest: str, known: Mapping[str, Box]) -> tuple[str | None, str]:
-    """A known name in front of a dot, the longest, and what is behind it."""
+    """The longest known name in front of a dot, and what is behind it."""
     at = rest.rfind(".")
-    while at > 0:
-        if rest[:at] in known:
-            return rest[:at], rest[at + 1 :]
+    while at > 0 and rest[:at] not in known:
         at = rest.rfind(".", 0, at)
-    return None, rest
+    return (rest[:at], rest[at + 1 :]) if at > 0 else (None, rest)
 
 
 def _has_shape_of(value: ShardedValue | EncodedValue, box: Box) -> bool:
-    """Whether a tensor has the shape of a part, and not of a single number."""
+    """Whether a tensor has the shape of a part of more than one element."""
     shape = tuple(end - begin for begin, end in zip(*box, strict=True))
     return isinstance(value, ShardedValue) and value.shape == shape and prod(shape) > 1
 
 
 def _hashes(state: Flat) -> dict[str, bytes]:
-    """Of each tensor or value, with its dtype and shape."""
+    """A hash of each tensor or value, with dtype and shape."""
     tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
     bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
     hashes = {}

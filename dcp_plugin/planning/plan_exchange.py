@@ -1,4 +1,4 @@
-"""How ranks come to a common plan with a few bytes each, and with one digest each when nothing has changed.
+"""The common plan of all ranks, for a few bytes per rank, and for one digest per rank when nothing has changed.
 
 1. Each rank sends digests: of the plan it remembers, of the description of what it holds, of all it holds, and of what
    should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If that differs, they compare
@@ -15,27 +15,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import pickle
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
-from dcp_plugin.planning.local_inventory import Description, LocalInventory, RankLocal
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
 from dcp_plugin.planning.save import items_of
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Ranks, pack, unpack
 
 T = TypeVar("T")
 _DIGEST = 16
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """What a rank sends first."""
+class _Digests(NamedTuple):
+    """The digests that a rank sends first."""
 
     plan: bytes
     description: bytes
@@ -43,17 +40,14 @@ class _Claim:
     doubtful: bytes
     """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
 
-    def encode(self) -> bytes:
-        return self.plan + self.description + self.inventory + self.doubtful
-
     @classmethod
-    def decode(cls, data: bytes) -> _Claim:
+    def decode(cls, data: bytes) -> _Digests:
         return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A plan as one rank knows it; the whole of it on rank 0 alone."""
+    """A plan as one rank knows it; ``global_plan`` is on rank 0 alone."""
 
     digest: bytes
     inventory: LocalInventory
@@ -68,7 +62,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class _Reply(Generic[T]):
-    """What rank 0 answers: the plan all remember, or who shall describe what it holds."""
+    """The answer of rank 0: the plan that all remember, or the ranks that have to send their description."""
 
     digest: bytes
     describers: list[int] | None
@@ -104,10 +98,10 @@ class PlanExchange:
             mine[:] = [hold()]
             last = self._last.digest if self._last else bytes(_DIGEST)
             doubtful = local.digest(ranks.rank) if local else b""
-            return _Claim(last, mine[0].description.digest, mine[0].digest, doubtful).encode()
+            return b"".join(_Digests(last, mine[0].description.digest, mine[0].digest, doubtful))
 
         def answer(claims: list[bytes]) -> _Reply[T]:
-            decoded = list(map(_Claim.decode, claims))
+            decoded = list(map(_Digests.decode, claims))
             differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
             return _Reply(*self._answer(decoded), differ, prepare())
 
@@ -117,22 +111,23 @@ class PlanExchange:
         describers = reply.describers
         self.repeated = describers is None
         if describers is not None:
-            whole: list[GlobalPlan] = []
+            made: list[GlobalPlan] = []
 
             def tell() -> tuple[bytes, bytes]:
-                return (_pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
+                return (pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
 
             def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
-                whole.append(make_global_plan(_unpack(told, self._described_by)))
-                return [share.encode() for share in whole[0].shares(ranks.size)]
+                made.append(make_global_plan(self._inventories(told)))
+                return [share.encode() for share in made[0].shares(ranks.size)]
 
             share = Share.decode(ranks.scatter(step, tell, deal))
-            self._last = RankPlan(reply.digest, mine[0], share, whole[0] if whole else None)
+            self._last = RankPlan(reply.digest, mine[0], share, made[0] if made else None)
         assert self._last is not None
         return self._last, reply.prepared
 
-    def _answer(self, claims: list[_Claim]) -> tuple[bytes, list[int] | None]:
-        """The digest of the plan that follows, and who shall describe; nobody if all remember that plan."""
+    def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
+        """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
+        remember that plan."""
         digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()
         if self._last is not None and all(claim.plan == digest for claim in claims):
             return digest, None
@@ -140,19 +135,11 @@ class PlanExchange:
         self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
         return digest, list(first.values())
 
-
-def _pack(description: Description) -> bytes:
-    return zlib.compress(pickle.dumps(description), 1)
-
-
-def _unpack(told: list[tuple[bytes, bytes]], described_by: list[int]) -> list[LocalInventory]:
-    descriptions: dict[int, Description] = {
-        rank: pickle.loads(zlib.decompress(told[rank][0])) for rank in dict.fromkeys(described_by)
-    }
-    return [
-        LocalInventory.unpack(descriptions[rank], offsets)
-        for rank, (_, offsets) in zip(described_by, told, strict=True)
-    ]
+    def _inventories(self, told: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
+        """What all ranks hold, from the descriptions that some have sent, and the offsets of all."""
+        descriptions = {rank: unpack(told[rank][0]) for rank in dict.fromkeys(self._described_by)}
+        pairs = zip(self._described_by, told, strict=True)
+        return [LocalInventory.unpack(descriptions[rank], offsets) for rank, (_, offsets) in pairs]
 
 
 def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -44,7 +44,7 @@ from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedVal
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """What travels to the coordinator with a rank's plan where DCP itself drives the planner."""
+    """What a rank's plan takes to the coordinator when DCP drives the planner."""
 
     paths: dict[str, KeyPath]
     ties: dict[str, str]
@@ -57,12 +57,19 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :meth:`local_inventory` and
-    :mod:`dcp_plugin.planning.plan_exchange` instead, which takes a few bytes per rank; who writes what is
-    decided by the same code.
+    DCP drives it with plans of write items. Our own saves use :mod:`dcp_plugin.planning.plan_exchange` instead,
+    which takes a few bytes per rank; who writes what is decided by the same code.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
+
+    Example:
+        >>> import tempfile, warnings, torch, torch.distributed.checkpoint as stock, dcp_plugin
+        >>> warnings.simplefilter("ignore")  # stock warns where there is no process group
+        >>> path, planner = tempfile.mkdtemp(), dcp_plugin.ShardedSavePlanner()
+        >>> _ = stock.save({"w": torch.ones(2)}, checkpoint_id=path, planner=planner, no_dist=True)
+        >>> dcp_plugin.inspect(path).tensors[0].key
+        'w'
     """
 
     def __init__(self, allow_pickle: tuple[str, ...] = ()) -> None:
@@ -112,23 +119,25 @@ class ShardedSavePlanner(SavePlanner):
         paths = {key: table.paths.get(key) or default_path(key) for key in table.keys}
         return plans, Metadata(state_metadata(table), planner_data=paths)
 
-    def local_inventory(self) -> LocalInventory:
-        """What this rank holds."""
-        return LocalInventory.of_state(self._state, self._paths)
-
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        value = self._state[write_item.index.fqn]
-        if isinstance(value, EncodedValue):
-            return io.BytesIO(value.data)
-        assert write_item.tensor_data is not None
-        return narrow(value, write_item.index.fqn, write_item.tensor_data.chunk)
+        data = data_of(write_item, self._state)
+        return io.BytesIO(data) if isinstance(data, bytes) else data
+
+
+def data_of(item: WriteItem, state: Flat) -> torch.Tensor | bytes:
+    """What is written for an item: the view of its box in this rank's memory, or the bytes of a value."""
+    value = state[item.index.fqn]
+    if isinstance(value, EncodedValue):
+        return value.data
+    assert item.tensor_data is not None
+    return narrow(value, item.index.fqn, item.tensor_data.chunk)
 
 
 def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) -> Flat:
-    """Leaves as the planner wants them: tensors as the chunks on this rank, anything else as bytes.
+    """Describe leaves for the planner: tensors as the chunks on this rank, anything else as bytes.
 
     Raises:
         CheckpointMismatch: Naming every tensor that has nothing to store: no memory, and no parts that have.
@@ -180,7 +189,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
 def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
     """The view of a box that lies inside one of this rank's chunks."""
     for chunk in value.chunks:
-        if _contains(chunk, box):
+        edges = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+        if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
             try:
                 return _part_of(chunk, box, value.stored_whole)
             except CheckpointMismatch as error:
@@ -189,7 +199,7 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
 
 
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
-    """What a box has of a chunk. All of it is the chunk itself: not every class of tensors knows how to narrow."""
+    """The part of a chunk that lies in a box. All of it is the chunk itself, since not every class can narrow."""
 
     def narrow(view: torch.Tensor) -> torch.Tensor:
         for dim, (at, size, origin) in enumerate(zip(box.offsets, box.sizes, chunk.offsets, strict=True)):
@@ -200,13 +210,6 @@ def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -
     if tuple(box.sizes) == chunk.sizes:
         return chunk.tensor
     return narrowed(chunk.tensor, narrow) if stored_whole else narrow(chunk.tensor)
-
-
-def _contains(chunk: LocalChunk, box: ChunkStorageMetadata) -> bool:
-    return all(
-        origin <= at and at + size <= origin + extent
-        for at, size, origin, extent in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
-    )
 
 
 def _items(key: str, value: ShardedValue | EncodedValue) -> list[WriteItem]:

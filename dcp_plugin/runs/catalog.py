@@ -1,6 +1,6 @@
-"""A checkpoint's life after it was written: find the newest, resume from it, keep the last few, remove one.
+"""The checkpoints of a run: find the newest, resume from it, keep the last few, remove one.
 
-How it becomes real, and how a crash is recovered from, is told in :mod:`dcp_plugin.media.disk.commit`.
+How a checkpoint becomes real, and how a crash is recovered from, is told in :mod:`dcp_plugin.media.disk.commit`.
 """
 
 from __future__ import annotations
@@ -8,22 +8,26 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
-from dcp_plugin.format.foreign.training import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
-from dcp_plugin.format.names import METADATA, SUMMARY
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, SaveFailed
+from dcp_plugin.format import METADATA, SUMMARY
+from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
 from dcp_plugin.messages import some
 from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointState
+
+T = TypeVar("T")
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -33,16 +37,28 @@ _DEPTH = 6
 
 
 def latest(root: PathLike) -> Path | None:
-    """The newest checkpoint at or below ``root`` that a training can go on from; None if there is none.
+    """The newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
 
-    Never a torn one. A committed one whose files have been cut or lost since, by a copy that was interrupted for one,
-    is passed over with a warning in the log.
+    A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over with
+    a warning in the log. What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this
+    package counts, under any name, if it has the state of a training; weights alone do not.
 
-    What Lightning (a ``.ckpt`` file), Accelerate or ``transformers.Trainer`` saved without this package counts, under
-    any name, if it has the state of a training; weights alone do not. If nothing is left but what cannot be resumed
-    from, a ``UserWarning`` names it.
+    Args:
+        root: Where to look, up to six directories deep.
+
+    Returns:
+        Its path; None if there is none. If only what cannot be resumed from is there, a ``UserWarning`` names it.
+
+    Raises:
+        ValueError: ``root`` is a URL.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.save({"step": 1}, "run/step-1")
+        >>> dcp_plugin.latest("run").name
+        'step-1'
     """
-    found = _newest(root)
+    found = find_newest(root)
     found.warn(root)
     return found.path
 
@@ -59,58 +75,44 @@ def reason_to_pass_over(path: PathLike) -> str:
 def list_checkpoints(root: PathLike) -> list[CheckpointState]:
     """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
 
-    Links are not followed. What a crash left in flight is listed as not committed.
+    Args:
+        root: Where to look, up to six directories deep. Links are not followed.
+
+    Returns:
+        Their states. What a crash left in flight is listed as not committed, with the reason.
+
+    Raises:
+        ValueError: ``root`` is a URL.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.save({"step": 1}, "run/step-1", step=1)
+        >>> [(state.step, state.committed) for state in dcp_plugin.list_checkpoints("run")]
+        [(1, True)]
     """
     return sorted(_scan(local_path(root), _DEPTH), key=lambda state: (state.time, state.step or -1))
 
 
-def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
-    """What to resume from.
+def numbered(root: Path, prefix: str) -> list[tuple[int, Path]]:
+    """The directories in ``root`` that are called ``<prefix><number>``, lowest number first, with their numbers."""
+    children = root.iterdir() if root.is_dir() else ()
+    named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", path.name), path) for path in children]
+    return sorted((int(name[1]), path) for name, path in named if name is not None and path.is_dir())
 
-    Args:
-        resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
-            ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
-        root: Where the run's checkpoints are, see :func:`latest`.
 
-    Raises:
-        CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
-        CheckpointIncomplete: The path is a torn checkpoint.
-        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
-            damage: a run that never completed one starts anew.
+def first_usable(paths: Iterable[Path], examine: Callable[[Path], T]) -> tuple[T | None, list[CheckpointError]]:
+    """What ``examine`` returns for the first path that it accepts; None if it accepts none.
+
+    Returns:
+        That, and the errors with which it refused the paths before.
     """
-    return resolve(resume, root)
-
-
-def resolve(
-    resume: str | PathLike, root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None
-) -> Path | None:
-    """:func:`resolve_resume` for a door.
-
-    Args:
-        tools: Whose checkpoints the door resumes from, besides our own.
-        init_from: What another tool saved there is what the run was warm-started from, and no checkpoint of its own.
-    """
-    if resume == "never":
-        return None
-    if resume in ("auto", "must"):
-        found = _newest(root, tools, init_from)
-        if found.path is None and resume == "must":
-            reasons = f" Passed over: {found.said()}." if found.said() else ""
-            raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
-        if found.path is None and any(map(_was_published, found.passed_over)):
-            raise CheckpointCorrupt(
-                f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start without "
-                "them, say resume=never."
-            )
-        found.warn(root)
-        return found.path
-    path = commit.locate(local_path(resume))
-    reason = commit.uncommitted_reason(path) if path.is_dir() else ""
-    if reason:
-        raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
-    if not path.exists():
-        raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
-    return path
+    refused: list[CheckpointError] = []
+    for path in paths:
+        try:
+            return examine(path), refused
+        except CheckpointError as error:
+            refused.append(error)
+    return None, refused
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -124,8 +126,20 @@ def prune(newest: Path, keep: int) -> None:
             with suppress(CheckpointCorrupt, OSError):
                 if not commit.uncommitted_reason(path) and (summary := read_summary(path)) is not None:
                     times[path] = summary.time
-    for path in sorted(times, key=times.__getitem__, reverse=True)[keep - 1 :]:
-        remove(path)
+    remove_oldest(sorted(times, key=times.__getitem__), keep - 1)
+
+
+def remove_oldest(paths: Sequence[Path], keep: int) -> None:
+    """Delete all but the last ``keep`` of ``paths``, which are sorted from old to new.
+
+    What cannot be deleted is logged: the checkpoint that replaces it is published, and an old one does no harm.
+    """
+    # The newest of them first: a base can go only after the checkpoints that it completes.
+    for path in reversed(paths[: max(0, len(paths) - keep)]):
+        try:
+            remove(path)
+        except (OSError, SaveFailed) as error:
+            logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
 def remove(path: PathLike) -> None:
@@ -146,7 +160,7 @@ def _say_kept(base: Path) -> None:
 
 
 def completed_by(base: Path) -> Path | None:
-    """A checkpoint in the same directory that cannot be loaded without this one. A link to one is not the one."""
+    """A checkpoint in the same directory that cannot be loaded without this one. Symlinks are ignored."""
     if base.is_symlink() or not (base / METADATA).exists():
         return None
     own = ""
@@ -177,22 +191,26 @@ def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool
     return os.path.realpath(path) in places and fingerprint in ("", said.fingerprint)
 
 
-@dataclass
-class _Found:
-    """The newest checkpoint that can be resumed from, and what is newer and cannot."""
+@dataclass(frozen=True)
+class Newest:
+    """The newest checkpoint that can be resumed from, and what is newer and cannot, newest first."""
 
-    path: Path | None = None
-    passed_over: list[CheckpointState] = field(default_factory=list)
-    of_others: list[Saved] = field(default_factory=list)
-    """What other tools have saved."""
+    path: Path | None
+    passed_over: list[CheckpointState | Saved]
 
     def said(self) -> str:
-        ours = [f"{state.path} ({state.reason})" for state in self.passed_over]
-        return some([*ours, *(f"{one.path} ({one.reason})" for one in self.of_others)], separator="; ")
+        ours_first = sorted(self.passed_over, key=lambda one: isinstance(one, Saved))
+        return some([f"{one.path} ({one.reason})" for one in ours_first], separator="; ")
+
+    def log(self) -> None:
+        """Log what looks like a checkpoint and was passed over; not a save in flight, nor an export of weights."""
+        for one in self.passed_over:
+            if self.path is not None and not one.export if isinstance(one, Saved) else one.committed:
+                logger.warning("passing over %s: %s", one.path, one.reason)
 
     def warn(self, root: PathLike) -> None:
         """Name what other tools have saved, where a training starts anew beside it."""
-        if self.path is None and self.of_others:
+        if self.path is None and any(isinstance(one, Saved) for one in self.passed_over):
             warnings.warn(
                 f"nothing below {root} can be resumed from, so the training starts anew beside what is there: "
                 f"{self.said()}. To start with the weights of one, name it as init_from.",
@@ -200,43 +218,42 @@ class _Found:
             )
 
 
-def _newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> _Found:
-    found, of_others = _Found(), list[Saved]()
+def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> Newest:
+    of_others: list[Saved] = []
     states = list(_scan(local_path(root), _DEPTH, of_others))
     if init_from is not None:
         source = local_path(init_from)
         of_others = [one for one in of_others if source not in (one.path, *one.path.parents)]
-    everything: list[CheckpointState | Saved] = [*states, *in_order(of_others)]
-    for one in sorted(everything, key=_age, reverse=True):
-        if isinstance(one, Saved):
-            saved = one.examined()
-            if saved is not None and not saved.reason and saved.tool not in tools:
-                saved = replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
-            if saved is not None and not saved.reason:
-                found.path = saved.path
-                break
-            if saved is not None:
-                found.of_others.append(saved)
-            continue
-        reason = one.reason or reason_to_pass_over(one.path)
-        if not reason:
-            found.path = one.path
+    found = Newest(None, [])
+    for one in _examined([*states, *in_order(of_others)], tools):
+        if not one.reason:
+            found = replace(found, path=one.path)
             break
-        if one.committed:
-            logger.warning("passing over %s: %s", one.path, reason)
-        found.passed_over.append(replace(one, reason=reason))
-    if found.path is not None:
-        for torn in (one for one in found.of_others if not one.export):
-            logger.warning("passing over %s: %s", torn.path, torn.reason)
+        found.passed_over.append(one)
+    found.log()
     return found
+
+
+def _examined(
+    candidates: Iterable[CheckpointState | Saved], tools: Collection[str]
+) -> Iterator[CheckpointState | Saved]:
+    """The candidates from new to old, each with the reason why it cannot be resumed from, if there is one."""
+    for one in sorted(candidates, key=_age, reverse=True):
+        if isinstance(one, CheckpointState):
+            yield replace(one, reason=one.reason or reason_to_pass_over(one.path))
+        elif (saved := one.examined()) is not None:
+            unknown = not saved.reason and saved.tool not in tools
+            yield replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool)) if unknown else saved
 
 
 def _age(one: CheckpointState | Saved) -> tuple[float, int]:
     return (one.time, -1) if isinstance(one, Saved) else (one.time, one.step or -1)
 
 
-def _was_published(state: CheckpointState) -> bool:
-    """Whether this was a checkpoint once, and not only a save that was interrupted."""
+def was_published(state: CheckpointState | Saved) -> bool:
+    """Whether this was a checkpoint of ours once, and not only a save that was interrupted."""
+    if isinstance(state, Saved):
+        return False
     return state.committed or (state.path.suffix != ".saving" and (state.path / SUMMARY).exists())
 
 
@@ -250,7 +267,7 @@ def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> 
     Args:
         of_others: Gets what other tools have saved for a resume. What is inside of that is no checkpoint of its own.
     """
-    state = _state_of(directory)
+    state = state_of(directory)
     if state is not None:
         yield state
         return
@@ -260,11 +277,13 @@ def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> 
     except OSError:
         return
     if of_others is not None:
-        saved = saved_as_folder(directory, (entry.name for entry in children))
+        saved = saved_as_folder(LocalDisk().open(directory), (entry.name for entry in children))
         of_others += [] if saved is None else [saved]
         if saved is not None and not saved.export:
             return
-        of_others += saved_as_files(children)
+        of_others += saved_as_files(
+            LocalDisk().open(directory), [entry.name for entry in children if entry.is_file(follow_symlinks=False)]
+        )
     for entry in children:
         child = directory / entry.name
         if not entry.is_dir(follow_symlinks=False):
@@ -275,8 +294,8 @@ def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> 
             yield from _scan(child, depth - 1, of_others)
 
 
-def _state_of(path: Path) -> CheckpointState | None:
-    """The state of one directory; None if it has nothing to do with checkpoints."""
+def state_of(path: Path) -> CheckpointState | None:
+    """The state of one directory; None if it is no DCP checkpoint and does not pretend to be one."""
     try:
         if not commit.looks_like_checkpoint(path):
             return None
@@ -299,5 +318,5 @@ def _in_flight(workspace: Path) -> Iterator[CheckpointState]:
                 target = commit.target_of(path.with_suffix(".json")) or "?"
                 reason = f"a save of {target} that is in flight or was interrupted"
                 yield CheckpointState(path, False, reason, None, path.stat().st_mtime)
-            elif path.suffix == ".aside" and (state := _state_of(path)) is not None:
+            elif path.suffix == ".aside" and (state := state_of(path)) is not None:
                 yield state

@@ -13,10 +13,23 @@ from dcp_plugin.types import CheckpointInfo, TensorInfo, VerifyReport
 
 
 def inspect(path: PathLike) -> CheckpointInfo:
-    """What is in a checkpoint; without what it leaves out because its base has it.
+    """What is in a checkpoint; without what it leaves out because its base has it. No tensor is read.
+
+    Args:
+        path: A checkpoint of this package or of stock DCP, or what another tool saved.
+
+    Returns:
+        Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> dcp_plugin.save({"w": torch.zeros(2, 3), "step": 1}, "run/step-1")
+        >>> info = dcp_plugin.inspect("run/step-1")
+        >>> info.tensors[0].key, info.tensors[0].shape, info.values
+        ('w', (2, 3), ['step'])
     """
     reader = ShardedReader(path, complete=False)
     index, summary = reader.index, reader.summary
@@ -47,10 +60,23 @@ def inspect(path: PathLike) -> CheckpointInfo:
 def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
 
-    Damage is reported, not raised. Items without checksums (another tool's) are only read, and listed.
+    Args:
+        path: The checkpoint.
+        io_threads: Threads that read.
+        base: Where its base is now, if that was moved.
+
+    Returns:
+        What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
+        tool's) are only read, and listed.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
+        >>> dcp_plugin.verify("run/step-1").ok
+        True
     """
     reader = ShardedReader(path, io_threads=io_threads, base=base)
     items: dict[tuple[str, int], tuple[str, Location]] = {}

@@ -18,12 +18,12 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointNotFound
-from dcp_plugin.format.foreign.training import RESUMABLE
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs.catalog import resolve
+from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import LoadReport
 
@@ -79,8 +79,33 @@ class StartOptions:
             )
 
     def find(self, root: PathLike, tools: Collection[str] = RESUMABLE) -> Path | None:
-        """The run's own checkpoint to resume from, see :func:`~dcp_plugin.runs.catalog.resolve`."""
-        return resolve(self.resume, root, tools, self.init_from)
+        """The run's own checkpoint to resume from, see :func:`resolve_resume`.
+
+        What another tool saved at ``init_from`` is what the run was warm-started from, and no checkpoint of its own.
+
+        Args:
+            tools: Whose checkpoints the integration resumes from, besides those of this package.
+        """
+        if self.resume == "never":
+            return None
+        if self.resume in ("auto", "must"):
+            found = find_newest(root, tools, self.init_from)
+            if found.path is None and self.resume == "must":
+                reasons = f" Passed over: {found.said()}." if found.said() else ""
+                raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
+            if found.path is None and any(map(was_published, found.passed_over)):
+                raise CheckpointCorrupt(
+                    f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start "
+                    "without them, say resume=never."
+                )
+            found.warn(root)
+            return found.path
+        path = commit.locate(local_path(self.resume))
+        if reason := commit.uncommitted_reason(path) if path.is_dir() else "":
+            raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
+        if not path.exists():
+            raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
+        return path
 
     def start(
         self,
@@ -120,6 +145,33 @@ class StartOptions:
                 "Give the path of a checkpoint, or no init_from to start from scratch."
             )
         return Restart("warm-started", source)
+
+
+def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
+    """What to resume from.
+
+    Args:
+        resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
+            ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
+        root: Where the run's checkpoints are, see :func:`~dcp_plugin.latest`.
+
+    Returns:
+        The path of a checkpoint; None for a run that starts anew.
+
+    Raises:
+        CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
+        CheckpointIncomplete: The path is a torn checkpoint.
+        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
+            damage: a run that never completed one starts anew.
+
+    Example:
+        >>> import dcp_plugin
+        >>> dcp_plugin.save({"step": 1}, "run/step-1")
+        >>> dcp_plugin.resolve_resume("auto", "run").name
+        'step-1'
+        >>> dcp_plugin.resolve_resume("never", "run")
+    """
+    return StartOptions(resume).find(root)
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:

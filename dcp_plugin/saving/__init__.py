@@ -1,5 +1,6 @@
-"""Layer 6: one save, from the gathered state to the published checkpoint.
+"""Layer 8: saves live objects.
 
-Each stage takes one value and returns the next. Every stage that can fail ends in a collective in which all ranks go on
-or all raise.
+In: names, and the modules, optimizers, tensors and values of every rank. Out: a published checkpoint, and a
+:class:`~dcp_plugin.saving.queue.SaveHandle`. The stages, and the records between them, are in
+:mod:`~dcp_plugin.saving.job`. The rule: a failure on one rank is a value until all ranks meet; then all raise.
 """

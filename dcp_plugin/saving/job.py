@@ -1,7 +1,18 @@
-"""The second half of a save: plan, write, publish. On every rank, or on none.
+"""The stages of one save. Each takes one record and returns the next:
 
+=======  ==============================  =======================================================
+stage    takes                           returns
+=======  ==============================  =======================================================
+gather   live objects                    :class:`GatheredState`: this rank's part, in live memory
+stage    :class:`GatheredState`          :class:`StagedState`: memory that nothing changes
+plan     :class:`StagedState`            :class:`PlannedState`: what this rank writes, and where
+write    :class:`PlannedState`               ``WrittenPart``: where each item is
+publish  ``WrittenPart`` of all ranks    the checkpoint, and its ``SaveFinished``
+=======  ==============================  =======================================================
+
+What fails on one rank in the first two travels on as an :class:`~dcp_plugin.ranks.Attempt` until all ranks meet.
 Ranks meet twice: to plan (a second time if the plan is not the last one's), and when all have written, to learn that
-it is published. Before, if some of it may be left out, to decide what.
+the checkpoint is published. Before that, if some keys may be left out, to agree on these.
 """
 
 from __future__ import annotations
@@ -9,44 +20,182 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from typing import Any, NoReturn
 
 from dcp_plugin import events
+from dcp_plugin._torch import is_tensor
 from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
-from dcp_plugin.format.columns import Location, Places
-from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
-from dcp_plugin.planning.plan_exchange import PlanExchange, in_table_order
-from dcp_plugin.planning.save import ShardedSavePlanner
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.format.columns import Places
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
+from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
+from dcp_plugin.planning.save import data_of, encode_state
+from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.runs import catalog
-from dcp_plugin.saving.base import LeftOut, Omission
-from dcp_plugin.saving.gather import Gathered
+from dcp_plugin.saving.base import KeySelection, LeftOut
+from dcp_plugin.staging.guard import Guard
+from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, shards_in
+from dcp_plugin.state.annotations import StepStableMemory, live_objects
+from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import Assignment as WhereToWrite
-from dcp_plugin.storage.writer import ShardedWriter
-from dcp_plugin.types import EncodedValue, Flat
+from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, WrittenPart
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What one rank tells rank 0 when it has written its part."""
+class SaveRequest:
+    """What a call asks for, beside the state. See :meth:`dcp_plugin.Checkpointer.save`."""
 
-    places: Places
-    items_reused: int
-    bytes_reused: int
-    why_not: str
+    publication: Publication
+    """The checkpoint in the making; reserved on rank 0 if files were put into it already."""
+    step: int | None
+    began: float
+    """When the call began: seconds of ``time.monotonic``."""
+    blocked_seconds: float | None = None
+    """How long the caller waited; None if until the end."""
+    views: Views = field(default_factory=dict)
+    aliases: Aliases = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return self.publication.path
 
 
-class Saving:
-    """Writes one save after another, and remembers what makes the next one cheaper: the plan, what has not changed
-    since the last checkpoint, what another checkpoint has."""
+@dataclass(frozen=True)
+class LiveState:
+    """The objects to save. No record of a later stage refers to them, so that they can be freed meanwhile."""
+
+    state: Mapping[str, Any]
+    """Name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these."""
+    kinds: Mapping[str, str]
+    """Which names are state dicts of a ``"module"`` or an ``"optimizer"``."""
+    owners: Sequence[Any]
+    """Modules and optimizers whose state dicts are in ``state`` without themselves."""
+
+    def objects(self) -> list[Any]:
+        """The modules and optimizers, at any depth."""
+        return [*live_objects(self.state), *self.owners]
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """This rank's part of the state, in live memory that training may change."""
+
+    leaves: Mapping[str, Any]
+    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
+    paths: dict[str, KeyPath]
+    """Where each key sits in the nested state."""
+    kinds: Mapping[str, str]
+    """Name of the state -> ``"module"`` or ``"optimizer"``, for the summary."""
+    shards: Shards
+    """The parts of the sharded parameters of each optimizer that this rank has."""
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """This rank's part of the state as it will be written: nothing changes it any more."""
+
+    state: Flat
+    """Key -> chunks of a tensor in memory, or the bytes of a value."""
+    paths: dict[str, KeyPath]
+    kinds: Mapping[str, str]
+    shards: Shards
+    layouts: list[str]
+    """How the tensors are distributed, in words, for the summary."""
+    copy_seconds: float = 0.0
+    """What the copy to host memory took."""
+
+
+@dataclass(frozen=True)
+class PlannedState:
+    """What one rank writes, and where."""
+
+    path: Path
+    """The checkpoint, as rank 0 names it."""
+    directory: RankDirectory
+    state: Flat
+    """Key -> memory or bytes, under the keys that the plan has."""
+    plan: RankPlan
+    """This rank's items; on rank 0 the plan of all ranks, too."""
+    left_out: LeftOut
+    """Keys that are not in the plan, because another checkpoint has them."""
+
+
+def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
+    layouts = layouts_of(gathered.leaves)
+    return StagedState(state, gathered.paths, gathered.kinds, gathered.shards, layouts, copy_seconds)
+
+
+class HostCopy:
+    """The host copy of one asynchronous save.
+
+    Step-stable tensors are not copied by :meth:`begin`, during the call, but by :meth:`finish`, in another thread.
+    Until :meth:`release`, what would change them waits (see :mod:`dcp_plugin.staging.guard`).
+
+    Args:
+        pool: Where the copy goes; everything that is in it is overwritten.
+        encode: Describes leaves as what this rank has of them.
+    """
+
+    def __init__(self, pool: HostPool, encode: Callable[[Mapping[str, Any]], Flat]) -> None:
+        self._pool, self._encode = pool, encode
+        self._begun: tuple[GatheredState, Snapshot] | None = None
+        self._guard: Guard | None = None
+        self._seconds = 0.0
+        self.changed = False
+        """Whether something changed the state before it was copied: what no optimizer announces."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether :meth:`finish` has nothing to copy."""
+        return self._guard is None
+
+    def begin(self, gathered: GatheredState, owners: Iterable[Any]) -> None:
+        """Copy what may change at any time.
+
+        Args:
+            owners: Modules and optimizers whose trained memory changes in steps of optimizers alone.
+        """
+        began = time.monotonic()
+        stable = StepStableMemory(owners)
+        snapshot = Snapshot(gathered.leaves, self._pool, self._encode, stable)
+        self._begun = gathered, snapshot
+        if not snapshot.complete:
+            self._guard = Guard(stable.modules)
+        self._seconds = time.monotonic() - began
+
+    def finish(self) -> StagedState:
+        """Copy the rest. Afterwards this holds no memory of the state, which may change once it is released.
+
+        Raises:
+            SaveFailed: Tensors have changed since :meth:`begin`; naming them.
+        """
+        began = time.monotonic()
+        assert self._begun is not None, "begin comes first"
+        (gathered, snapshot), self._begun = self._begun, None
+        try:
+            state = snapshot.finish()
+            return _staged(gathered, state, self._seconds + time.monotonic() - began)
+        finally:
+            self.changed = bool(snapshot.changed)
+
+    def release(self) -> None:
+        """Let go on what waits to change the state."""
+        if self._guard is not None:
+            self._guard.release()
+
+
+class SavePipeline:
+    """Plans, writes and publishes one save after another, and remembers what makes the next one cheaper: the plan,
+    what has not changed since the last checkpoint, what another checkpoint has."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
@@ -55,88 +204,160 @@ class Saving:
         self.reuse = Reuse() if config.reuse else None
         if self.reuse is not None and config.base is not None:
             self.reuse.loaded(local_path(config.base))
-        self.omission = Omission(config)
+        self.selection = KeySelection(config)
 
     def forget_plan(self) -> None:
         """The group of ranks that remember it together is no more."""
         self.exchange = PlanExchange()
         self._local = RankLocal()
 
-    def write(self, job: Gathered, ranks: Ranks) -> events.SaveFinished:
-        """Plan, write, publish. On every rank, or on none."""
+    def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: Opened, ranks: Ranks) -> None:
+        """Remember what was loaded, for the next save. Collective with ``trainable_only``."""
+        if self.reuse is not None:
+            self.reuse.loaded(opened.path)
+        if self._config.trainable_only:
+            ranks.agree(f"remember what {opened.path} has", lambda: self._remember(state, report, opened))
+
+    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
+        leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
+        tensors = {key: one for key, one in leaves.items() if is_tensor(one) or isinstance(one, ShardedValue)}
+        names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
+        self.selection.provenance.loaded(encode_state(tensors), names, opened)
+
+    def gather(self, live: LiveState) -> GatheredState:
+        """This rank's part of live objects."""
+        parts = adapters_of(live.state, stock_aliases=bool(self._config.stock_aliases))
+        leaves, paths = gather_state(parts)
+        kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
+        kept = self.selection.without_excluded(leaves)
+        return GatheredState(kept, paths, {**live.kinds, **kinds}, shards_in(parts, live.kinds, live.owners))
+
+    def encode(self, leaves: Mapping[str, Any]) -> Flat:
+        """Tensors as the chunks on this rank, other values as bytes."""
+        return encode_state(leaves, self._config.allow_pickle)
+
+    def stage_in_place(self, gathered: GatheredState) -> StagedState:
+        """Without a copy, for a save whose caller waits until it is written."""
+        return _staged(gathered, self.encode(gathered.leaves), 0.0)
+
+    def run(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> events.SaveFinished:
+        """Plan, write and publish. Collective: on every rank, or on none.
+
+        Raises:
+            CheckpointError: On every rank. What was at the path is untouched, unless the message says that the
+                checkpoint is published.
+        """
+        publication = request.publication
         began = time.monotonic()
-        planner, writer = ShardedSavePlanner(), job.writer
-        publishing = published = False
-
-        def hold() -> LocalInventory:
-            if job.failure is not None:
-                raise job.failure
-            paths = dict(job.paths)
-            state = self._leave_out(job.state, left_out, writer)
-            mine = self._local.with_rank_keys(state, paths, job.shards, ranks.rank)
-            writer.empty = [key for key, one in mine.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
-            planner.take(mine, paths)
-            return planner.local_inventory()
-
-        def write() -> _Written:
-            _refuse_another_path(job.path, path, ranks.rank)
-            events.emit(events.SaveStarted(job.path, job.step))
-            plan = SavePlan(planned.items, storage_data=WhereToWrite(ranks.rank, directory))
-            results = writer.write_data(plan, planner).wait()
-            locations: dict[MetadataIndex, Location] = {result.index: result.storage_data for result in results}
-            found = writer.findings
-            places = Places.of([locations[item.index] for item in plan.items])
-            return _Written(places, found.items, found.bytes, found.why_not)
-
-        def publish(results: list[_Written]) -> None:
-            nonlocal publishing, published
-            publishing = True
-            assert planned.global_plan is not None, "rank 0 has made it"
-            places = Places.joined([result.places for result in results]).take(in_table_order(planned.global_plan))
-            self._note_reuse(writer, results)
-            writer.finish_columns(planned.global_plan.table, places, ranks.size)
-            published = True
-            if self._config.keep_last is not None:
-                try:
-                    catalog.prune(job.path, self._config.keep_last)
-                except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
-                    logger.warning("could not delete old checkpoints beside %s: %s", job.path, error)
-
         try:
-            left_out = self.omission.agree(job.state, ranks, job.path, job.failure)
-            step = f"plan the save of {job.path}"
-            planned, (path, directory) = self.exchange.plan(step, ranks, hold, lambda: _reserve(writer), self._local)
-            ranks.combine(f"write {job.path}", write, publish)
+            left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
+            planned = self._plan(request, staged, left_out, ranks)
+            part = Attempt.of(lambda: self._write(request, planned))
+            ranks.combine(
+                f"write {request.path}", part.get, lambda parts: self._publish(request, staged.get(), planned, parts)
+            )
         except Exception as error:
-            writer.discard()
-            if published:  # and a rank was lost before all had heard of it
-                error = RankFailure(f"{error} {job.path} had been published by then, and is complete.")
-            self._tell(events.SaveAborted(job.path, job.step, ranks.rank, f"{type(error).__name__}: {error}"))
-            if type(error) is CheckpointError:  # not one of ours on some rank, told to all
-                raise SaveFailed(str(error)) from (error.__cause__ or error)
-            if isinstance(error, CheckpointError):
-                raise error
-            raise SaveFailed(f"cannot save {job.path}: {type(error).__name__}: {error}") from error
-        except BaseException:  # Ctrl-C. In the middle of publishing nothing is deleted: what was there may be aside
-            if not publishing:
-                writer.discard()
+            publication.discard()
+            self._abort(error, request, ranks.rank)
+        except BaseException:  # Ctrl-C
+            publication.discard()
             raise
         if self.reuse is not None:
-            self.reuse.published(job.path)
+            self.reuse.published(request.path)
         now = time.monotonic()
+        blocked, written = request.blocked_seconds, part.get()
         event = events.SaveFinished(
-            job.path,
-            job.step,
-            writer.bytes_written,
-            seconds=now - job.began,
-            blocked_seconds=now - job.began if job.blocked is None else job.blocked,
-            staging_seconds=job.copied,
+            request.path,
+            request.step,
+            written.nbytes,
+            seconds=now - request.began,
+            blocked_seconds=now - request.began if blocked is None else blocked,
+            staging_seconds=staged.get().copy_seconds,
             write_seconds=now - began,
             rank=ranks.rank,
-            bytes_reused=writer.findings.bytes,
+            bytes_reused=written.bytes_reused,
         )
         self._tell(event)
         return event
+
+    def _plan(
+        self, request: SaveRequest, staged: Attempt[StagedState], left_out: LeftOut, ranks: Ranks
+    ) -> PlannedState:
+        held: list[Flat] = []
+
+        def hold() -> LocalInventory:
+            mine = staged.get()
+            paths = dict(mine.paths)
+            state = mine.state
+            if left_out.keys:
+                state = {key: value for key, value in state.items() if key not in left_out.keys}
+            held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank)]
+            return LocalInventory.of_state(held[0], paths)
+
+        step = f"plan the save of {request.path}"
+        plan, (path, directory) = self.exchange.plan(
+            step, ranks, hold, lambda: _reserve(request.publication), self._local
+        )
+        return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
+
+    def _write(self, request: SaveRequest, planned: PlannedState) -> WrittenPart:
+        _refuse_another_path(request.path, planned)
+        events.emit(events.SaveStarted(request.path, request.step))
+        config = self._config
+        writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
+        items = [(item, data_of(item, planned.state)) for item in planned.plan.items]
+        frozen = {key for key, value in planned.state.items() if isinstance(value, ShardedValue) and value.frozen}
+        return WrittenPart.of(writer.write(items, planned.directory, frozen))
+
+    def _publish(
+        self, request: SaveRequest, staged: StagedState, planned: PlannedState, parts: list[WrittenPart]
+    ) -> None:
+        """On rank 0."""
+        assert planned.plan.global_plan is not None, "rank 0 has made it"
+        table = planned.plan.global_plan.table
+        places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
+        index = CheckpointIndex.of(table, places, request.publication.file_sizes())
+        index.left_out = dict(planned.left_out.keys)
+        empty = [key for key, one in planned.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
+        index.empty = [key for key in empty if key in index]
+        request.publication.publish(
+            index,
+            Facts(
+                step=request.step,
+                world_size=len(parts),
+                views=request.views,
+                aliases=request.aliases,
+                kinds=staged.kinds,
+                layouts=staged.layouts,
+                exclude=self._config.exclude,
+                base=planned.left_out.summary_of_base(request.path),
+                reused=self._reused(parts),
+            ),
+        )
+        if self._config.keep_last is not None:
+            try:
+                catalog.prune(request.path, self._config.keep_last)
+            except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
+                logger.warning("could not delete old checkpoints beside %s: %s", request.path, error)
+
+    def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:
+        """For the summary; warns of what stood in the way of more."""
+        if self.reuse is None:
+            return {}
+        self.reuse.warn(next((part.why_not_reused for part in parts if part.why_not_reused), ""))
+        items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
+        return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
+
+    def _abort(self, error: Exception, request: SaveRequest, rank: int) -> NoReturn:
+        """Tell subscribers that the save has failed, and raise it."""
+        if request.publication.published:  # and a rank was lost before all had heard of it
+            error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
+        self._tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}"))
+        if type(error) is CheckpointError:  # not one of ours on some rank, told to all
+            raise SaveFailed(str(error)) from (error.__cause__ or error)
+        if isinstance(error, CheckpointError):
+            raise error
+        raise SaveFailed(f"cannot save {request.path}: {type(error).__name__}: {error}") from error
 
     def _tell(self, event: events.SaveFinished | events.SaveAborted) -> None:
         """How a save has ended. What goes wrong with telling it is not the save's failure."""
@@ -147,40 +368,21 @@ class Saving:
         except Exception:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
 
-    def _leave_out(self, state: Flat, left_out: LeftOut, writer: ShardedWriter) -> Flat:
-        if self._config.exclude:
-            writer.facts["exclude"] = list(self._config.exclude)
-        if not left_out.keys:
-            return state
-        writer.left_out = left_out.keys
-        writer.facts["base"] = left_out.base_of(writer.path)
-        return {key: value for key, value in state.items() if key not in left_out.keys}
 
-    def _note_reuse(self, writer: ShardedWriter, results: list[_Written]) -> None:
-        """For the summary, on rank 0; and say what stood in the way of more."""
-        if self.reuse is None:
-            return
-        items = sum(one.items_reused for one in results)
-        saved = sum(one.bytes_reused for one in results)
-        if items:
-            writer.facts["reused"] = {"bytes": saved, "items": items, "from": str(self.reuse.base)}
-        self.reuse.say(next((one.why_not for one in results if one.why_not), ""))
-
-
-def _refuse_another_path(mine: Path, path: Path, rank: int) -> None:
-    if mine != path and os.path.realpath(mine) != os.path.realpath(path):
+def _refuse_another_path(mine: Path, planned: PlannedState) -> None:
+    if mine != planned.path and os.path.realpath(mine) != os.path.realpath(planned.path):
         raise CheckpointMismatch(
-            f"rank {rank} saves {mine} and rank 0 {path}: all ranks save one checkpoint together. Have rank 0 choose "
-            f"the name, and tell the others, if there is a time or a random part in it."
+            f"rank {planned.directory.rank} saves {mine} and rank 0 {planned.path}: all ranks save one checkpoint "
+            f"together. Have rank 0 choose the name, and tell the others, if there is a time or a random part in it."
         )
 
 
-def _reserve(writer: ShardedWriter) -> tuple[Path, Path]:
-    """The path of the checkpoint, and the directory in which it is made."""
-    dependent = catalog.completed_by(writer.path)
+def _reserve(publication: Publication) -> tuple[Path, Path]:
+    """On rank 0: the path of the checkpoint, and the directory in which it is made."""
+    dependent = catalog.completed_by(publication.path)
     if dependent is not None:
         raise SaveFailed(
-            f"cannot save {writer.path}: the checkpoint there has the frozen parameters that {dependent} leaves out. "
-            f"Save to a new name, or delete {dependent} first."
+            f"cannot save {publication.path}: the checkpoint there has the frozen parameters that {dependent} leaves "
+            f"out. Save to a new name, or delete {dependent} first."
         )
-    return writer.path, writer.reserve()
+    return publication.path, publication.reserve()

@@ -255,7 +255,8 @@ class SaveQueue:
     def start(self, handle: SaveHandle, copy: Callable[[], T], write: Callable[[T], events.SaveFinished]) -> None:
         """Run ``copy`` and, when the saves before have ended, ``write`` with what it returned, in a thread.
 
-        A failure of ``copy`` is a part of what it returns: ``write`` raises it together with all ranks.
+        ``copy`` ends with :meth:`SaveHandle.set_staged`. A failure of it is a part of what it returns: ``write``
+        raises it together with all ranks.
 
         If this raises, Ctrl-C for one, either the save is among :attr:`handles` and goes on, or neither runs.
         """
@@ -269,7 +270,6 @@ class SaveQueue:
                 return
             try:
                 staged = copy()
-                handle.set_staged()
                 _let_training_go_first()
                 if before is not None:
                     before.wait_done()

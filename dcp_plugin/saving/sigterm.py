@@ -1,11 +1,11 @@
-"""SIGTERM with a grace period, as SLURM and Kubernetes send it: finish the saves in flight, then do as before.
+"""SIGTERM with a grace period, as SLURM and Kubernetes send it: finish the saves in flight, then act as before.
 
-Only for those who ask (``finish_on_sigterm=True``). Whatever handler was there is called afterwards; where there was
-none, the process ends by the signal, as it would have done. Children that inherit the handler (the workers of a
-DataLoader, which are ended with SIGTERM) have no saves of their own to wait for.
+Only with ``finish_on_sigterm=True``. Then the handler that was there is called; where there was none, the process ends
+by the signal. Children that inherit the handler (workers of a DataLoader, which are ended with SIGTERM) have no saves
+of their own to wait for.
 
 The handler interrupts the main thread anywhere: in the middle of ``save``, or while it holds a lock that the save needs
-(that of a log, of a progress bar). So it does not wait there. A thread waits and then gives the signal again, and the
+(that of a log, of a progress bar). So it does not wait there. A thread waits and then raises the signal again, and the
 training goes on until then. A second signal meanwhile changes nothing: torchrun and SLURM both send one.
 """
 
@@ -40,9 +40,10 @@ _stage = _Stage.NONE
 
 
 def watch(queue: SaveQueue, limit: float) -> None:
-    """Finish its saves before SIGTERM takes effect, for ``limit`` seconds at most, until :func:`forget`.
+    """Finish the saves of ``queue`` before SIGTERM takes effect, until :func:`forget`. A second call does nothing.
 
-    Does nothing a second time.
+    Args:
+        limit: Seconds after which SIGTERM takes effect in any case.
     """
     global _previous, _stage
     if any(one() is queue for one, _ in _watched):
@@ -57,7 +58,7 @@ def watch(queue: SaveQueue, limit: float) -> None:
 
 
 def forget(queue: SaveQueue) -> None:
-    """The last one to be forgotten gives SIGTERM back, unless somebody has put a handler before ours."""
+    """No longer watch ``queue``. The last call restores the handler of SIGTERM, unless ours was replaced."""
     if all(one() is not queue for one, _ in _watched):
         return
     _watched[:] = [(one, limit) for one, limit in _watched if one() not in (queue, None)]

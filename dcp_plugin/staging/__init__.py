@@ -1,4 +1,5 @@
-"""Layer 4: the host copy that makes a save asynchronous.
+"""The host copy that makes a save asynchronous.
 
-Live tensors go in, host tensors that nobody changes come out, at once or before the next step of an optimizer.
+Enters: live tensors. Leaves: host tensors that nobody changes, at once or before the next step of an optimizer. The
+rule: a copy that may mix two states fails its save.
 """

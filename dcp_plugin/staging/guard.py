@@ -1,15 +1,15 @@
 """Holds back what would change the state while it is being copied: steps of optimizers and ``load_state_dict``.
 
-A lazy save returns before its copy is made. Any step of any ``torch.optim.Optimizer`` then waits until it is: not
-only the optimizers that are saved, since others may train the same memory under other parameters. The hook for that is
-registered with the first lazy save of a process and stays; without a copy under way it does nothing. Modules get
-theirs for the time of the copy.
+A lazy save returns before its copy is made. Until it is, every step of every ``torch.optim.Optimizer`` waits: also of
+those that are not saved, since they may train the same memory under other parameters. The hook for that is registered
+with the first lazy save of a process and stays; without a copy under way it does nothing. Modules have their hooks only
+for the time of the copy.
 
-A step that is given a closure changes nothing before it has called it, if the optimizer is one of torch's; others may
-(SAM). So with torch's the wait comes after the closure, in which Lightning runs the whole forward and backward.
+An optimizer of torch's own that is given a closure changes nothing before it has called it, so the wait comes after the
+closure, in which Lightning runs the full forward and backward. Other optimizers may change weights before (SAM).
 
-Hooks are functions of this module and not methods, so that a module can be copied or pickled while it has one. They
-are taken off by the thread that trains, when it comes by: another could meet it iterating over them.
+Hooks are functions of this module and not methods, so a module can be copied or pickled while it has one. The training
+thread removes them, when it comes by: another could meet it iterating over them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from dcp_plugin._torch_modules import is_of_torch
+
 _under_way: list[Guard] = []
-os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait for ever
+os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait forever
 
 
 class Guard:
-    """One copy under way. From its making until :meth:`release`, what would change the state waits.
+    """One copy under way. Until :meth:`release`, what would change the state waits.
 
     Args:
         modules: To load into one of them, alone or as a part of another, waits, too.
@@ -47,7 +49,7 @@ class Guard:
         _under_way.append(self)
 
     def release(self) -> None:
-        """The copy is made, or will never be."""
+        """Let what was held back go on: the copy is made, or will never be."""
         self._copied.set()
 
     @property
@@ -59,14 +61,14 @@ class Guard:
 
 
 def wait_until_copied() -> None:
-    """Wait for every copy under way in this process. For whoever is about to change parameters."""
+    """Wait for every copy under way in this process, before parameters are changed."""
     for guard in tuple(_under_way):
         guard.wait()
     take_off_hooks()
 
 
 def take_off_hooks() -> None:
-    """Remove the hooks of copies that are made. By the thread that trains."""
+    """Remove the hooks of finished copies. Called by the thread that trains."""
     for guard in tuple(_under_way):
         if guard.released:
             for hook in guard.hooks:
@@ -82,7 +84,7 @@ def _hold_back_steps() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _under_way:
         return None
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_of_torch(optimizer):
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _and_wait(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
@@ -102,4 +104,4 @@ def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def _before_load(module: nn.Module, *args: Any) -> None:
     for guard in tuple(_under_way):
-        guard.wait()  # its hooks stay for now: this one is being called from among them
+        guard.wait()  # its hooks are not removed here: this one is being called

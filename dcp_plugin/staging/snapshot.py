@@ -1,23 +1,20 @@
 """A host copy of the local shard, so that training goes on while it is written.
 
-What may change at any time is copied before :class:`Snapshot` is made. What stays as it is until the next optimizer
-step may be copied later, by :meth:`Snapshot.finish` in another thread, while the next forward and backward run; the
-step waits for it (see :mod:`dcp_plugin.staging.guard`).
+What may change at any time is copied when :class:`Snapshot` is made. Step-stable tensors, which stay as they are until
+the next optimizer step, may be copied later, by :meth:`Snapshot.finish` in another thread, while the next forward and
+backward run; the step waits for it (:mod:`dcp_plugin.staging.guard`).
 
 Such a copy is trusted only if the tensor's version is the same before and after: in-place operations count it up. What
 they do not count (writes through ``.data``, as averages are swapped in, collectives, replayed CUDA graphs, other
-languages) shows in a few elements of every tensor, which are compared, too. Only what is written to a part of one
-tensor, past all of these, is not noticed.
+languages) shows in a few elements of every tensor, which are compared as well. Only a write to a part of one tensor
+that avoids the version counter and these elements stays unnoticed.
 
 Tied tensors stay tied in the copy. Copies from a device run on a stream of their own.
 
-Host memory for copies of the local shard: sized once, filled again by every save, given back by ``free``.
-
-One slab holds all tensors that come from the host, another, pinned one those that come from a device; what is copied
-at the call and what is copied later lie apart, since the one is copied before the other is even listed. A slab is as
-large as what is copied into it and is replaced, the old one first, when that grows, or shrinks by more than a fifth:
-never is there more than one copy. Memory is pinned by registering it, because torch's own pinned memory comes in
-powers of two and is never given back.
+The memory comes from a :class:`HostPool`, which is sized once, filled again by every save, and given back by ``free``.
+Its slabs are as large as what is copied into them. A slab is replaced, the old one first, when that grows, or shrinks
+by more than a fifth: there is never more than one copy. Memory is pinned by registering it, because torch's own pinned
+memory comes in powers of two and is never given back.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed
 from dcp_plugin.host_memory import address_of, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE
+from dcp_plugin.messages import some
 from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
@@ -57,15 +55,15 @@ class _Later(NamedTuple):
 class Snapshot:
     """The copy of one save.
 
-    At the call plain tensors are only copied, and what is still not even that. What they are is described later: for a
-    thousand small ones that would take more time than copying them.
+    During the call plain tensors are only copied, and step-stable ones not even that. They are described later: for a
+    thousand small tensors that would take more time than copying them.
 
     Args:
         leaves: What to copy.
         pool: Where to; everything that is in it is overwritten.
         encode: Describes leaves as what this rank has of them.
-        still: Whether a leaf, and its memory on this rank, stay as they are until the next optimizer step, so that it
-            can be copied later.
+        step_stable: Whether a leaf, and its memory on this rank, stay as they are until the next optimizer step, so
+            that it can be copied later.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Snapshot:
         leaves: Mapping[str, Any],
         pool: HostPool,
         encode: Callable[[Mapping[str, Any]], Flat],
-        still: Callable[[Any, tuple[torch.Tensor, ...]], bool] = lambda leaf, memory: False,
+        step_stable: Callable[[Any, tuple[torch.Tensor, ...]], bool] = lambda leaf, memory: False,
     ) -> None:
         self.changed: list[str] = []
         """What :meth:`finish` found changed since this was made."""
@@ -83,13 +81,13 @@ class Snapshot:
         self._later: list[_Later] = []
         now: dict[str, torch.Tensor] = {}
         others: dict[str, Any] = {}
-        with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
+        with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
             for key, leaf in leaves.items():
                 if type(leaf) in _CONSTANT:
                     self._constant[key] = leaf
                     continue
                 memory = _memory_on_this_rank(leaf)
-                later = memory and still(leaf, memory)
+                later = memory and step_stable(leaf, memory)
                 versions = _versions_of(leaf, memory) if later else ()
                 plain = bool(memory) and type(leaf) in EXACTLY_TENSORS
                 if plain:
@@ -106,10 +104,10 @@ class Snapshot:
         sources = {_identity(key, 0, tensor): tensor for key, tensor in now.items()} | dict(_sources(described))
         places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
         _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
-        # From now on what was copied may be freed: FSDP takes the memory of a gathered parameter away, and not it.
+        # What was copied may be freed from now on: FSDP frees the storage of a gathered parameter.
         self._now = {key: (places[_identity(key, 0, tensor)], tensor) for key, tensor in now.items()}
         copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
-        copies |= _copies_of_wholes(described)
+        copies |= _copies_of_subclasses(described)
         self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}
 
     @property
@@ -118,7 +116,7 @@ class Snapshot:
         return not self._later
 
     def finish(self) -> Flat:
-        """Copy what is left; the state in host memory.
+        """Copy what is left, and return the state in host memory.
 
         Raises:
             SaveFailed: Tensors have changed since the snapshot was made; naming them.
@@ -136,9 +134,8 @@ class Snapshot:
         written = self._sample.differs(self._streams)
         self.changed = [one.key for one in later if one.counted_up or one.key in written]
         if self.changed:
-            changed, more = self.changed, f" and {len(self.changed) - 5} more" if len(self.changed) > 5 else ""
             raise SaveFailed(
-                f"{', '.join(changed[:5])}{more} changed while being copied, by something else than a step of an "
+                f"{some(self.changed, 5)} changed while being copied, by something else than a step of an "
                 f"optimizer. Save with staging='blocking', or call handle.wait_staged() before changing it."
             )
         copied |= {key: _with_copies(key, value, copies) for key, value in described.items()}
@@ -146,15 +143,15 @@ class Snapshot:
 
 
 def _sources(state: Flat) -> Iterator[tuple[Any, torch.Tensor]]:
-    """All memory of a state on this rank. What is tied comes several times, with the same identity."""
+    """All memory of a state on this rank. Tied tensors come several times, with the same identity."""
     for key, value in state.items():
         if isinstance(value, ShardedValue) and not value.stored_whole:
             for number, chunk in enumerate(value.chunks):
                 yield _identity(key, number, chunk.tensor), chunk.tensor
 
 
-def _copies_of_wholes(state: Flat) -> dict[Any, torch.Tensor]:
-    """Copies of the tensors that have no memory of their own to be copied, but parts that have."""
+def _copies_of_subclasses(state: Flat) -> dict[Any, torch.Tensor]:
+    """Copies of the tensors that consist of other tensors, and have no memory of their own."""
     copies: dict[Any, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, ShardedValue) and value.stored_whole:
@@ -168,18 +165,19 @@ def _copies_of_wholes(state: Flat) -> dict[Any, torch.Tensor]:
 
 
 def _with_copies(key: str, value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    """A value of the state with its copy in place of its memory, which it lets go of."""
+    """A value of the state with the copy in place of its memory, which is not referenced any more."""
     if not isinstance(value, ShardedValue):
         return value
     chunks = (
         LocalChunk(chunk.offsets, chunk.sizes, copies[_identity(key, number, chunk.tensor)])
         for number, chunk in enumerate(value.chunks)
     )
-    return replace(value, chunks=tuple(chunks), whole=None)
+    return replace(value, chunks=tuple(chunks), origin=None)
 
 
-def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
-    """With the threads of the caller, who waits; but for small ones, for which a tensor costs more than its bytes."""
+def _copy_now(copied: list[tuple[HostSlice, torch.Tensor]]) -> None:
+    """Copy with torch's threads, since the caller waits. Small ones by ``memmove``: an operator costs more than their
+    bytes."""
     streams = _Streams(tensor for _, tensor in copied)
     for place, tensor in copied:
         if tensor.nbytes < _SMALL and is_plain_memory(tensor):
@@ -191,8 +189,8 @@ def _copy_now(copied: list[tuple[Place, torch.Tensor]]) -> None:
 
 
 def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
-    """In this thread alone. Torch would start a team of threads for it, which compete with those of the training, and
-    go on spinning for a while: twice the CPU seconds, and no sooner done."""
+    """Copy in this thread alone. Torch would start a team of threads, which compete with those of the training and spin
+    for a while: twice the CPU seconds, and no sooner done."""
     if is_plain_memory(tensor):
         ctypes.memmove(copy.data_ptr(), address_of(tensor), tensor.nbytes)
     else:
@@ -200,14 +198,14 @@ def _copy_later(copy: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _identity(key: str, number: int, tensor: torch.Tensor) -> Any:
-    """Equal for tied tensors; empty ones have no memory to tell them by."""
+    """Equal for tied tensors. Empty ones have no memory to compare, and are identified by their key."""
     return memory_of(tensor) if tensor.numel() else (key, number)
 
 
 def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
-    """That of a kind of tensor that can be copied later; nothing for any other.
+    """The memory of a tensor whose kind can be copied later; empty for any other.
 
-    That of a plain tensor is detached: it is what it is now, whatever the other's ``.data`` will be.
+    A plain tensor is detached: the result keeps the memory of now, also if another is assigned to ``.data``.
     """
     if type(leaf) in EXACTLY_TENSORS:
         if leaf.layout is not torch.strided or leaf.is_quantized or hasattr(leaf, "global_shape"):
@@ -225,7 +223,7 @@ def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
-    """What is not is told with all others, by who describes them."""
+    """Whether the elements are in memory; if not, the error is raised where the leaf is described."""
     try:
         require_memory(tensor)
     except CheckpointMismatch:
@@ -238,38 +236,38 @@ _CONSTANT = (float, int, bool, str, bytes, type(None))
 
 
 def _versions_of(leaf: Any, memory: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
-    """In-place operations on a DTensor are counted on it, and not on its local tensor."""
+    """The version counters of a tensor. Those of a DTensor include its own, where in-place operations are counted."""
     if type(leaf) in EXACTLY_TENSORS:
         return (version_of(leaf),)
     if isinstance(leaf, DTensor):
         memory = (*memory, leaf)
-    elif isinstance(leaf, ShardedValue) and leaf.whole is not None:
-        memory = (*memory, leaf.whole)
+    elif isinstance(leaf, ShardedValue) and leaf.origin is not None:
+        memory = (*memory, leaf.origin)
     return tuple(map(version_of, memory))
 
 
-_PLACES = 8
+_SAMPLES = 8
 """Elements of a tensor that are compared: the first, the last, and some between them."""
 
 
 class _Sample:
     """A few elements of every tensor that is copied later, as they are now.
 
-    What writes weights behind the back of the version counter (averages swapped in through ``.data``, updates of
-    target networks, broadcasts) writes whole tensors, and most often all of them.
+    Writes that the version counter misses (averages swapped in through ``.data``, updates of target networks,
+    broadcasts) are mostly of all elements of a tensor, and of all tensors.
     """
 
     def __init__(self, later: Iterable[_Later]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
         for one in later:
             for tensor in one.memory:
-                places = _places_in(tensor)
+                places = _samples_of(tensor)
                 if places is not None:
                     groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
         self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
 
     def differs(self, streams: _Streams) -> set[str]:
-        """The keys of tensors that are not as they were."""
+        """The keys of tensors that have changed."""
         found: set[str] = set()
         for group, before in self._groups:
             with torch.no_grad(), streams.of(before):
@@ -281,23 +279,23 @@ class _Sample:
         return found
 
 
-def _places_in(tensor: torch.Tensor) -> torch.Tensor | None:
+def _samples_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A view of a few elements all over the memory of a tensor; None if that has gaps."""
     count = tensor.numel()
     if not count or not (tensor.is_contiguous() or _extent(tensor) == count):
         return None
-    places = min(count, _PLACES)
+    places = min(count, _SAMPLES)
     step = (count - 1) // (places - 1) if places > 1 else 1
     return tensor.as_strided((places,), (step,))
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """From the first to the last element in memory; as many as there are if no gap is between them."""
+    """Elements from the first to the last in memory: ``numel()`` if there are no gaps."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN is what it is."""
+    """Whether two tensors have the same bytes; NaN equals NaN."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -320,12 +318,12 @@ class _Streams:
             stream.synchronize()
 
 
-_ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vector instructions
+_TENSOR_ALIGNMENT = 64  # of every tensor in a slab; enough for any dtype and for vector instructions
 _SLACK = 1.25
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
-class Place(NamedTuple):
+class HostSlice(NamedTuple):
     """Where the copy of one tensor goes."""
 
     slab: torch.Tensor
@@ -341,61 +339,53 @@ class Place(NamedTuple):
 
 
 class HostPool:
-    """The host memory of one save at a time."""
+    """The host memory of one save at a time.
+
+    Four slabs: what comes from the host and what comes from a device (pinned) lie apart, and so do what is copied at
+    the call and what is copied later, since the one is copied before the other is even listed.
+    """
 
     def __init__(self) -> None:
-        self._at_the_call, self._later = _Slabs(), _Slabs()
+        self._slabs = {(later, pinned): _Slab(pinned) for later in (False, True) for pinned in (False, True)}
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def places(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """A place for each tensor. All places given out before, by either method, are used again."""
-        if sum(tensor.nbytes for tensor in tensors) > self._at_the_call.nbytes:
-            self._later.free()  # what comes here now may have been there before
-        return self._at_the_call.places(tensors)
+        held = sum(slab.memory.nbytes for (later, _), slab in self._slabs.items() if not later)
+        if sum(tensor.nbytes for tensor in tensors) > held:
+            self._free(later=True)  # what comes here now may have been there before
+        return self._places(tensors, later=False)
 
-    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+    def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """The same for those that are copied after the call."""
-        return self._later.places(tensors)
+        return self._places(tensors, later=True)
+
+    def _places(self, tensors: Sequence[torch.Tensor], later: bool) -> list[HostSlice]:
+        ends = {False: 0, True: 0}
+        starts = []
+        for tensor in tensors:
+            alignment = PAGE if tensor.nbytes >= IN_PLACE else _TENSOR_ALIGNMENT
+            start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
+            starts.append(start)
+            ends[tensor.is_cuda] = start + tensor.nbytes
+        slabs = {pinned: self._slabs[later, pinned].of_size(end) for pinned, end in ends.items()}
+        return [HostSlice(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
 
     @property
     def slabs(self) -> list[torch.Tensor]:
         """What the pool holds now."""
-        slabs = [slab.memory for both in (self._at_the_call, self._later) for slab in (both.host, both.pinned)]
-        return [slab for slab in slabs if slab.nbytes]
+        return [slab.memory for slab in self._slabs.values() if slab.memory.nbytes]
 
     @property
     def nbytes(self) -> int:
         return sum(slab.nbytes for slab in self.slabs)
 
     def free(self) -> None:
-        self._at_the_call.free()
-        self._later.free()
+        self._free(later=False)
+        self._free(later=True)
 
-
-class _Slabs:
-    """One slab for what comes from the host, and one for what comes from devices."""
-
-    def __init__(self) -> None:
-        self.host = _Slab(pinned=False)
-        self.pinned = _Slab(pinned=True)
-
-    def places(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        ends = {False: 0, True: 0}
-        starts = []
-        for tensor in tensors:
-            alignment = PAGE if tensor.nbytes >= IN_PLACE else _ALIGNMENT
-            start = ends[tensor.is_cuda] + -ends[tensor.is_cuda] % alignment
-            starts.append(start)
-            ends[tensor.is_cuda] = start + tensor.nbytes
-        slabs = {False: self.host.of_size(ends[False]), True: self.pinned.of_size(ends[True])}
-        return [Place(slabs[tensor.is_cuda], start) for tensor, start in zip(tensors, starts, strict=True)]
-
-    @property
-    def nbytes(self) -> int:
-        return self.host.memory.nbytes + self.pinned.memory.nbytes
-
-    def free(self) -> None:
-        self.host.free()
-        self.pinned.free()
+    def _free(self, later: bool) -> None:
+        for pinned in (False, True):
+            self._slabs[later, pinned].free()
 
 
 class _Slab:
@@ -422,5 +412,5 @@ class _Slab:
 
 
 def _check(code: int) -> None:
-    """Raise what the CUDA runtime says."""
+    """Raise the error of a CUDA runtime call."""
     torch.cuda.check_error(code)

@@ -1,7 +1,8 @@
-"""Layer 5: adapters between live objects and flat state.
+"""Adapters between live objects and flat state.
 
-Modules, optimizers and anything with a ``state_dict`` go in, ``{key: tensor | DTensor | ShardedTensor | value}`` comes
-out, and the other way round. Keys are fully qualified names of the unwrapped module.
+Enters: modules, optimizers, objects with a ``state_dict`` and data. Leaves: ``{key: tensor | DTensor | ShardedTensor |
+value}``, and the other way round in a load. The rule: keys are fully qualified names of the unwrapped module, whatever
+wraps it.
 """
 
 from dcp_plugin.state.annotations import mark_parameters, mark_slots

@@ -1,13 +1,14 @@
-"""The user's ``state`` mapping as parts: what each gives to a save, what it wants from a load, how it takes it.
+"""The objects of the user's ``state`` mapping: what each gives to a save, what it wants from a load, how it takes it.
 
-A part is a module, an optimizer, a ``Stateful``, or data. Everything is decided by looking at the objects; the names
-of the mapping are the first segments of the keys.
+There is an adapter for modules, optimizers, objects with a ``state_dict`` (``Stateful``) and data. The class of an
+object decides which; the names of the mapping are the first segments of the keys.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,65 +16,27 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_tensor, shape_of, with_memory
-from dcp_plugin._torch_modules import Incompatible, own_parameters
+from dcp_plugin._torch import is_tensor
+from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format import values
-from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import (
-    Walks,
-    flatten,
-    is_empty_mapping,
-    join,
-    unflatten,
-    walked_as_stored,
-    walked_by_us,
-    with_keys_of,
-    with_types_of,
-)
+from dcp_plugin.format.index import Entry
+from dcp_plugin.planning.flatten import flatten, join
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
+from dcp_plugin.state.data import MappingAdapter, StatefulAdapter, ValueAdapter
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import ModuleLoad, Read
-from dcp_plugin.state.names import joint_module, named_modules
+from dcp_plugin.state.names import trained_module
 from dcp_plugin.state.optimizer import (
-    OptimizerLoad,
     flatten_global_state,
     flatten_optimizer,
     gather_optimizer,
     group_list,
+    group_names,
     shards_of,
-    trained_names,
 )
-from dcp_plugin.tensors import OF_ITS_OWN_CLASS
-from dcp_plugin.types import KeyPath, ShardedValue
-
-
-@dataclass
-class Wanted:
-    """What a part wants from a checkpoint. Keys are relative to the part's name in the checkpoint."""
-
-    targets: dict[str, Any] = field(default_factory=dict)
-    """Tensors to fill; :class:`~dcp_plugin.state.module_load.Deferred` for those that get memory later; None for other
-    values, which are replaced by what was read."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    alien: list[str] = field(default_factory=list)
-    """The keys of a module of which nothing is stored under its own names."""
-    undecided: list[str] = field(default_factory=list)
-    """Missing keys of a module on which its own load hooks decide."""
-    stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets that each rank had for itself, and the key of the one for this rank."""
-    lost: list[str] = field(default_factory=list)
-    """Those of which none is for this rank."""
-    needless: list[str] = field(default_factory=list)
-    """Those that are for other ranks only."""
-    empty: bool = False
-    """Nothing is stored because the object had nothing to store; it takes that, too."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Targets that there would have to be to load into, and why."""
-    tolerated: str = ""
-    """If missing and unexpected keys are no error, what they mean, for a warning."""
+from dcp_plugin.state.optimizer_load import OptimizerLoad
+from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
 
 @dataclass(frozen=True)
@@ -85,7 +48,7 @@ class NamesOnly:
 
 @dataclass(frozen=True)
 class Unapplied:
-    """A module whose state is read, as it is distributed here, and not applied: whoever loads it does that later."""
+    """A module whose state is read, distributed as here, but not loaded into it: the caller does that later."""
 
     module: nn.Module
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -93,14 +56,17 @@ class Unapplied:
 
 
 class StateAdapter(Protocol):
-    """One named object of the state."""
+    """One named object of the state.
+
+    ``kind`` is ``"module"``, ``"optimizer"``, ``"stateful"`` or ``"value"``.
+    """
 
     name: str
     kind: str
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that a part is, or whose parameters it optimizes."""
+        """The module that the object is, or whose parameters it optimizes; None for any other object."""
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         """Leaves by key relative to the name, and their paths below it, but for those that are ``(key,)``."""
@@ -113,10 +79,14 @@ class StateAdapter(Protocol):
         """Decide what to read, given what is stored under the name. Changes nothing."""
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Look at the values that are no tensors before any tensor is overwritten; raise if they do not fit."""
+        """Check the values that are no tensors, before any tensor is overwritten.
+
+        Raises:
+            CheckpointMismatch: They do not fit.
+        """
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible | None:
-        """Make the object what was read: the targets of :meth:`want`, filled.
+        """Load the object from the targets of :meth:`want`, filled.
 
         Args:
             read: Fills what was deferred, once it has memory.
@@ -128,7 +98,7 @@ class StateAdapter(Protocol):
 
 
 def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[StateAdapter]:
-    """The parts of a state, modules before what may need them.
+    """The adapters of a state, modules before what may need them.
 
     Args:
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
@@ -139,70 +109,71 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
-    found = list(_objects((), state))
-    named = [".".join(map(str, path)) for path, _, _ in found]
-    if len(set(named)) < len(named):
-        raise CheckpointMismatch(f"two objects of the state have the name {max(named, key=named.count)!r}: rename one")
-    modules = {name: value for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, nn.Module)}
-    parts: list[StateAdapter] = [ModuleAdapter(name, module) for name, module in modules.items()]
-    for name, (_, _, value) in zip(named, found, strict=True):
-        if isinstance(value, Unapplied):
-            modules[name] = value.module
-            parts.append(ModuleAdapter(name, value.module, value))
-    modules.update(
-        {name: value.module for name, (_, _, value) in zip(named, found, strict=True) if isinstance(value, NamesOnly)}
-    )
+    found = [(".".join(map(str, path)), path[-1], owner, value) for path, owner, value in _objects((), state)]
+    names = [name for name, *_ in found]
+    if len(set(names)) < len(names):
+        raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
+    modules: dict[str, nn.Module] = {}
+    adapters: list[StateAdapter] = []
+    for kind in (nn.Module, Unapplied, NamesOnly):
+        for name, _, _, value in found:
+            if isinstance(value, kind):
+                modules[name] = value if isinstance(value, nn.Module) else value.module
+                if kind is not NamesOnly:
+                    unapplied = value if isinstance(value, Unapplied) else None
+                    adapters.append(ModuleAdapter(name, modules[name], unapplied))
     for module in modules.values():
         reshard(module)
-    for name, (path, owner, value) in zip(named, found, strict=True):
+    for name, key, owner, value in found:
         if name in modules:
             continue
         if isinstance(value, torch.optim.Optimizer):
-            parts.append(OptimizerAdapter(name, _trained(name, value, modules, state), value, stock_aliases))
+            adapters.append(OptimizerAdapter(name, trained_module(name, value, modules, state), value, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
-            parts.append(ValueAdapter(name, owner, path[-1]))
+            adapters.append(ValueAdapter(name, owner, key))
         elif isinstance(value, Mapping):
-            parts.append(MappingAdapter(name, value))
+            adapters.append(MappingAdapter(name, value))
         else:
-            parts.append(StatefulAdapter(name, value))
-    return parts
+            adapters.append(StatefulAdapter(name, value))
+    return adapters
 
 
-def gather_state(parts: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """All leaves by key, and the paths of those that are not at the one that their key suggests
-    (:func:`~dcp_plugin.format.columns.default_path`). Collective if a module contains FSDP1.
+def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """All leaves by key, and the paths of those whose path is not the
+    :func:`~dcp_plugin.format.columns.default_path` of their key. Collective if a module contains FSDP1.
 
     Raises:
         CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
     """
-    for one, other in itertools.pairwise(sorted(f"{part.name}." for part in parts)):
+    for one, other in itertools.pairwise(sorted(f"{adapter.name}." for adapter in adapters)):
         if other.startswith(one):
             raise CheckpointMismatch(f"the state has {one[:-1]!r} and {other[:-1]!r}, whose keys overlap: rename one")
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    for part in parts:
-        mine, unusual = part.gather()
-        prefix = f"{part.name}."
-        here = {prefix + key if key else part.name: leaf for key, leaf in mine.items()}
+    for adapter in adapters:
+        mine, unusual = adapter.gather()
+        here = {join(adapter.name, key): leaf for key, leaf in mine.items()}
         twice = leaves.keys() & here.keys()
         if twice:
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
         leaves |= here
-        above = tuple(part.name.split("."))
+        above = tuple(adapter.name.split("."))
         if len(above) > 1:
             unusual = {key: unusual.get(key, (key,)) for key in mine}
-        paths |= {join(part.name, key): above + path for key, path in unusual.items()}
+        paths |= {join(adapter.name, key): above + path for key, path in unusual.items()}
     return leaves, paths
 
 
-def shards_in(parts: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, dict[str, Box]]:
-    """The parts of sharded parameters that this rank has, by the name of their optimizer.
+def shards_in(
+    adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]
+) -> dict[str, dict[str, Box]]:
+    """This rank's parts of sharded parameters, by the name of their optimizer.
 
     Args:
-        kinds: Names of parts that are state dicts. Those of optimizers are of the optimizers in ``owners``, in their
-            order, and these train its only module.
+        kinds: Names under which there are state dicts. Those of optimizers are of the optimizers in ``owners``, in
+            their order, and these train its only module.
     """
-    found = {part.name: part.shards() for part in parts if isinstance(part, OptimizerAdapter)}
+    found = {adapter.name: adapter.shards() for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
     owners = list(owners)
     modules = [one for one in owners if isinstance(one, nn.Module)]
     optimizers = [one for one in owners if isinstance(one, torch.optim.Optimizer)]
@@ -219,7 +190,7 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
 
 
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    """(path, the mapping it is in, object) of each part. Mappings are entered if they hold live objects."""
+    """(path, the mapping it is in, object) for each object. Mappings are entered if they hold live objects."""
     for key, value in node.items():
         if isinstance(value, Mapping) and _holds_objects(value):
             yield from _objects((*path, key), value)
@@ -237,38 +208,8 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether it has state to save; a class (of optimizers, say) only describes what has."""
+    """Whether a value is an object with a state dict. A class with the methods is none."""
     return isinstance(value, Stateful) and not isinstance(value, type)
-
-
-def _trained(
-    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
-) -> nn.Module:
-    """The module that has all parameters of an optimizer, put together from several if none has."""
-    try:
-        return module_of(name, optimizer, modules)
-    except CheckpointMismatch:
-        joint = joint_module(name, optimizer, modules, state)
-        if joint is None:
-            raise
-        return joint
-
-
-def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """The module that an optimizer trains.
-
-    Raises:
-        CheckpointMismatch: None has all of its parameters.
-    """
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for module in modules.values():
-        if wanted <= {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
-            return module
-    raise CheckpointMismatch(
-        f"the parameters of the optimizer {name!r} are in no single module of the state "
-        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put "
-        f"several modules that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
-    )
 
 
 class ModuleAdapter:
@@ -278,30 +219,24 @@ class ModuleAdapter:
         self.name = name
         self.module: nn.Module = module
         self._unapplied = unapplied
-        self._load: ModuleLoad | None = None
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         state = mark_parameters(self.module, gather_module(self.module))
-        trees = [key for key, value in state.items() if isinstance(value, (dict, list, tuple)) and value]
-        paths: dict[str, KeyPath] = {}
-        for key in trees:  # of an extra state, for one
-            leaves, inside = flatten({key: state.pop(key)})
-            state |= leaves
-            paths |= {name: path for name, path in inside.items() if len(path) > 1}
-        return state, paths
+        trees = {key for key, value in state.items() if isinstance(value, (dict, list, tuple)) and value}
+        if not trees:  # of an extra state, for one
+            return state, {}
+        leaves, paths = flatten({key: state.pop(key) for key in trees})
+        return state | leaves, {key: path for key, path in paths.items() if len(path) > 1}
 
     def names(self) -> list[str]:
         return list(self._loading.state.values)
 
-    @property
+    @functools.cached_property
     def _loading(self) -> ModuleLoad:
-        self._load = self._load or ModuleLoad(self.module, apply=self._unapplied is None)
-        return self._load
+        return ModuleLoad(self.module, apply=self._unapplied is None)
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        targets, missing = self._loading.want(stored, paths)
-        unexpected = [key for key in stored if key not in targets]
-        return Wanted(targets, missing, unexpected, self._loading.alien_to(stored), self._loading.undecided)
+        return self._loading.want(stored, paths)
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""
@@ -321,7 +256,6 @@ class OptimizerAdapter:
         self.module = module
         self._optimizer = optimizer
         self._stock_aliases = stock_aliases
-        self._load: OptimizerLoad | None = None
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self._optimizer)
@@ -337,194 +271,16 @@ class OptimizerAdapter:
         return shards_of(self.module, self._optimizer)
 
     def names(self) -> list[str]:
-        trained = trained_names(self.module, self._optimizer)
-        return [f"{kind}.{fqn}." for fqn in trained for kind in ("state", "param_groups")]
+        groups = group_names(self.module, self._optimizer)
+        return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
-        targets = self._load.targets()
-        wanted = Wanted(targets, self._load.missing, self._load.unexpected, refused=self._load.refused)
-        wanted.stored_as, wanted.lost, wanted.needless = self._load.stored_as, self._load.lost, self._load.needless
-        if stored and not self._load.foreign:
-            wanted.tolerated = (
-                "parameters that are trained now and were not then start with fresh optimizer state, and the state of "
-                "those that are not trained now is left out"
-            )
-        return wanted
+        self._load.targets()
+        return self._load.wanted
 
     def check(self, values: Mapping[str, Any]) -> None:
-        assert self._load is not None
         self._load.check(values)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        assert self._load is not None
         self._load.commit(filled)
-
-
-class TreeAdapter:
-    """Common to data and Stateful objects: the checkpoint says what is there, the object only offers memory for it."""
-
-    kind = "value"
-    module: nn.Module | None = None
-    may_grow = False
-    """Whether a tensor may have another shape than in the checkpoint."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._paths: dict[str, KeyPath] = {}
-        self._empty: dict[str, Any] = {}
-        """The empty mappings that the object has now and of which nothing is stored: stock never stores them."""
-        self._order: list[str] = []
-
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        raise NotImplementedError
-
-    def names(self) -> list[str]:
-        return list(self.gather()[0])
-
-    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        current, mine_at = self.gather(walked_as_stored(stored))
-        needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
-        wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
-        self._order = list(current)
-        self._empty = {
-            key: value
-            for key, value in current.items()
-            if key not in needed and not any(not key or other.startswith(f"{key}.") for other in stored)
-        }
-        for key, entry in stored.items():
-            mine = current.get(key)
-            if isinstance(entry, StoredTensor):
-                made = wanted.targets[key] = self._memory_for(entry, mine)
-                if entry.stored_whole and made is not mine and type(made) is torch.Tensor:
-                    wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
-            else:
-                wanted.targets[key] = None
-        self._paths = {key: with_keys_of(mine_at.get(key), path) for key, path in paths.items()}
-        self._paths |= {key: mine_at[key] for key in self._empty}
-        return wanted
-
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Any value is fine."""
-
-    def _memory_for(self, entry: StoredTensor, mine: Any) -> Any:
-        """The object's own tensor, or a new one where it has none to offer."""
-        if is_tensor(mine):
-            mine = with_memory(mine)
-            if not self.may_grow or shape_of(mine) == entry.shape:
-                return mine
-        return torch.empty(entry.shape, dtype=entry.dtype)
-
-    def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """The structure may differ from the checkpoint's; that nothing is stored at all is a miss."""
-        return [] if stored or not current else [""]
-
-    def tree(self, filled: dict[str, Any]) -> Any:
-        filled = self.with_empty(filled)
-        return filled[""] if "" in filled else unflatten(filled, self._paths)
-
-    def with_empty(self, filled: dict[str, Any]) -> dict[str, Any]:
-        """What was read, and the empty mappings in their places among it."""
-        if not self._empty:
-            return filled
-        both = filled | self._empty
-        return {key: both[key] for key in self._order if key in both} | both
-
-
-def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """An empty mapping is a value too, stored under the bare name."""
-    return flatten(tree, walks) if tree else ({"": {}}, {"": ()})
-
-
-class StatefulAdapter(TreeAdapter):
-    kind = "stateful"
-    may_grow = True
-
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__(name)
-        self._value = value
-        self._current: Any = {}
-
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        self._current = self._value.state_dict()
-        return _flatten_or_empty(self._current, walks)
-
-    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        self._value.load_state_dict(with_types_of(self._current, self.tree(filled)))
-
-
-class MappingAdapter(TreeAdapter):
-    def __init__(self, name: str, value: Mapping[str, Any]) -> None:
-        super().__init__(name)
-        self._value = value
-
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return _flatten_or_empty(self._value, walks)
-
-    def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """Whoever names the keys of a mapping wants all of them; an empty container takes what comes."""
-        if not stored:
-            return [""] if current else []
-        empty = {key for key, value in current.items() if isinstance(value, (Mapping, list)) and not value}
-        return [
-            key
-            for key in current
-            if key and key not in stored and not (key in empty and any(other.startswith(f"{key}.") for other in stored))
-        ]
-
-    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        if not isinstance(self._value, MutableMapping):
-            return
-        holders = {key: _holder_of(self._value, self._paths[key]) for key in filled}
-        if "" not in filled and all(holder is not None for holder in holders.values()):
-            for key, holder in holders.items():  # the structure is there: leaf by leaf, also in lists
-                holder[_step(self._paths[key][-1])] = filled[key]
-        else:
-            _update(self._value, with_types_of(self._value, self.tree(filled)))
-
-
-def _holder_of(node: Any, path: KeyPath) -> Any:
-    """The mapping or list in ``node`` that has the last step of the path; None if there is none."""
-    for part in path[:-1]:
-        node = node[_step(part)] if _has(node, _step(part)) else None
-    return node if path and _has(node, _step(path[-1])) else None
-
-
-def _has(node: Any, step: Any) -> bool:
-    if isinstance(node, list):
-        return isinstance(step, int) and step < len(node)
-    return isinstance(node, MutableMapping) and step in node
-
-
-def _step(part: Any) -> Any:
-    return part[1] if isinstance(part, tuple) else part
-
-
-def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
-    """Replace what the tree has, keep the rest; nested mappings stay the same objects."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and isinstance(target.get(key), MutableMapping):
-            _update(target[key], value)
-        else:
-            target[key] = value
-
-
-class ValueAdapter(TreeAdapter):
-    """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
-
-    def __init__(self, name: str, owner: Any, key: Any) -> None:
-        super().__init__(name)
-        self._owner = owner
-        self._key = key
-
-    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        leaves, paths = flatten({"it": self._owner[self._key]}, lambda key, value: walks(key[3:], value))
-        return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
-
-    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        filled = self.with_empty(filled)
-        if not filled:
-            return
-        paths = {key: ("it", *self._paths[key]) for key in filled}
-        loaded = unflatten(filled, paths)["it"]
-        self._owner[self._key] = values.on_devices_of(self._owner[self._key], loaded)

@@ -1,18 +1,17 @@
-"""What nobody can tell from a tensor alone: whether DDP keeps it equal on all ranks, and whether it is trained.
+"""Marks tensors as replicated, frozen or step-stable: what a tensor itself does not tell.
 
-Of a plain tensor nobody can tell whether the other ranks have the same. Parameters under DDP, and state of their shape
-of an optimizer of torch's own, are known to be equal, so that ranks can share the writing of them. Buffers are not:
-between two forward passes each rank has its own. Other optimizers may round at random, each rank in its own way: shared
-writing would mix the ranks' rows, so rank 0's state counts. Parameters that are not trained are worth looking at before
-they are written again.
+Replicated: parameters under DDP, and state of their shape in an optimizer of torch's own, are equal on all ranks, so
+ranks share the writing of them. Buffers are not: between two forward passes each rank has its own. Other optimizers may
+round at random, each rank in its own way; shared writing would mix the rows of several ranks, so rank 0's state counts.
 
-Which memory stays as it is until the next step of an optimizer, so that a lazy save may copy it later.
+Frozen: parameters that are not trained are expected to be the same at the next save.
 
-That is: what is trained (parameters that require gradients), and the optimizers' tensors for it. Everything else may
-change at any moment and is copied at once: buffers (running statistics change in the forward pass), parameters that do
+Step-stable: memory that stays as it is until the next step of an optimizer, so that a lazy save may copy it later. That
+is what is trained (parameters that require gradients), and the optimizers' tensors for it. Everything else may change
+at any moment and is copied during the call: buffers (running statistics change in the forward pass), parameters that do
 not require gradients (target networks and averages are written by hand), weights that torch averages, what shares
-memory with any of these, and whatever belongs to no module or optimizer. Under FSDP1 nothing is still: its state dicts
-are fresh copies already.
+memory with any of these, and what belongs to no module or optimizer. Under FSDP1 nothing is step-stable: its state
+dicts are fresh copies already.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
-from dcp_plugin._torch_modules import own_buffers, own_parameters
+from dcp_plugin._torch_modules import is_of_torch, own_buffers, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, is_ddp, named_modules, parameters_by_name
@@ -72,13 +71,13 @@ def _as_frozen(value: Any) -> Any:
         return replace(value, frozen=True)
     try:
         return replace(sharded_value(value), frozen=True, layout=layout_of(value)) if is_tensor(value) else value
-    except CheckpointMismatch:  # refused later, together with all others
+    except CheckpointMismatch:  # raised when it is described, with all others that are
         return value
 
 
 def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The flat state of an optimizer with the slots of replicated parameters marked."""
-    shapes = _replicated(module) if _is_of_torch(optimizer) else {}
+    shapes = _replicated(module) if is_of_torch(optimizer) else {}
     if not shapes:
         return state
     marked = {}
@@ -87,11 +86,6 @@ def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
             value = _marked(value)
         marked[key] = value
     return marked
-
-
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether equal gradients give equal state on all ranks; of a subclass nobody knows."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
@@ -113,7 +107,7 @@ def _is_replica(value: Any, shape: torch.Size | None) -> bool:
 
 def _marked(value: Any) -> Any:
     try:
-        return replace(sharded_value(value, any_rank=True), whole=value)
+        return replace(sharded_value(value, any_rank=True), origin=value)
     except CheckpointMismatch:
         return value
 
@@ -127,30 +121,30 @@ class StepStableMemory:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self.modules: list[nn.Module] = []
-        """Those with parameters of their own: to load into one of them changes some of this."""
+        """Those with parameters of their own: a load into one of them changes step-stable memory."""
         self._slots: dict[int, torch.Tensor] = {}
         trained: set[int] = set()
-        self._moving: set[int] = set()
+        self._unstable: set[int] = set()
         for one in objects:
             if isinstance(one, nn.Module):
                 children = [child for _, child in named_modules(one)]
                 self.modules += [child for child in children if next(own_parameters(child), None) is not None]
                 parameters = [parameter for child in children for _, parameter in own_parameters(child)]
                 trained.update(_memory(parameter for parameter in parameters if parameter.requires_grad))
-                self._moving.update(_memory(parameter for parameter in parameters if not parameter.requires_grad))
-                self._moving.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
+                self._unstable.update(_memory(parameter for parameter in parameters if not parameter.requires_grad))
+                self._unstable.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
                 for averaged in (child for child in children if isinstance(child, AveragedModel)):
-                    self._moving.update(_memory(averaged.parameters()))
+                    self._unstable.update(_memory(averaged.parameters()))
             elif isinstance(one, torch.optim.Optimizer):
                 slots = (slot for slots in one.state.values() for slot in _tensors(slots))
                 self._slots.update((id(slot), slot) for slot in slots)
-        self._still = trained - self._moving - {0}  # where nothing is
+        self._stable = trained - self._unstable - {0}  # where nothing is
 
     def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
-        """Whether a leaf of the state is still, and what this rank has of it."""
+        """Whether a leaf of the state, with its memory on this rank, is step-stable."""
         places = _places(memory)
-        whole = leaf.whole if isinstance(leaf, ShardedValue) else leaf
-        return self._moving.isdisjoint(places) if id(whole) in self._slots else self._still.issuperset(places)
+        live = leaf.origin if isinstance(leaf, ShardedValue) else leaf
+        return self._unstable.isdisjoint(places) if id(live) in self._slots else self._stable.issuperset(places)
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:
@@ -167,12 +161,12 @@ def _tensors(slots: Any) -> Iterator[torch.Tensor]:
 
 
 def _memory(tensors: Iterable[Any]) -> list[int]:
-    with torch.no_grad():  # it takes the memory of a DTensor as it is, and makes no view of it
+    with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
         return _places([tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where the storages begin; 0 for what has none, which is copied at the call in any case."""
+    """Where the storages begin; 0 for a tensor without, which is copied during the call in any case."""
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
     except Exception:  # each kind without memory has its own

@@ -1,24 +1,21 @@
 """Module state by clean FQN, for any wrapper; sharded views, no copies where the wrapper allows.
 
 Parameters of a plain module, DDP, FSDP2 and tensor parallelism are what they seem: ``state_dict()`` gives views of
-them (DTensors where they are sharded), and filling a view loads the parameter. FSDP1 is the exception, see
-:mod:`dcp_plugin.state.module`.
+them (DTensors where they are sharded), and filling a view loads the parameter.
 
-FSDP1: the only wrapper whose state does not live in the parameters that one sees.
+FSDP1 is the only wrapper whose state does not lie in the parameters that one sees: it keeps flat parameters. Its state
+dicts are made by communication and hold ShardedTensors (DTensors with a device mesh), and they are loaded through it.
+That goes through the public ``torch.distributed.checkpoint.state_dict`` functions, with two corrections:
 
-``FullyShardedDataParallel`` keeps flat parameters. Its state dicts are made by communication and hold ShardedTensors
-(DTensors with a device mesh), and they must be loaded through it. All of that goes through the public
-``torch.distributed.checkpoint.state_dict`` functions; what those get wrong is put right here:
-
-- ``get_optimizer_state_dict`` steps a fresh optimizer to invent its state, on each rank that has none. A save must not
-  change anything, so FSDP is asked directly.
+- ``get_optimizer_state_dict`` steps an optimizer that has no state, on each rank that has none, to invent it. A save
+  must not change anything, so FSDP is asked directly.
 - ``set_optimizer_state_dict`` invents ``step`` for parameters that the loaded state does not have; it is removed.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,20 +38,20 @@ from torch.distributed.fsdp import (
 
 from dcp_plugin import _torch_modules
 from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
-from dcp_plugin._torch_modules import checkpointable_parameters, overrides_load_state_dict
+from dcp_plugin._torch_modules import Incompatible, checkpointable_parameters, overrides_load_state_dict
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
+from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import memory_of
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP2 put its sharded parameters back where a forward has left whole ones, as ``state_dict()`` does.
+    """Have FSDP2 put its sharded parameters back where a forward has left gathered ones, as ``state_dict()`` does.
 
     Under ``no_grad`` no backward does that for the root, and optimizers hold the sharded ones.
     """
     for _, child in named_modules(module):
-        if child._state_dict_pre_hooks:
-            _torch_modules.reshard(child)
+        _torch_modules.reshard(child)
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:
@@ -73,7 +70,7 @@ class ModuleState:
     values: dict[str, Any]
     """By clean FQN."""
     raw: dict[str, str]
-    """The key in ``state_dict()`` of each clean FQN; under FSDP1, where nobody needs it, the FQN itself."""
+    """The key in ``state_dict()`` of each clean FQN; under FSDP1, where it is not used, the FQN itself."""
     metadata: dict[str, Any]
     """What ``state_dict()`` says of each submodule: the version of its class."""
     clean: CleanNames
@@ -104,7 +101,7 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     Collective if the module contains FSDP1.
 
     Args:
-        strict: What a ``load_state_dict`` of the module's own is told. Nothing else raises for the keys.
+        strict: What an overridden ``load_state_dict`` is told. Torch's own collects the keys, and does not raise.
 
     Raises:
         RuntimeError: As ``nn.Module.load_state_dict``: a tensor has another shape.
@@ -114,28 +111,35 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in module.state_dict()}
     given = {wrapped.get(name, name): value for name, value in state.items()}
-    kwargs = {} if strict and overrides_load_state_dict(module) else {"strict": False}
-    found = module.load_state_dict(given, **kwargs)
-    return clean_keys(clean, found)
+    found = call_load_state_dict(module, given, strict) or Incompatible()
+    return list(dict.fromkeys(map(clean, found.missing))), list(dict.fromkeys(map(clean, found.unexpected)))
 
 
-def clean_keys(clean: CleanNames, found: Any) -> tuple[list[str], list[str]]:
-    """The missing and the unexpected keys of what ``load_state_dict`` returned; an override may return anything."""
-    missing, unexpected = getattr(found, "missing_keys", ()), getattr(found, "unexpected_keys", ())
-    return list(dict.fromkeys(map(clean, missing))), list(dict.fromkeys(map(clean, unexpected)))
+def call_load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Incompatible | None:
+    """``module.load_state_dict``; None if it is an override that does not say what was missing and unexpected.
+
+    Args:
+        strict: What an override is told. That of torch collects the keys, and does not raise for them.
+    """
+    lenient = not strict or not overrides_load_state_dict(module)
+    result: Any = module.load_state_dict(state, **({"strict": False} if lenient else {}))
+    if not hasattr(result, "missing_keys"):
+        return None
+    return Incompatible(list(result.missing_keys), list(getattr(result, "unexpected_keys", ())))
 
 
 def materialise(module: nn.Module) -> list[str]:
     """Give memory to what is on the meta device, so that a load can fill it. Parameters stay the same objects, for
     optimizers that hold them and for modules that share them.
 
-    Returns the clean names of what has memory now, and waits for values; a tied parameter has its first name.
-
     The memory is on the device of a DTensor's mesh, else torch's default device. Buffers that are not persistent are
     in no checkpoint: they get memory without values, and a warning names them.
+
+    Returns:
+        The clean names of what has memory now and needs values; a tied parameter has its first name.
     """
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return []  # before state_dict, which under FSDP1 would gather the whole model
+        return []  # before state_dict, which under FSDP1 would gather all of the model
     clean = CleanNames(module)
     in_checkpoints = set(module.state_dict())
     lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
@@ -183,7 +187,10 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Whether two tensors are the same memory on this rank, seen in the same way."""
+    """Whether two tensors are the same memory on this rank, seen in the same way. Every load asks for every tensor, so
+    plain ones are compared without a description."""
+    if type(one) in EXACTLY_TENSORS and type(other) in EXACTLY_TENSORS:
+        return memory_of(one) == memory_of(other)
     mine, others = sharded_value(one).chunks, sharded_value(other).chunks
     return [memory_of(chunk.tensor) for chunk in mine] == [memory_of(chunk.tensor) for chunk in others]
 
@@ -242,7 +249,7 @@ def apply_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def _any_rank_has_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """All of a small trainable part may lie on one rank; the others must take part in gathering its state."""
+    """Whether any rank has state. All of it may lie on one rank, and the others must take part in gathering it."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
     found = torch.tensor(int(any(optimizer.state.values())), device=wrapper.compute_device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
@@ -288,7 +295,7 @@ def same_flat_parameter(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The public functions use FSDP's deprecated context managers and warn about that on every call."""
+    """Silence the public functions, which warn on every call that they use deprecated context managers of FSDP."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")

@@ -10,7 +10,6 @@ Hooks are called in the order of ``nn.Module.load_state_dict``, and as often.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,11 +32,18 @@ from dcp_plugin._torch_modules import (
     takes_state_dict,
 )
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import flatten, unflatten
-from dcp_plugin.state.module import ModuleState, apply_module, own_tensors, same_memory, same_parameter
+from dcp_plugin.planning.flatten import flatten, name_of, unflatten, with_types_of
+from dcp_plugin.state.module import (
+    ModuleState,
+    apply_module,
+    call_load_state_dict,
+    own_tensors,
+    same_memory,
+    same_parameter,
+)
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
-from dcp_plugin.types import KeyPath
+from dcp_plugin.types import KeyPath, Wanted
 
 Read = Callable[[dict[str, Any]], None]
 """Fills tensors, given by key relative to the module, from the checkpoint."""
@@ -57,7 +63,7 @@ class Deferred:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """That of the module."""
+        """The dtype in the module; None if nothing of the module is replaced."""
         return self.like.dtype if is_tensor(self.like) else None
 
     def allocate(self) -> Any:
@@ -79,7 +85,7 @@ class ModuleLoad:
     Args:
         apply: Whether to load the module. If not, everything that is stored for it is read into :attr:`unapplied`.
 
-    Making one is collective if the module contains FSDP1.
+    Making one is collective if the module contains FSDP1. :meth:`want` and :meth:`take` are called once, in this order.
     """
 
     def __init__(self, module: nn.Module, apply: bool = True) -> None:
@@ -91,7 +97,7 @@ class ModuleLoad:
         self._hooked: set[str] = set()
         if not apply or self._overridden:
             self._hooked = {""}
-        elif not self._fsdp1:  # whose load goes through load_state_dict as a whole
+        elif not self._fsdp1:  # FSDP1 is loaded through load_state_dict
             self._hooked = set(_topmost_that_take_a_state_dict(module, ""))
         values, clean = self.state.values, self.state.clean_prefix
         self._free = {key for key, value in values.items() if not is_tensor(value) or _is_extra(key)}
@@ -104,7 +110,7 @@ class ModuleLoad:
             for parent in _parents(key)
         }
         # Where a submodule is sharded its hooks get what the module has, sharded as it is. What else is stored stays
-        # unread: nobody could tell how to distribute it.
+        # unread, since its distribution is not known.
         self._judging = {below for below in self._below if not apply or below not in sharded}
         self._forgiving = set(map(clean, _with_post_hooks(module, ""))) if apply and not self._fsdp1 else set()
         self._apart = self._tied_to_hooked()
@@ -112,16 +118,13 @@ class ModuleLoad:
         self._parts: dict[str, list[str]] = {}
         self._tied: dict[str, str] = {}
         self._wanted: set[str] = set()
-        self.undecided: list[str] = []
-        """Keys that are missing, after :meth:`want`, where the module's own code may know a way out."""
+        self._undecided: set[str] = set()
         self.unapplied: dict[str, Any] = {}
         """What was read and not applied, by clean FQN."""
 
-    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> tuple[dict[str, Any], list[str]]:
-        """What to read: a tensor to fill, :class:`Deferred`, or None for a value; and the keys that are missing.
-
-        What is missing where the module's own code may know a way out is in :attr:`undecided` instead.
-        """
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        """What to read, given what is stored. Missing keys for which the module's own code may find something are
+        ``undecided``."""
         self._paths, values = paths, self.state.values
         self._parts = defaultdict(list)
         for name in stored:
@@ -134,30 +137,29 @@ class ModuleLoad:
             if key in self._free:  # what is stored says what it is, and it may be a tree
                 names = names or self._parts.get(key, [])
                 inner = {} if is_tensor(value) else flatten({key: value})[0]
-                targets |= {name: _room(stored[name], inner.get(name)) for name in names}
+                targets |= {name: _target_for(stored[name], inner.get(name)) for name in names}
             elif names and (key in self._apart or _is_below(key, self._below)):
-                targets[key] = _room(stored[key], value)
+                targets[key] = _target_for(stored[key], value)
             elif names:
                 targets[key] = value
             if not names and not _is_empty(value):  # stock DCP stores nothing for an empty container
                 absent.append(key)
         judged = [key for key in stored if key not in targets and _is_below(key, self._judging)]
-        targets |= {key: _room(stored[key], None) for key in judged}
+        targets |= {key: _target_for(stored[key], None) for key in judged}
         self._tied = self._filled_under_another_name(absent, targets)
         for key, other in self._tied.items():  # else it would be applied with the old values
             values[key] = values[other]
         self._wanted = set(targets)
         absent = [key for key in absent if key not in self._tied]
-        self.undecided = [key for key in absent if _is_below(key, self._judging | self._forgiving)]
-        undecided = set(self.undecided)
-        return targets, [key for key in absent if key not in undecided]
-
-    def alien_to(self, stored: Mapping[str, Entry]) -> list[str]:
-        """The tensors of the module, if nothing of it is stored under its own names."""
-        values = self.state.values
-        if any(key in stored for key in values):
-            return []
-        return [key for key in values if key not in self._free] or list(values)
+        self._undecided = {key for key in absent if _is_below(key, self._judging | self._forgiving)}
+        is_unmatched = not any(key in stored for key in values)
+        return Wanted(
+            targets,
+            missing=[key for key in absent if key not in self._undecided],
+            unexpected=[key for key in stored if key not in targets],
+            unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
+            undecided=[key for key in absent if key in self._undecided],
+        )
 
     def take(self, filled: Mapping[str, Any], read: Read, strict: bool) -> Incompatible:
         """Load what :meth:`want` has asked for, or a part of it. Collective if the module contains FSDP1.
@@ -168,22 +170,20 @@ class ModuleLoad:
         Returns:
             What the module's own code has left missing and unexpected.
         """
-        load = _Taking(self, dict(filled), read)
+        self._filled, self._read = filled, read
+        self._sort_out()
         found = Incompatible()
         if not self._apply:
-            self.unapplied = load.values_below("")
+            self.unapplied = self._values_below("")
         elif self._fsdp1:
-            apply_module(self._module, {**self.state.values, **load.values_below("")}, strict=False)
+            apply_module(self._module, {**self.state.values, **self._values_below("")}, strict=False)
         elif self._overridden:
-            result = self._module.load_state_dict(load.whole(), **({} if strict else {"strict": False}))
-            found.missing += getattr(result, "missing_keys", ())
-            found.unexpected += getattr(result, "unexpected_keys", ())
-            if not strict and not hasattr(result, "missing_keys"):  # it does not say, and was told not to raise
-                found.missing += [self.state.raw[key] for key in self.undecided]
+            unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
+            found = call_load_state_dict(self._module, self._full_state_dict(), strict) or unsaid
         else:
-            load.walk(self._module, "", None, found)
+            self._walk(self._module, "", None, found)
         clean = self.state.clean
-        unknown = load.missing_in_place - set(self.undecided)  # in no state dict of the module: not saved, not missed
+        unknown = self._missing_in_place - self._undecided  # in no state dict of the module: not saved, not missed
         missing = [key for key in dict.fromkeys(map(clean, found.missing)) if key not in self._tied.keys() | unknown]
         return Incompatible(missing, list(dict.fromkeys(map(clean, found.unexpected))), found.errors)
 
@@ -203,92 +203,91 @@ class ModuleLoad:
         filled = {same[key]: key for key in targets if key in same}
         return {key: filled[same[key]] for key in absent if same.get(key) in filled}
 
-
-class _Taking:
-    """The second half of a load: what was read, on its way into the module."""
-
-    def __init__(self, load: ModuleLoad, filled: dict[str, Any], read: Read) -> None:
-        self._load, self._filled, self._read = load, filled, read
-        complete = filled.keys() == load._wanted
-        self._touched = None if complete else {parent for name in filled for parent in _parents(name)}
-        self.missing_in_place: set[str] = set()
+    def _sort_out(self) -> None:
+        """Sort what was read by where it goes: into copies beside a module's own memory, or handed over from above."""
+        complete = self._filled.keys() == self._wanted
+        self._touched = None if complete else {parent for name in self._filled for parent in _parents(name)}
+        self._missing_in_place: set[str] = set()
         """Clean keys that torch would miss in submodules that were filled in place."""
         self._copies: dict[str, dict[str, str]] = defaultdict(dict)
         self._keys_below: dict[str, list[str]] = defaultdict(list)
         self._names_below: dict[str, list[str]] = defaultdict(list)
-        if load._fsdp1 and load._apply:
-            return  # whose load is that of the whole
-        own = own_tensors(load._module)
-        for key, value in load.state.values.items():
-            below = _topmost(key, load._below)
+        if self._fsdp1 and self._apply:
+            return  # which is loaded in one call
+        own = own_tensors(self._module)
+        for key, value in self.state.values.items():
+            below = _topmost(key, self._below)
             if below is not None:
                 self._keys_below[below].append(key)
                 continue
-            free = key in load._free
-            here = key in filled or key in load._tied or (free and any(name in filled for name in load._parts[key]))
-            apart = free or key in load._apart or key not in own
+            free = key in self._free
+            here = (
+                key in self._filled
+                or key in self._tied
+                or (free and any(name in self._filled for name in self._parts[key]))
+            )
+            apart = free or key in self._apart or key not in own
             if here and (apart or not same_memory(own[key], value)):
                 self._copies[_above(key)][key.rpartition(".")[2]] = key
-        for name in filled:
-            if (below := _topmost(name, load._below)) is not None:
+        for name in self._filled:
+            if (below := _topmost(name, self._below)) is not None:
                 self._names_below[below].append(name)
 
-    def walk(self, module: nn.Module, prefix: str, state: dict[str, Any] | None, found: Incompatible) -> None:
+    def _walk(self, module: nn.Module, prefix: str, state: dict[str, Any] | None, found: Incompatible) -> None:
         """The recursion of ``nn.Module.load_state_dict``.
 
         Args:
             state: What a module above has been handed; None if all that is below it was filled in place.
         """
-        clean = self._load.state.clean_prefix(prefix)
+        clean = self.state.clean_prefix(prefix)
         if state is None and self._touched is not None and clean not in self._touched:
             return
-        metadata = self._load.state.metadata.get(prefix.removesuffix("."), {})
-        if state is None and prefix in self._load._hooked:
+        metadata = self.state.metadata.get(prefix.removesuffix("."), {})
+        if state is None and prefix in self._hooked:
             state = self._handed_to(prefix)
         handed = state
         if state is None:
             handed = self._of_one(module, prefix, self._copies.get(clean, {}))
             absent = [name for name in own_state(module) if not self._is_filled(f"{clean}{name}")]
             found.missing += [f"{prefix}{name}" for name in absent]
-            self.missing_in_place.update(f"{clean}{name}" for name in absent)
+            self._missing_in_place.update(f"{clean}{name}" for name in absent)
         if handed is not None:
             load_from_state_dict(module, handed, prefix, metadata, found)
         for name, child in own_modules(module):
             below = f"{prefix}{name}."
             part = None if state is None else {key: value for key, value in state.items() if key.startswith(below)}
-            self.walk(child, below, part, found)
+            self._walk(child, below, part, found)
         call_post_load_hooks(module, found, of_torch_too=state is not None)
 
-    def whole(self) -> OrderedDict[str, Any]:
-        """The state dict of the whole module, for a ``load_state_dict`` of its own."""
+    def _full_state_dict(self) -> OrderedDict[str, Any]:
+        """The full state dict of the module, for a ``load_state_dict`` of its own."""
         state: OrderedDict[str, Any] = self._handed_to("")
-        state._metadata = self._load.state.metadata  # type: ignore[attr-defined]
+        state._metadata = self.state.metadata  # type: ignore[attr-defined]
         return state
 
-    def values_below(self, below: str) -> dict[str, Any]:
-        """Everything below a clean prefix, read, by clean FQN."""
-        load = self._load
+    def _values_below(self, below: str) -> dict[str, Any]:
+        """Read everything below a clean prefix, by clean FQN."""
         keys, names = self._keys_below[below], self._names_below[below]
-        if load._fsdp1 and load._apply:
-            keys, names = list(load.state.values), list(self._filled)
+        if self._fsdp1 and self._apply:
+            keys, names = list(self.state.values), list(self._filled)
         found = self._read_now(names)
         ordered = {key: value for key in keys if (value := self._assembled(key, found)) is not _NOTHING}
-        inside = {*ordered, *(name for key in ordered if key in load._free for name in load._parts[key])}
+        inside = {*ordered, *(name for key in ordered if key in self._free for name in self._parts[key])}
         ordered |= {name: value for name, value in found.items() if name not in inside}
-        tied = {key: load._tied[key] for key in keys if key in load._tied}
-        return ordered | {key: found.get(other, load.state.values[other]) for key, other in tied.items()}
+        tied = {key: self._tied[key] for key in keys if key in self._tied}
+        return ordered | {key: found.get(other, self.state.values[other]) for key, other in tied.items()}
 
     def _is_filled(self, key: str) -> bool:
-        return key in self._filled or key in self._load._tied
+        return key in self._filled or key in self._tied
 
     def _handed_to(self, prefix: str) -> OrderedDict[str, Any]:
         """What torch would hand to a submodule: its part of the state dict, under the keys of ``state_dict()``."""
-        below = self._load.state.clean_prefix(prefix)
+        below = self.state.clean_prefix(prefix)
         above = prefix.replace(_CHECKPOINT_WRAPPER, "")
-        raw = self._load.state.raw
+        raw = self.state.raw
         owners = {_above(key): _above(raw[key]) for key in self._keys_below[below] if key in raw}
         handed: OrderedDict[str, Any] = OrderedDict()
-        for key, value in self.values_below(below).items():
+        for key, value in self._values_below(below).items():
             owner = next((one for one in _owners(key) if one in owners), None)  # of what is only stored: the nearest
             name = raw.get(key) or (owners[owner] + key[len(owner) :] if owner is not None else "")
             handed[prefix + (name[len(above) :] if name.startswith(above) and name else key[len(below) :])] = value
@@ -302,14 +301,14 @@ class _Taking:
         mine = {name: key for name, key in copies.items() if name in own or (extra and name == _EXTRA_STATE)}
         if not mine:
             return None
-        trees = [name for key in mine.values() if key in self._load._free for name in self._load._parts[key]]
+        trees = [name for key in mine.values() if key in self._free for name in self._parts[key]]
         found = self._read_now([name for name in (*mine.values(), *trees) if name in self._filled])
         values = {name: self._assembled(key, found) for name, key in mine.items()}
         values = {name: value for name, value in values.items() if value is not _NOTHING}
         return {f"{prefix}{name}": value for name, value in {**own, **values}.items()}
 
     def _read_now(self, names: list[str]) -> dict[str, Any]:
-        """What was read before, and what is read now."""
+        """The values of some names; what was deferred is allocated and read now."""
         later = {name: value.allocate() for name in names if isinstance(value := self._filled[name], Deferred)}
         if later:
             self._read(later)
@@ -317,17 +316,16 @@ class _Taking:
 
     def _assembled(self, key: str, found: Mapping[str, Any]) -> Any:
         """The value of a key: what was read for it, or the tree of what was read below it."""
-        load = self._load
-        value = load.state.values[key]
+        value = self.state.values[key]
         if key in found:
-            return _in_the_containers_of(value, found[key])
-        if key in load._tied and key not in load._free:
+            return with_types_of(value, found[key])
+        if key in self._tied and key not in self._free:
             return value
-        parts = [name for name in load._parts[key] if name in found] if key in load._free else []
+        parts = [name for name in self._parts[key] if name in found] if key in self._free else []
         if not parts:
             return _NOTHING
-        paths = {name: ("it", *_tail(load._paths[name], name[len(key) + 1 :])) for name in parts}
-        return _in_the_containers_of(value, unflatten({name: found[name] for name in parts}, paths)["it"])
+        paths = {name: ("it", *_tail(self._paths[name], name[len(key) + 1 :])) for name in parts}
+        return with_types_of(value, unflatten({name: found[name] for name in parts}, paths)["it"])
 
 
 _NOTHING = object()
@@ -341,7 +339,7 @@ def _topmost_that_take_a_state_dict(module: nn.Module, prefix: str) -> Iterator[
         yield from _topmost_that_take_a_state_dict(child, f"{prefix}{name}.")
 
 
-def _room(entry: Entry, like: Any) -> Any:
+def _target_for(entry: Entry, like: Any) -> Any:
     """A target for what is stored that is not the module's own memory, if it can have other memory."""
     if not isinstance(entry, StoredTensor):
         return None
@@ -397,23 +395,7 @@ def _is_below(key: str, prefixes: Collection[str]) -> bool:
     return _topmost(key, prefixes) is not None
 
 
-def _in_the_containers_of(live: Any, value: Any) -> Any:
-    """A tree with the classes of mappings that the live one has in the same places, as stock fills these."""
-    if not isinstance(live, dict) or type(value) is not dict:
-        return value
-    inside = {key: _in_the_containers_of(live.get(key), each) for key, each in value.items()}
-    if type(live) is dict:
-        return inside
-    made = copy.copy(live)
-    made.clear()
-    made.update(inside)
-    return made
-
-
 def _tail(path: KeyPath, name: str) -> KeyPath:
     """The end of a path that is called ``name``."""
-    steps = [str(part[1] if isinstance(part, tuple) else part) for part in path]
-    for count in range(1, len(path) + 1):
-        if ".".join(steps[-count:]) == name:
-            return path[-count:]
-    return tuple(name.split("."))
+    tails = (path[at:] for at in range(len(path) - 1, -1, -1))
+    return next((tail for tail in tails if name_of(tail) == name), tuple(name.split(".")))

@@ -1,17 +1,10 @@
-"""Fully qualified names of the unwrapped module, whatever wraps it and in whatever order.
+"""Fully qualified names (FQNs) of the unwrapped module, and the module that an optimizer trains.
 
-FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of what they wrap.
-The first three use names that no user module has; DDP's ``module`` is removed only where a DDP instance sits.
-
-The modules of a tree and their names, walked once for all who ask in the course of one save.
-
-A walk through a large model takes a good part of what a lazy save may take, and names, wrappers, marks and what is
-trained each want one.
-
-The module of an optimizer that trains more than one module of the state, or parameters that are in none.
+FSDP1, activation checkpointing, ``torch.compile`` and DDP each insert a segment into the names of what they wrap. The
+first three use names that no user module has; DDP's ``module`` is removed only where a DDP instance sits.
 
 Optimizer state is named by the FQN of the parameter, so an optimizer needs one module that has all of its parameters.
-Where the state has none, one is put together from what the state has; nothing is copied:
+Where the state has none, one is put together from what the state has (:func:`joint_module`); nothing is copied:
 
 | parameters                                | their names                          |
 |-------------------------------------------|--------------------------------------|
@@ -19,6 +12,9 @@ Where the state has none, one is put together from what the state has; nothing i
 | in no module (a temperature, for one)     | ``loose.<group>.<position>``         |
 
 A save and a load find the same names if the state has the same names for its modules, and the groups the same order.
+
+:func:`module_cache` keeps the walk through a module tree for the time of one save. Names, wrappers, annotations and
+what is trained each need one, and a walk through a large model takes a good part of the time of a lazy save.
 """
 
 from __future__ import annotations
@@ -77,7 +73,7 @@ def without_wrappers(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
-    """The module, and what is in it as long as it is a wrapper; the user's own is the last."""
+    """The module, the one that it wraps, and so on; the last is the user's own."""
     chain = [module]
     while True:
         inner = [child for name, child in chain[-1].named_children() if name in _WRAPPER_SEGMENTS]
@@ -108,12 +104,12 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 Named = Sequence[tuple[str, nn.Module]]
 
-_walks: ContextVar[dict[int, Named] | None] = ContextVar("dcp_walks", default=None)
+_cached: ContextVar[dict[int, Named] | None] = ContextVar("dcp_cached", default=None)
 
 
 def named_modules(module: nn.Module) -> Named:
-    """``module.named_modules()``."""
-    walks = _walks.get()
+    """``module.named_modules()``, from the cache inside of :func:`module_cache`."""
+    walks = _cached.get()
     if walks is None:
         return tuple(module.named_modules())
     if id(module) not in walks:
@@ -123,15 +119,45 @@ def named_modules(module: nn.Module) -> Named:
 
 @contextmanager
 def module_cache() -> Iterator[None]:
-    """Within, modules are taken to stay where they are: each tree is walked at most once."""
-    before = _walks.set({})
+    """Walk each module tree at most once in this context, in which no module may be added or removed."""
+    before = _cached.set({})
     try:
         yield
     finally:
-        _walks.reset(before)
+        _cached.reset(before)
 
 
 LOOSE = "loose"
+
+
+def trained_module(
+    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
+) -> nn.Module:
+    """The module that has all parameters of an optimizer, put together from several if none has."""
+    try:
+        return module_of(name, optimizer, modules)
+    except CheckpointMismatch:
+        joint = joint_module(name, optimizer, modules, state)
+        if joint is None:
+            raise
+        return joint
+
+
+def module_of(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """The module that an optimizer trains.
+
+    Raises:
+        CheckpointMismatch: None has all of its parameters.
+    """
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module in modules.values():
+        if wanted <= {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
+            return module
+    raise CheckpointMismatch(
+        f"the parameters of the optimizer {name!r} are in no single module of the state "
+        f"({', '.join(modules) or 'which has none'}). Have the module in the state with it, under any name; put "
+        f"several modules that share an optimizer into one nn.ModuleDict. Make the optimizer after wrapping the module."
+    )
 
 
 def joint_module(
@@ -167,12 +193,12 @@ def joint_module(
 
 
 def loose_module(optimizer: torch.optim.Optimizer) -> nn.Module:
-    """A module that names all parameters of an optimizer as those of none, for who knows that none is meant to."""
+    """A module that names all parameters of an optimizer as those of no module."""
     return union_of({}, _by_place(optimizer))
 
 
 def is_of_no_module(keys: Iterable[str]) -> bool:
-    """Whether the state of an optimizer, by its keys, is that of parameters of none (:func:`loose_module`)."""
+    """Whether an optimizer's stored keys are those of parameters of no module (:func:`loose_module`)."""
     return all(key.split(".")[1:2] == [LOOSE] for key in keys)
 
 

@@ -1,5 +1,5 @@
-"""Layer 3: DCP's ``StorageWriter`` and ``StorageReader``: the format, on a medium.
+"""Layer 3: DCP's ``StorageWriter`` and ``StorageReader``, which join the format and a medium.
 
-A plan goes in and bytes are written, or a plan goes in and tensors are filled. What both need, an opened checkpoint and
-the reuse of an earlier one, is here as well.
+A plan goes in and bytes are written, or a plan goes in and tensors are filled. The rule: what bytes mean is asked of
+:mod:`dcp_plugin.format`, and they are only read and written through a :class:`~dcp_plugin.media.Medium`.
 """

@@ -1,15 +1,13 @@
 """What to read and where it goes: the reads of a plan, cut into pieces that need little memory.
 
-A run of bytes that is contiguous in the file and in the target goes straight into the target's memory. Anything else
-(columns, another dtype, a device) passes through a block of host memory, in pieces, and is copied from there.
-
-Which bytes of a stored payload to read for a box of its tensor.
+Bytes that are contiguous in the file and in the target go straight into the target's memory. All others (columns,
+another dtype, a device) pass through a block of host memory, in pieces, and are copied from there.
 
 The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so to
-check a run, the blocks that it touches are read whole. For a box of one run that is at most a block at either end.
-Narrow columns touch every block; there it would mean to read the columns of all other ranks too. So whole blocks are
-read where that costs at most a quarter more, and otherwise only the runs: then blocks that happen to lie inside of
-them are checked, the rest is not.
+check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
+Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
+where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
+checked, and the other bytes are not.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
@@ -114,7 +111,7 @@ class IntoTensor(Fetch):
 
 
 @dataclass
-class Whole(Fetch):
+class OpaqueItem(Fetch):
     """An item of unknown layout, read completely and handed to ``take``."""
 
     take: Callable[[bytearray], None]
@@ -128,16 +125,14 @@ class Whole(Fetch):
         del self._item
 
 
-def of_item(key: str, location: Location, take: Callable[[bytearray], None], smallest: int, verify: bool) -> Fetch:
+def of_item(key: str, location: Location, take: Callable[[bytearray], None], block: int | None) -> Fetch:
     """The fetch of a complete item, its frame included."""
-    block = _block(location, smallest, verify)
-    return Whole(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
+    return OpaqueItem(key, replace(location, payload_offset=0), [(0, location.length)], block, take)
 
 
-def of_value(key: str, location: Location, smallest: int, verify: bool) -> tuple[Fetch, bytearray]:
+def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, bytearray]:
     """The fetch of a value, and the memory that it fills."""
     memory = bytearray(location.payload_length)
-    block = _block(location, smallest, verify)
     return IntoMemory(key, location, [(0, len(memory))], block, 0, memoryview(memory), memory), memory
 
 
@@ -147,14 +142,12 @@ def of_box(
     dtype: torch.dtype,
     box: tuple[Shape, Shape],
     target: torch.Tensor,
-    smallest: int,
-    verify: bool,
+    block: int | None,
 ) -> Iterator[Fetch]:
     """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape."""
     if target.numel() == 0:
         return
     location = chunk.location
-    block = _block(location, smallest, verify)
     offsets, lengths = box
     first, run, runs = 0, location.payload_length, 1
     if lengths != chunk.sizes:
@@ -189,10 +182,6 @@ def of_view(
         start = sum(map(mul, corner, strides)) * dtype.itemsize
         stop = start + _span(part, strides) * dtype.itemsize
         yield IntoTensor(key, location, [(start, stop)], None, start, part, dtype, strides)
-
-
-def _block(location: Location, smallest: int, verify: bool) -> int | None:
-    return block_size(location.payload_length, smallest) if verify and location.checksums is not None else None
 
 
 def _cuts(start: int, stop: int, piece: int) -> Iterator[Range]:
@@ -235,17 +224,17 @@ def strides_of(sizes: Shape) -> Shape:
 
 def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tuple[Positions, int]:
     """Where the runs of a box of a row-major tensor start, in bytes, and how long each of them is."""
-    whole = len(sizes)
-    while whole and lengths[whole - 1] == sizes[whole - 1]:
-        whole -= 1
+    cut = len(sizes)  # behind the last dimension of which the box has a part only
+    while cut and lengths[cut - 1] == sizes[cut - 1]:
+        cut -= 1
     strides = strides_of(sizes)
     starts = np.zeros(1, np.int64)
-    for dim in range(whole - 1):
+    for dim in range(cut - 1):
         rows = (offsets[dim] + np.arange(lengths[dim], dtype=np.int64)) * strides[dim]
         starts = (starts[:, None] + rows).reshape(-1)
-    if whole:
-        starts = starts + offsets[whole - 1] * strides[whole - 1]
-    return starts * itemsize, prod(lengths[max(whole - 1, 0) :]) * itemsize
+    if cut:
+        starts = starts + offsets[cut - 1] * strides[cut - 1]
+    return starts * itemsize, prod(lengths[max(cut - 1, 0) :]) * itemsize
 
 
 def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Range]:
@@ -261,9 +250,9 @@ def covering(starts: Positions, length: int, block: int | None, end: int) -> lis
         return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
     stops = starts + length
     if block is not None:
-        whole = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
-        if sum(b - a for a, b in whole) <= (1 + MOST_WASTE) * length * len(starts):
-            return whole
+        blocks = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
+        if sum(b - a for a, b in blocks) <= (1 + MOST_WASTE) * length * len(starts):
+            return blocks
     return _merged(starts, stops, int(MOST_WASTE * length))
 
 

@@ -1,10 +1,10 @@
-"""What is at a path, whoever wrote it: the index, and what else a load needs to know of it.
+"""What is at a path, whoever wrote it: the index, and what else a load needs to know.
 
-Our index and summary say nothing of a ``.metadata`` that stock has saved beside them since. So the summary names the
-save that its ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a checkpoint of
-stock's if it is whole without any data file of ours; otherwise files of two saves are mixed, and that is damage. The
-save's id, at the end of the file, tells which of the two it is (:func:`read_summary`). The hash, for which all of it is
-read, tells whether it was damaged (:meth:`Opened.check_files`); a million items have a ``.metadata`` of 150 MB.
+Stock may have saved over one of our checkpoints; our index and summary do not know of its ``.metadata``. So the summary
+notes the save that our ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a stock
+checkpoint if it is complete without any data file of ours; otherwise files of two saves are mixed, which is damage. The
+save's id at the end of the file tells which of the two it is (:func:`read_summary`). The hash tells whether it was
+damaged (:meth:`Opened.check_files`); it is compared less often, as a million items have a ``.metadata`` of 150 MB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -23,16 +25,28 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     UnsafeCheckpoint,
 )
-from dcp_plugin.format import stock_metadata
-from dcp_plugin.format.foreign import dcp_folder, detect
-from dcp_plugin.format.foreign.contents import fingerprint_of
+from dcp_plugin.format import (
+    INDEX,
+    METADATA,
+    SUMMARY,
+    Files,
+    exists,
+    has_traces,
+    index_file,
+    is_own,
+    metadata,
+    opened,
+    read,
+)
+from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.names import INDEX, METADATA, SUMMARY, Files, exists, has_traces, read
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
 from dcp_plugin.media import Medium, Readable
 from dcp_plugin.media.disk import LocalDisk
 
 _DISK = LocalDisk()
+_MOST_LISTED = 1000
+"""Entries of a directory that are looked at for a hint."""
 _END = 1 << 10
 """More bytes than come after the save's id in our ``.metadata``."""
 
@@ -57,7 +71,7 @@ class Opened:
     links: bool = False
     """Whether its files may be links that lead elsewhere: only among those that no index of ours lists."""
     base: Opened | None = None
-    """The checkpoint that has what this one leaves out; its files are in the index, with their whole paths."""
+    """The checkpoint that has what this one leaves out; its files are in the index, with their full paths."""
 
     def check_files(self, names: Iterable[str] | None = None) -> None:
         """Check that these data files, or all, are there, in their directories, and of the size that they had.
@@ -146,17 +160,17 @@ def open_alone(path: Path) -> Opened:
         if summary is not None:
             index = _own_index(files, summary)
             return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    if dcp_folder.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
+    if frameworks.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(read(files, METADATA))
-    if dcp_folder.is_of_lightning(files):
-        index, kinds = dcp_folder.lightning_index(files)
+    if frameworks.is_of_lightning(files):
+        index, kinds = frameworks.lightning_index(files)
         return Opened(path, files, index, said, "lightning", kinds)
-    return Opened(path, files, stock_metadata.read_index(files), said, "stock")
+    return Opened(path, files, metadata.read_index(files), said, "stock")
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
-    return CheckpointIndex.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
+    return index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
 
 
 def summary_of(files: Files) -> Summary:
@@ -178,7 +192,7 @@ def read_summary(path: Path) -> Summary | None:
     """The summary of a committed checkpoint of ours. None if it is not ours, or not any more: stock has saved there.
 
     Raises:
-        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is another one, and no whole checkpoint of stock's.
+        CheckpointCorrupt: The summary is damaged; or ``.metadata`` is of another save, and not of a complete one.
     """
     files = _DISK.open(path)
     if not exists(files, SUMMARY):
@@ -193,12 +207,9 @@ def read_summary(path: Path) -> Summary | None:
 
 def _is_of_save(files: Files, name: str, summary: Summary) -> bool:
     """Whether a ``.metadata`` is of the save of the summary."""
-    try:
-        with files.open(name) as file:
-            file.seek(max(0, files.size(name) - _END))
-            return summary.save_id.encode() in file.read()  # an empty id, of an earlier version, is in any file
-    except OSError as error:
-        raise _unreadable(files, error) from error
+    with opened(files, name) as file:
+        file.seek(max(0, files.size(name) - _END))
+        return summary.save_id.encode() in file.read()  # an empty id, of an earlier version, is in any file
 
 
 def _check_views(files: Files, summary: Summary) -> None:
@@ -213,38 +224,31 @@ def _check_views(files: Files, summary: Summary) -> None:
 
 
 def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
-    """Check that ``.metadata``, which is not ours, is of a whole checkpoint of stock's.
+    """Check that ``.metadata``, which is not ours, is of a complete checkpoint of stock's.
 
     Stock writes ``.metadata`` last: when it is there, no data file that it names is ours any more. A file that stock
     has written under the name of one of ours has another size: our items are padded to 64 bytes, and stock's are not.
     """
     index = _own_index(files, summary)
     try:
-        metadata = stock_metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
-        found = stock_metadata.index_of(metadata, files).files
+        saved = metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
+        found = metadata.index_of(saved, files).files
     except (CheckpointCorrupt, UnsafeCheckpoint) as error:
         raise _mixed(files, str(error)) from error
-    still_ours = [name for name, size in found.items() if index.files.get(name) == size]
-    if still_ours:
-        raise _mixed(files, f"it names {still_ours[0]}, which is still the data file that {INDEX} describes")
-    if stock_metadata.save_id_of(metadata) in ("", summary.save_id):
+    ours = [name for name, size in found.items() if index.files.get(name) == size]
+    if ours:
+        raise _mixed(files, f"it names {ours[0]}, which is still the data file that {INDEX} describes")
+    if metadata.save_id_of(saved) in ("", summary.save_id):
         raise _mixed(files, "it has no save_id of its own")
 
 
 def _check_metadata(files: Readable, summary: Summary) -> None:
     if not summary.metadata_sha256:  # of an earlier version
         return
-    try:
-        with files.open(METADATA) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(files, error) from error
+    with opened(files, METADATA) as file:
+        found = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
     if found != summary.metadata_sha256:
         raise _mixed(files, "it is of the same save, but was changed")
-
-
-def _unreadable(files: Files, error: OSError) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{files.where}/{METADATA} cannot be read: {error.strerror}")
 
 
 def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
@@ -257,15 +261,47 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
 
 def _open_foreign(path: Path, reason: str) -> Opened:
     files = _DISK.open(path)
-    folders = dcp_folder.accelerate_folders(files) if path.is_dir() else []
+    folders = frameworks.accelerate_folders(files) if path.is_dir() else []
     if folders:
-        index, kinds = dcp_folder.accelerate_index(files, folders)
+        index, kinds = frameworks.accelerate_index(files, folders)
         said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
         return Opened(path, files, index, said, "accelerate", kinds)
-    directory, contents = detect.read(path, reason)
-    index = contents.index(directory)
-    said = fingerprint_of(directory, contents)
-    return Opened(path, _DISK.open(directory), index, said, contents.format, contents.kinds, links=True)
+    if path.is_dir():
+        try:
+            contents = detect.read_directory(files, reason)
+        except CheckpointNotFound:
+            _refuse_directory_of_checkpoints(path)
+            raise
+    else:
+        files = _DISK.open(path.parent)
+        contents = _read_one(files, path, reason)
+    return Opened(
+        path, files, contents.index(files.where), fingerprint_of(files, contents), contents.format, contents.kinds,
+        links=True,
+    )  # fmt: skip
+
+
+def _read_one(files: Readable, path: Path, reason: str) -> Contents:
+    if not os.path.lexists(path):
+        raise detect.not_found(str(path), "nothing is there")
+    if not path.exists():
+        raise detect.not_found(str(path), reason)
+    if is_own(path.name) and has_traces(files.names()):
+        raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
+    return detect.read_file(files, path.name)
+
+
+def _refuse_directory_of_checkpoints(path: Path) -> None:
+    """A run's directory of checkpoints is named easily in place of one of them."""
+    for found in _DISK.entries(path)[:_MOST_LISTED]:
+        names: list[str] = []
+        with suppress(OSError):
+            names = [] if found.is_file or found.path.name.startswith(".") else _DISK.open(found.path).names()
+        if has_traces(names):
+            raise CheckpointNotFound(
+                f"{path} is not a checkpoint: it has checkpoints in it, such as {found.path}. Name one of them; "
+                f"dcp_plugin.latest({str(path)!r}) finds the newest."
+            )
 
 
 def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], links: bool = False) -> None:

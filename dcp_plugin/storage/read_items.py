@@ -1,18 +1,19 @@
-"""Reads the fetches of a load: several threads, also on one file, and neighbours in one system call.
+"""Carries out the fetches of a load: several threads, also on one file, and neighbours in one system call.
 
-The work is shared out by bytes. Fetches that are close in a file are read by one ``preadv``, which scatters the bytes
-to where each of them wants its own. Everything is checked before it is copied; what is read straight into the memory
-of a target is checked there.
+The work is shared out by bytes. Fetches that are close in a file are read by one call, which scatters the bytes to
+where each of them wants its own. Bytes are checked before they are copied; those read straight into the memory of a
+target are checked there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from isal.isal_zlib import crc32
@@ -20,7 +21,7 @@ from isal.isal_zlib import crc32
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.checksums import RunningCrc, block_size
 from dcp_plugin.format.index import Location, StoredChunk
-from dcp_plugin.format.torch_zip import Frame, frame_if_possible
+from dcp_plugin.format.torch_zip import frame_if_possible
 from dcp_plugin.host_memory import BLOCK, Rings, memory_view
 from dcp_plugin.media import RangedFile, Readable
 from dcp_plugin.storage.fetch import Fetch
@@ -226,28 +227,30 @@ def _pieces(files: Readable, key: str, location: Location) -> Iterator[tuple[int
 
 
 def recognise(
-    files: Readable, wanted: Iterable[tuple[StoredChunk, torch.dtype]], layouts: dict[tuple[str, int], StoredChunk]
+    files: Readable, wanted: Iterable[tuple[StoredChunk, torch.dtype]], known: dict[tuple[str, int], StoredChunk]
 ) -> int:
-    """Note in ``layouts``, by file and offset, the items that begin as we would begin them; the bytes it took to see.
+    """Find the payloads in items of a stock checkpoint, and note them in ``known`` by file and offset.
 
-    The beginning of an item holds the pickle that says dtype, shape and strides, so it settles where the payload is.
-    Another version of torch may write another beginning; such items stay unknown.
+    The beginning of an item holds the pickle that says dtype, shape and strides, so if it is the one that we would
+    write, the payload is where we would put it. Items of other versions of torch stay unknown.
+
+    Returns:
+        The number of bytes that were read.
     """
     count = 0
-    by_file: dict[str, dict[int, tuple[StoredChunk, Frame]]] = defaultdict(dict)
-    for chunk, dtype in wanted:
-        around = frame_if_possible(dtype, chunk.sizes)
-        at = chunk.location
-        if around is not None and around.length == at.length and (at.file, at.offset) not in layouts:
-            by_file[at.file][at.offset] = chunk, around
-    for name, items in by_file.items():
-        with suppress(OSError), files.open(name) as file:  # who reads it will say what is wrong
-            for offset, (chunk, around) in sorted(items.items()):
+    frames = {
+        (chunk.location.file, chunk.location.offset): (chunk, frame_if_possible(dtype, chunk.sizes))
+        for chunk, dtype in wanted
+    }
+    for name, places in groupby(sorted(frames.keys() - known.keys()), key=itemgetter(0)):
+        with suppress(OSError), files.open(name) as file:  # the read of the payload will say what is wrong
+            for place in places:
+                chunk, around = frames[place]
+                if around is None or around.length != chunk.location.length:
+                    continue
                 head = memoryview(bytearray(len(around.head)))
-                count += file.read_into([head], offset)
+                count += file.read_into([head], chunk.location.offset)
                 if head == around.head:
-                    place = replace(
-                        chunk.location, payload_offset=around.payload_offset, payload_length=around.payload_length
-                    )
-                    layouts[name, offset] = replace(chunk, location=place)
+                    where = replace(chunk.location, payload_offset=len(head), payload_length=around.payload_length)
+                    known[place] = replace(chunk, location=where)
     return count

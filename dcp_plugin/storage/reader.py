@@ -29,6 +29,7 @@ from torch.futures import Future
 from dcp_plugin._torch import undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
 from dcp_plugin.format.pickle_stubs import RefusedValue
@@ -61,18 +62,26 @@ class _Read:
 
 
 class ShardedReader(StorageReader):
-    """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.storage.foreign`).
+    """Reader of one checkpoint: ours, any of DCP's, or another tool's (:mod:`dcp_plugin.format.foreign`).
 
     Args:
-        path: The checkpoint: a directory, or a file of another tool's.
-        io_threads: Threads that read.
-        verify: Check what is read against the checksums.
-        check_files: Look at all data files when the checkpoint is opened. In a group of ranks, one of them does.
+        path: The checkpoint: a directory, or a file of another tool.
+        io_threads: Threads that read, per rank.
+        verify: Compare what is read with the checksums.
+        check_files: Compare the sizes of all data files with the index when the checkpoint is opened.
         base: Where the checkpoint is that has what this one leaves out, if it was moved.
-        complete: Whether to open the base, too. Without it, what it has is not there.
+        complete: Open the base too. Otherwise the index lacks the keys that the base has.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
+
+    Example:
+        >>> import dcp_plugin, torch, torch.distributed.checkpoint as stock
+        >>> dcp_plugin.save({"weights": torch.ones(3)}, "run/step-1")
+        >>> state = {"weights": torch.zeros(3)}
+        >>> stock.load(state, storage_reader=dcp_plugin.ShardedReader("run/step-1"))
+        >>> state["weights"]
+        tensor([1., 1., 1.])
     """
 
     def __init__(
@@ -282,7 +291,7 @@ class ShardedReader(StorageReader):
             return
         if location.payload_offset is None:
             location = replace(location, payload_offset=0, payload_length=location.length)
-        found, memory = fetch.of_value(read.item.storage_index.fqn, location, self.index.smallest_block, self._verify)
+        found, memory = fetch.of_value(read.item.storage_index.fqn, location, self._block(location))
         values[location.file, location.offset] = memory
         yield found
 
@@ -296,15 +305,21 @@ class ShardedReader(StorageReader):
             return
         if chunk.location.payload_offset is None:
             chunk = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
-        smallest, verify = self.index.smallest_block, self._verify
+        block = self._block(chunk.location)
         if chunk.location.payload_offset is None:
             take = lambda item: self._load_item(item, read, chunk, target)  # noqa: E731
-            yield fetch.of_item(key, chunk.location, take, smallest, verify)
+            yield fetch.of_item(key, chunk.location, take, block)
         else:
-            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, smallest, verify)
+            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, block)
+
+    def _block(self, location: Location) -> int | None:
+        """Bytes per checksum of an item; None if nothing is checked."""
+        if not self._verify or location.checksums is None:
+            return None
+        return block_size(location.payload_length, self.index.smallest_block)
 
     def _fill(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> None:
-        """Fill a target that has no memory of its own: through a tensor that has, or from an item stored whole."""
+        """Fill a target without memory of its own: through a tensor that has, or from an item that torch.save made."""
         known = self._layouts.get((chunk.location.file, chunk.location.offset), chunk)
         key = read.item.storage_index.fqn
         if known.location.payload_offset is None and key not in self.index.strides:

@@ -1,19 +1,19 @@
-"""What has not changed since the last checkpoint of a run is hard-linked into the next one, not written again.
+"""Hard-links what has not changed since the run's last checkpoint into the next one, instead of writing it again.
 
-Each checkpoint stays whole and standard: a linked file is a data file like any other, and deleting one checkpoint
-takes nothing from another. Links are made of files, so what is stable lies in files of its own
+Each checkpoint is complete by itself: a linked file is a data file like any other, and deleting one checkpoint takes
+nothing from another. Only files can be linked, so stable items lie in files of their own
 (:mod:`~dcp_plugin.storage.write_items`). The rules:
 
-- An item is unchanged if key, box, dtype and the 128-bit hash of its bytes are those of the last checkpoint. Nothing
-  else is believed: that a parameter is frozen only says that looking at it will be worth it.
-- A file is linked if it is the one that was written then, and holds nothing but unchanged items, or almost. The
-  unchanged items of any other are written again. One that another process has written is read before.
-- Each rank decides about what it writes itself, without asking anybody. What goes wrong here is never an error: the
-  bytes are in memory, and are written.
+- An item is unchanged if key, box, dtype and the 128-bit hash of its bytes are those of the last checkpoint, and for no
+  other reason. That a parameter is frozen only means that hashing it is worth the time.
+- A file is linked if it is the one that was written then and at least 7/8 of its bytes are unchanged items. The
+  unchanged items of other files are written again. A file that another process has written is verified first.
+- Each rank decides alone about the items that it writes. A failure here is never an error: the bytes are in memory, and
+  are written.
 
-Finding out must cost little where all changes. So what was not known to be stable is looked at in a few places only
+A state in which all changes must cost little. So of an item that is not known to be stable only a few bytes are hashed
 (a *sample*). If these are the same at the next save, the item is written among the stable ones, with its hash, and
-linked from then on. What was taken for stable and then changed has to wait longer each time.
+linked from then on. An item that was taken for stable and then changed needs twice as many equal samples each time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from dcp_plugin.format.columns import Location
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.host_memory import finish_device_work
-from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, confirmed, free_name
+from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, free_name
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.verify_link import verify_link
+from dcp_plugin.storage.write_items import Destination
 from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")
@@ -42,7 +44,7 @@ WORTH_LINKING = 64 << 10
 """Bytes of a rank's stable items below which they are written with the rest; and of an item that is not frozen, to look
 at it at all."""
 
-_MOST_DEAD = 1 / 8  # of a linked file: room on the disk that nobody uses
+_MOST_DEAD = 1 / 8  # of the bytes of a linked file: space on the disk that no item uses
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,24 @@ class Item:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An item that this rank is about to write, and its bytes. ``frozen``: the training does not mean to change it."""
+    """An item that this rank is about to write, and its bytes."""
 
     item: Item
     data: torch.Tensor
     frozen: bool
+    """Whether it is of a parameter that is not trained."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What to do with each candidate, by position: where it lies now, or whether to write it among the stable."""
+    """What to do with each candidate, by its position."""
 
     linked: dict[int, Location]
+    """Where those are in the new checkpoint that were linked."""
     stable: frozenset[int]
+    """Those to be written into files of their own, with their hashes, to be linked next time."""
     why_not: str = ""
-    """What stood in the way of linking more, in words; or nothing."""
+    """Why not more was linked, in words; empty if nothing stood in the way."""
 
     @property
     def items(self) -> int:
@@ -79,12 +84,12 @@ class Findings:
 
     @property
     def names(self) -> set[str]:
-        """Those of the linked files."""
+        """Of the linked files."""
         return {location.file for location in self.linked.values()}
 
     @property
     def bytes(self) -> int:
-        """Those that need not be written."""
+        """Bytes that need not be written."""
         return sum({(at.file, at.offset): padded(at.length) for at in self.linked.values()}.values())
 
 
@@ -114,7 +119,7 @@ class Reuse:
         self._known: dict[Item, _Known] = {}
         self._pending: dict[Item, _Known] = {}
         self._loaded: Path | None = None
-        self._said = ""
+        self._warned = ""
         self.base: Path | None = None
         """The last checkpoint."""
 
@@ -122,16 +127,14 @@ class Reuse:
         """The run goes on from this checkpoint. Its index is read when there is something to save."""
         self._loaded = path
 
-    def examine(
-        self, candidates: Sequence[Candidate | None], directory: Path, rank: int, token: str, threads: int
-    ) -> Findings:
-        """Find what has not changed, and link it into ``directory``. None stands for what cannot be linked."""
+    def examine(self, candidates: Sequence[Candidate | None], to: Destination) -> Findings:
+        """Find what has not changed, and link it into the new checkpoint. None stands for what cannot be linked."""
         asked = {slot: one for slot, one in enumerate(candidates) if one is not None}
         why_not = self._recall(asked.values())
         finish_device_work(one.data for one in asked.values())
         known = {slot: self._known.get(one.item, _Known()) for slot, one in asked.items()}
         certain = [slot for slot, one in known.items() if one.hash is not None]
-        hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], threads), strict=True))
+        hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], to.io_threads), strict=True))
         self._pending = {}
         same: dict[int, _Known] = {}
         stable: set[int] = set()
@@ -147,7 +150,7 @@ class Reuse:
             self._pending[one.item] = after
             if expected:
                 stable.add(slot)
-        linked, reason = _link(same, {slot: asked[slot].item for slot in same}, directory, rank, token)
+        linked, reason = _link(same, {slot: asked[slot].item for slot in same}, to)
         for slot, (file, location) in linked.items():
             self._pending[asked[slot].item] = replace(same[slot], file=file, location=location)
         stable -= linked.keys()
@@ -156,9 +159,14 @@ class Reuse:
         locations = {slot: location for slot, (_, location) in linked.items()}
         return Findings(locations, frozenset(stable), why_not or reason)
 
-    def wrote(self, item: Item, location: Location, file: LinkableFile) -> None:
-        """A stable item was written there, and can be linked next time."""
-        self._pending[item] = replace(self._pending[item], hash=location.hash, file=file, location=location)
+    def wrote(self, locations: Mapping[Item, Location], directory: Path) -> None:
+        """These stable items were written into ``directory``, and can be linked next time."""
+        files: dict[str, LinkableFile] = {}
+        for item, at in locations.items():
+            if at.file not in files:
+                files[at.file] = LinkableFile.written(directory / at.file)
+            known = self._pending[item]
+            self._pending[item] = replace(known, hash=at.hash, file=files[at.file], location=at)
 
     def published(self, path: Path) -> None:
         """What was examined and written is a checkpoint now, and the base of the next one."""
@@ -171,11 +179,11 @@ class Reuse:
         self._known, self._pending = self._pending, {}
         self.base = path
 
-    def say(self, why_not: str) -> None:
-        """Tell why not more is reused; once, as long as it is the same."""
-        if why_not and why_not != self._said:
+    def warn(self, why_not: str) -> None:
+        """Log why not more is reused; once, as long as the reason is the same."""
+        if why_not and why_not != self._warned:
             logger.warning("what has not changed since %s is written again: %s.", self.base, why_not)
-        self._said = why_not
+        self._warned = why_not
 
     def _recall(self, candidates: Collection[Candidate]) -> str:
         """Look the candidates up in the checkpoint that was loaded, if one was since the last save.
@@ -217,7 +225,7 @@ def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
 
 
 def _link(
-    same: Mapping[int, _Known], item_at: Mapping[int, Item], directory: Path, rank: int, token: str
+    same: Mapping[int, _Known], item_at: Mapping[int, Item], to: Destination
 ) -> tuple[dict[int, tuple[LinkableFile, Location]], str]:
     """Link the files of which enough is unchanged. Where each item is then; and why not more."""
     items_of: dict[LinkableFile, dict[int, Location]] = {}
@@ -231,12 +239,12 @@ def _link(
         alive = sum({where.offset: padded(where.length) for where in locations.values()}.values())
         if alive < file.size * (1 - _MOST_DEAD):
             continue
-        name = free_name(rank, names, token, wanted=next(iter(locations.values())).file)
+        name = free_name(to.rank, names, to.token, wanted=next(iter(locations.values())).file)
         try:
             if file.identity is None:
                 claims = {slot: (item_at[slot].dtype, item_at[slot].sizes, at) for slot, at in locations.items()}
-                file, locations = confirmed(file, claims)
-            there = file.link_to(directory / name)
+                file, locations = verify_link(file, claims)
+            there = file.link_to(to.directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)
             continue

@@ -1,11 +1,11 @@
 """Writes the items of one rank into its data files: one thread per file, each from front to back.
 
-The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor
-memory to the file piece by piece, checksummed while it is in the processor's cache. A large one begins at a page of
-the file: if its memory does, too, as in the copy of an asynchronous save, the device reads it from there.
+The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor memory
+to the file piece by piece, checksummed while it is in the processor's cache. A large payload begins at a page of the
+file: if its memory does too, as in the copy of an asynchronous save, the device reads it from there.
 
-Items that are expected not to change are hashed, too, and lie in files of their own, so that the next checkpoint can
-link these. They are cut in the order of the items: what starts to change together, a layer, say, lies together.
+Items that are expected not to change are hashed and lie in files of their own, so that the next checkpoint can link
+these. They are cut in the order of the items, so that neighbours, which often start to change together, share a file.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _write_item(
 ) -> Location:
     """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
     offset = file.tell()
-    whole = isinstance(data, WholeItem)
+    opaque = isinstance(data, WholeItem)
     if isinstance(data, WholeItem):
         length = data.length
         data = data.encode()
@@ -202,8 +202,8 @@ def _write_item(
             also(piece)
         file.write(piece)
     checksums = np.array(running.ends, np.uint32) if checksum else None
-    if isinstance(data, bytes):  # what is stored whole has its payloads somewhere inside
-        return Location(name, offset, length, None if whole else 0, length, 0, checksums)
+    if isinstance(data, bytes):  # torch.save puts the payloads of an opaque one somewhere inside
+        return Location(name, offset, length, None if opaque else 0, length, 0, checksums)
     tail = around.tail(running.crc)
     file.write(tail)
     frame_crc = crc32(tail, head_crc) if checksum else 0

@@ -8,7 +8,7 @@ has no public hook for any of it: ``OVERRIDDEN`` lists that, with the parameters
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,10 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
+from dcp_plugin._torch import DTensor, is_tensor
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.state import gather_module
+from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -101,6 +104,17 @@ def is_overridden(method: Any) -> bool:
     return getattr(method, "__module__", None) != StockTrainer.__module__
 
 
+def saves_model_itself(trainer: Trainer, mixin: Any) -> bool:
+    """Whether a subclass has a way of its own to save the model, before or behind the mixin."""
+    replaced = getattr(trainer.save_model, "__func__", None) is not vars(mixin)["save_model"]
+    return replaced or is_overridden(super(mixin, trainer).save_model) or is_overridden(trainer._save)
+
+
+def push(trainer: Trainer, directory: str) -> None:
+    """Push a checkpoint to the hub, as the Trainer does at the end of its own save."""
+    trainer._push_from_checkpoint(directory)
+
+
 def code_between_steps(trainer: Trainer) -> list[str]:
     """Callbacks and methods that are not the Trainer's own and run between two steps of the optimizer, where they may
     write weights: averages, or those for an evaluation."""
@@ -113,7 +127,7 @@ def code_between_steps(trainer: Trainer) -> list[str]:
 
 
 def saves_shards(trainer: Trainer) -> bool:
-    """Whether the Trainer's ``save_model`` writes nothing, because no rank has the whole model."""
+    """Whether the Trainer's ``save_model`` writes nothing, because no rank has the full model."""
     if not trainer.is_fsdp_enabled:
         return False
     plugin: Any = trainer.accelerator.state.fsdp_plugin
@@ -135,7 +149,7 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
     """The same of a sharded PEFT model, with its adapters: they are small, and PEFT reads nothing else.
 
     Args:
-        adapters: Whole; None where PEFT itself would have to gather them.
+        adapters: Their full tensors; None where PEFT itself would have to gather them.
     """
     if adapters is not None:
         trainer._save(directory, state_dict=adapters)
@@ -147,3 +161,63 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     torch.save(trainer.args, os.path.join(directory, TRAINING_ARGS_NAME))
+
+
+def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
+    """The adapters as a module of its own: the same parameters and buffers under the same names, nothing else.
+
+    Adapters are what PEFT itself would save, and whatever else is trained.
+    """
+    tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
+    kept = _kept_by_peft(peft_model, tensors)
+    parameters, buffers = parameters_by_name(peft_model), dict(peft_model.named_buffers())
+    adapters = nn.Module()
+    for key, value in tensors.items():
+        if key in parameters and (id(value) in kept or parameters[key].requires_grad):
+            _place(adapters, key).register_parameter(key.rpartition(".")[2], parameters[key])
+        elif key in buffers and id(value) in kept:
+            _place(adapters, key).register_buffer(key.rpartition(".")[2], buffers[key])
+    return adapters
+
+
+def full_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
+    """The full tensors of the adapters of a sharded PEFT model, by their names; on rank 0 at least. Collective.
+
+    None for prompts, which PEFT does not take out of a state dict, and under FSDP1, where PEFT asks the modules for
+    their state on one rank alone, and waits for the others.
+    """
+    peft_model: Any = unwrapped(trainer)
+    prompts = any(config.is_prompt_learning for config in peft_model.peft_config.values())
+    if prompts or contains_fsdp1(trainer.model_wrapped):
+        return None
+    tensors = {key: value for key, value in gather_module(trainer.model_wrapped).items() if is_tensor(value)}
+    kept = _kept_by_peft(peft_model, tensors)
+    return {key: _full_tensor(value, trainer.args.device) for key, value in tensors.items() if id(value) in kept}
+
+
+def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]:
+    """Which of them, by identity, PEFT itself would save."""
+    from peft import get_peft_model_state_dict
+
+    known: Callable[..., Mapping[str, Any]] = get_peft_model_state_dict
+    return {
+        id(value)
+        for name in peft_model.peft_config  # type: ignore[union-attr]
+        for value in known(peft_model, dict(tensors), adapter_name=name, save_embedding_layers=False).values()
+    }
+
+
+def _full_tensor(value: Any, device: torch.device) -> torch.Tensor:
+    """On the device first, where the ranks can communicate: offloaded shards are in host memory."""
+    if isinstance(value, DTensor):
+        return value.detach().to(device).full_tensor().cpu()  # type: ignore[attr-defined, no-any-return]
+    return value.detach().cpu()  # type: ignore[no-any-return]
+
+
+def _place(root: nn.Module, key: str) -> nn.Module:
+    """The module of a key, made with all above it if it is not there."""
+    for name in key.split(".")[:-1]:
+        if name not in dict(root.named_children()):
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    return root

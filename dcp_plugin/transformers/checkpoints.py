@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint is made of, out of the live objects and back into them.
+"""A Trainer's checkpoints: what is in one, out of the live objects and back into them, and where they are.
 
 | name                       | what                                                                                |
 |----------------------------|-------------------------------------------------------------------------------------|
@@ -10,19 +10,16 @@
 | ``extra.trainer_state``    | the text of ``trainer_state.json``, so that its bytes have a checksum too           |
 | ``extra.samples_per_step`` | over all ranks and accumulated batches: tells whether the position in the data fits |
 
-The ``checkpoint-N`` directories of a Trainer: which one to resume from, and which to delete.
-
-The rule: only a complete checkpoint is resumed from, and none is deleted before a newer one is complete. Both kinds
-count, ours and those that transformers alone has written.
+The second half is about the ``checkpoint-N`` directories: which one to resume from, and which to delete. Both kinds
+count, those of this package and those that stock transformers has written.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,18 +31,15 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dcp_plugin._torch import DTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.inspect import inspect
-from dcp_plugin.state import gather_module
-from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
-from dcp_plugin.transformers._transformers import is_adapted, unwrapped
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.state.names import contains_fsdp1
+from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -67,10 +61,6 @@ def optimizer_of(trainer: Trainer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer  # type: ignore[no-any-return]
 
 
-def schedule_of(trainer: Trainer) -> Any:
-    return trainer.lr_scheduler
-
-
 def scaler_of(trainer: Trainer) -> Any:
     return getattr(trainer.accelerator, "scaler", None)
 
@@ -81,8 +71,9 @@ def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
     state: dict[str, Any] = {MODEL: model_of(trainer), EXTRA: extra}
     if trainer.args.save_only_model:
         return state
+    schedule: Any = trainer.lr_scheduler
     state[OPTIM] = optimizer_of(trainer)
-    extra[SCHEDULER] = plain(schedule_of(trainer).state_dict())
+    extra[SCHEDULER] = plain(schedule.state_dict())
     if (scaler := scaler_of(trainer)) is not None:
         extra[SCALER] = scaler.state_dict()
     if with_rng:
@@ -91,10 +82,10 @@ def to_save(trainer: Trainer, with_rng: bool) -> dict[str, Any]:
 
 
 class ToLoad:
-    """What of a checkpoint a trainer takes: the state to load into, and what to do with it afterwards.
+    """What of a checkpoint a trainer takes: the state to load into, and what then is done with it.
 
     Args:
-        names: The names in the checkpoint, see :class:`~dcp_plugin.transformers.checkpoints.Found`.
+        names: The names in the checkpoint, see :class:`Found`.
     """
 
     def __init__(self, trainer: Trainer, names: frozenset[str]) -> None:
@@ -111,11 +102,10 @@ class ToLoad:
 
     def finish(self) -> None:
         """Give schedule and scaler what was read."""
-        schedule, scaler = self.state.get(f"{EXTRA}.{SCHEDULER}"), self.state.get(f"{EXTRA}.{SCALER}")
-        if schedule:
-            schedule_of(self._trainer).load_state_dict(schedule)
-        if scaler and scaler_of(self._trainer) is not None:
-            scaler_of(self._trainer).load_state_dict(scaler)
+        objects: dict[str, Any] = {SCHEDULER: self._trainer.lr_scheduler, SCALER: scaler_of(self._trainer)}
+        for name, target in objects.items():
+            if target is not None and (saved := self.state.get(f"{EXTRA}.{name}")):
+                target.load_state_dict(saved)
 
     def continue_streams(self) -> None:
         """Set this rank's random generators, at the moment in the loop at which the checkpoint was made."""
@@ -141,67 +131,7 @@ def random_positions_after_iter() -> list[tuple[Any, ...]]:
     return positions
 
 
-def adapters_of(model: nn.Module, peft_model: nn.Module) -> nn.Module:
-    """The adapters as a module of its own: the same parameters and buffers under the same names, nothing else.
-
-    Adapters are what PEFT itself would save, and whatever else is trained.
-    """
-    tensors = {key: value for key, value in gather_module(model).items() if is_tensor(value)}
-    kept = _kept_by_peft(peft_model, tensors)
-    parameters, buffers = parameters_by_name(peft_model), dict(peft_model.named_buffers())
-    adapters = nn.Module()
-    for key, value in tensors.items():
-        if key in parameters and (id(value) in kept or parameters[key].requires_grad):
-            _place(adapters, key).register_parameter(key.rpartition(".")[2], parameters[key])
-        elif key in buffers and id(value) in kept:
-            _place(adapters, key).register_buffer(key.rpartition(".")[2], buffers[key])
-    return adapters
-
-
-def whole_adapters(trainer: Trainer) -> dict[str, torch.Tensor] | None:
-    """The adapters of a sharded PEFT model under their names there; whole, on rank 0 at least. Collective.
-
-    None for prompts, which PEFT does not take out of a state dict, and under FSDP1, where PEFT asks the modules for
-    their state on one rank alone, and waits for the others.
-    """
-    peft_model: Any = unwrapped(trainer)
-    prompts = any(config.is_prompt_learning for config in peft_model.peft_config.values())
-    if prompts or contains_fsdp1(trainer.model_wrapped):
-        return None
-    tensors = {key: value for key, value in gather_module(trainer.model_wrapped).items() if is_tensor(value)}
-    kept = _kept_by_peft(peft_model, tensors)
-    return {key: _whole(value, trainer.args.device) for key, value in tensors.items() if id(value) in kept}
-
-
-def _kept_by_peft(peft_model: nn.Module, tensors: Mapping[str, Any]) -> set[int]:
-    """Which of them, by identity, PEFT itself would save."""
-    from peft import get_peft_model_state_dict
-
-    known: Callable[..., Mapping[str, Any]] = get_peft_model_state_dict
-    return {
-        id(value)
-        for name in peft_model.peft_config  # type: ignore[union-attr]
-        for value in known(peft_model, dict(tensors), adapter_name=name, save_embedding_layers=False).values()
-    }
-
-
-def _whole(value: Any, device: torch.device) -> torch.Tensor:
-    """On the device first, where the ranks can communicate: offloaded shards are in host memory."""
-    if isinstance(value, DTensor):
-        return value.detach().to(device).full_tensor().cpu()  # type: ignore[attr-defined, no-any-return]
-    return value.detach().cpu()  # type: ignore[no-any-return]
-
-
-def _place(root: nn.Module, key: str) -> nn.Module:
-    """The module of a key, made with all above it if it is not there."""
-    for name in key.split(".")[:-1]:
-        if name not in dict(root.named_children()):
-            root.add_module(name, nn.Module())
-        root = root.get_submodule(name)
-    return root
-
-
-_NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _STOCK_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*")
 
 
@@ -225,14 +155,13 @@ def newest(root: PathLike, config: CheckpointConfig) -> Found:
     Raises:
         CheckpointNotFound: There is none.
     """
-    passed_over = []
-    for _, path in sorted(_candidates(Path(root)), reverse=True):
-        try:
-            return examine(path, config)
-        except CheckpointError as error:
-            passed_over.append(str(error))
-            warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
-    torn = f" Passed over: {'; '.join(passed_over)}." if passed_over else ""
+    candidates = [path for _, path in sorted(_candidates(Path(root)), reverse=True)]
+    found, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
+    for path, error in zip(candidates, refused, strict=False):
+        warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
+    if found is not None:
+        return found
+    torn = f" Passed over: {'; '.join(map(str, refused))}." if refused else ""
     # Begins as stock's message does, for those who look into it.
     raise CheckpointNotFound(
         f"No valid checkpoint found in output directory ({root}): resume_from_checkpoint=True, but there is no "
@@ -255,10 +184,10 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     """What there is to resume from at a path.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing whole.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing complete.
     """
     path = local_path(path)
-    state = _state_of(path)
+    state = catalog.state_of(path)
     if state is None:
         if reason := _incomplete_reason(path):
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
@@ -284,42 +213,28 @@ def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: 
     """
     if limit is None or limit <= 0:
         return
-    present = [path for _, path in _numbered(Path(os.path.abspath(directory)))]
+    present = [path for _, path in catalog.numbered(Path(os.path.abspath(directory)), _PREFIX)]
     protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
-    deletable = sorted(
-        (path for path in present if path not in protected), key=lambda path: (_is_complete(path), path.stat().st_mtime)
-    )
-    for path in deletable[: max(0, len(present) - max(limit, len(protected)))]:
-        catalog.remove(path)
-
-
-def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
-    if root.is_dir():
-        for path in root.iterdir():
-            if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir():
-                yield int(match[1]), path
+    others = [path for path in present if path not in protected]
+    others.sort(key=lambda path: (_is_complete(path), path.stat().st_mtime))
+    catalog.remove_oldest(others, max(0, limit - len(protected)))
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
     """By step. Among them is what an interrupted overwrite has moved aside."""
-    yield from _numbered(root)
+    yield from catalog.numbered(root, _PREFIX)
     for state in catalog.list_checkpoints(root):
         if state.path.suffix == ".aside" and state.path.parent.parent == root and state.step is not None:
             yield state.step, state.path
 
 
-def _state_of(path: Path) -> CheckpointState | None:
-    """None if this is no DCP checkpoint and does not pretend to be one."""
-    return next((state for state in catalog.list_checkpoints(path) if state.path == path), None)
-
-
 def _is_complete(path: Path) -> bool:
-    state = _state_of(path)
+    state = catalog.state_of(path)
     return state.committed if state is not None else not _incomplete_reason(path)
 
 
 def _incomplete_reason(path: Path) -> str:
-    """Why a directory is no whole checkpoint of transformers' own; empty if it is. The Trainer's state is the last
+    """Why a directory is no complete checkpoint of stock transformers; empty if it is. The Trainer's state is the last
     thing that rank 0 writes."""
     if not path.is_dir():
         return "it does not exist"

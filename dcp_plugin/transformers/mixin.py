@@ -1,12 +1,13 @@
 """``class MyTrainer(DCPTrainerMixin, Trainer)``: the Trainer's checkpoints go through the core, on all ranks.
 
 The Trainer has no hook for this, so the mixin takes over the methods in which it saves and loads, and leaves what
-they decide to it: when to save, what is best, where in the data to go on. The moments, in their order:
+they decide to it: when to save, what is best, where in the data to go on. :class:`TrainerAdapter` does the work. The
+moments, in their order:
 
 - ``train`` finds on rank 0 what to resume from. ``_prepare_for_training`` wraps model and optimizer; then all is
   loaded at once. ``_load_rng_state`` is called by the loop where it has reached the point of the save.
-- ``_save_checkpoint`` lets the Trainer write its small files into a folder of their own, and saves them with model
-  and optimizer as one checkpoint. What is to come after it (rotation, push) waits until that is published.
+- ``_save_checkpoint`` lets the Trainer write its small files into a scratch directory, and saves them with model and
+  optimizer as one checkpoint. Rotation and push wait until that is published.
 - ``_finalize_training`` and the end of ``train``, whichever way it ends, wait for the save in flight.
 """
 
@@ -19,8 +20,9 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -30,7 +32,6 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.ranks import Ranks
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
@@ -38,9 +39,11 @@ from dcp_plugin.transformers._transformers import (
     code_between_steps,
     describe_adapters,
     describe_model,
+    full_adapters,
     is_adapted,
-    is_overridden,
+    push,
     refuse_unsupported,
+    saves_model_itself,
     saves_shards,
     unwrapped,
 )
@@ -51,9 +54,22 @@ if TYPE_CHECKING:
 else:
     Trainer = object
 
-T = TypeVar("T")
-
 logger = logging.getLogger("dcp_plugin")
+
+
+def _unless(busy: str, name: str) -> Any:
+    """A method of the Trainer that does nothing while the core does its work.
+
+    Args:
+        busy: The attribute of :class:`TrainerAdapter` that is not None as long as it does.
+        name: The method's.
+    """
+
+    def method(self: DCPTrainerMixin, *args: Any, **kwargs: Any) -> None:
+        if getattr(self._dcp, busy) is None:
+            getattr(super(DCPTrainerMixin, self), name)(*args, **kwargs)
+
+    return method
 
 
 class DCPTrainerMixin(Trainer):
@@ -61,6 +77,17 @@ class DCPTrainerMixin(Trainer):
 
     Args:
         checkpoint_config: How to save and load; else the class attribute of that name.
+
+    Raises:
+        CheckpointError: The training runs on a backend that is not supported.
+        ValueError: ``keep_last``, in whose place is ``save_total_limit``; or ``output_dir`` is a URL.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> from dcp_plugin import CheckpointConfig
+        >>> from dcp_plugin.accelerate import DCPTrainerMixin
+        >>> class MyTrainer(DCPTrainerMixin, Trainer):
+        ...     checkpoint_config = CheckpointConfig(async_save=True)
     """
 
     checkpoint_config = CheckpointConfig()
@@ -85,69 +112,228 @@ class DCPTrainerMixin(Trainer):
             )
         self.checkpoint_config.that_waits("the Trainer")
         refuse_unsupported(self)
-        self._dcp_checkpointer = Checkpointer(self.checkpoint_config, solo=self.args.world_size == 1)
-        self._dcp_resume: Found | None = None
-        self._dcp_loaded: ToLoad | None = None
-        self._dcp_scratch: str | None = None
-        """Where the Trainer's small files go while a checkpoint is made."""
-        self._dcp_failure: Exception | None = None
-        self._dcp_after_publish: Callable[[], None] | None = None
-        self._dcp_said_who_may_write = False
+        self._dcp = TrainerAdapter(self)
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete.
 
         Raises:
-            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is nothing (whole) to resume from.
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is nothing (complete) to resume from.
             SaveFailed: A save in the background failed; raised once.
         """
-        found = self._dcp_find(resume_from_checkpoint)
-        self._dcp_resume = None if found is None or found.stock else found
-        # Without a state of the Trainer there is nothing that it could resume: a new training, with loaded weights.
-        resumes = found is not None and (found.stock or found.has_trainer_state)
-        path = os.fspath(found.path) if found is not None and resumes else None
+        with self._dcp.training():
+            return super().train(self._dcp.find(resume_from_checkpoint), *args, **kwargs)
+
+    # Save. Between entering and leaving _save_checkpoint, all that the Trainer writes goes into a scratch directory.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._dcp.save(super()._get_output_dir(trial), partial(super()._save_checkpoint, model, trial))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._dcp.scratch or super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._dcp.scratch is None or output_dir is None:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._dcp.describe_model(output_dir, partial(super().save_model, output_dir, _internal_call))
+
+    _save_optimizer_and_scheduler = _unless("scratch", "_save_optimizer_and_scheduler")
+    _save_scaler = _unless("scratch", "_save_scaler")
+    _save_rng_state = _unless("scratch", "_save_rng_state")
+    _push_from_checkpoint = _unless("scratch", "_push_from_checkpoint")
+
+    # Load.
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepare: Callable[..., Any] = super()._prepare_for_training
+        prepared = prepare(*args, **kwargs)
+        self._dcp.load()
+        return prepared
+
+    _load_from_checkpoint = _unless("found", "_load_from_checkpoint")
+    _load_optimizer_and_scheduler = _unless("found", "_load_optimizer_and_scheduler")
+    _load_scaler = _unless("found", "_load_scaler")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._dcp.loaded is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._dcp.loaded.continue_streams()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        return self._dcp.get_batches(partial(super().get_batch_samples, *args, **kwargs))
+
+    def _load_best_model(self) -> None:
+        if not self._dcp.load_best_model():
+            super()._load_best_model()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._dcp.finish()  # the best checkpoint may be on its way, and others are deleted now
+        finalize: Callable[..., Any] = super()._finalize_training
+        return finalize(*args, **kwargs)
+
+
+class TrainerAdapter:
+    """Saves and loads for one trainer, at the moments at which :class:`DCPTrainerMixin` is called."""
+
+    def __init__(self, trainer: DCPTrainerMixin) -> None:
+        self._trainer = trainer
+        self._checkpointer = Checkpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
+        self.found: Found | None = None
+        """The checkpoint of this package that the training resumes from."""
+        self.loaded: ToLoad | None = None
+        self.scratch: str | None = None
+        """Where the Trainer's small files go while a checkpoint is made."""
+        self._failure: Exception | None = None
+        self._unpushed: SaveHandle | None = None
+        self._said_who_may_write = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Finish what is in flight when the training ends, in whichever way."""
         try:
-            output = super().train(path, *args, **kwargs)
+            yield
         except BaseException as error:
             try:
-                self._dcp_finish(close=True)
+                self.finish(close=True)
             except Exception as failure:  # what ends the training is the one to raise
                 error.add_note(f"Besides, a checkpoint could not be saved: {failure}")
             raise
+        else:
+            self.finish(close=True)
         finally:
-            self._dcp_resume = self._dcp_loaded = None
-        self._dcp_finish(close=True)
-        return output
+            self.found = self.loaded = None
 
-    # Save. Between entering and leaving _save_checkpoint, all that the Trainer writes goes into a scratch folder.
+    def find(self, resume: PathLike | bool | None) -> str | None:
+        """The path that the Trainer has to resume from, or None. Rank 0 decides for all."""
+        if resume is None or resume is False:
+            return None
+        config, output_dir, ranks = (
+            self._trainer.checkpoint_config,
+            self._trainer.args.output_dir,
+            self._checkpointer.ranks,
+        )
+        if resume is True:
+            found = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(str(output_dir), config))
+        else:
+            found = ranks.from_zero(f"open {resume}", lambda: checkpoints.named(resume, config))
+        self.found = None if found.stock else found
+        # Without a state of the Trainer there is nothing that it could resume: a new training, with loaded weights.
+        return os.fspath(found.path) if found.stock or found.has_trainer_state else None
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._dcp_finish()
-        run_dir = super()._get_output_dir(trial)
-        final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        save_small_files = super()._save_checkpoint
+    def finish(self, close: bool = False) -> None:
+        """Wait for the save in flight, then push it to the hub if that is wanted; not if it failed."""
+        unpushed, self._unpushed = self._unpushed, None
+        if close:
+            self._checkpointer.close()
+        else:
+            self._checkpointer.wait()
+        if unpushed is not None and unpushed.finished is not None:
+            push(self._trainer, os.fspath(unpushed.path))
+
+    # Save
+
+    def save(self, run_dir: str, save_small_files: Callable[[], None]) -> None:
+        """Save the training as ``checkpoint-N`` in ``run_dir``.
+
+        Args:
+            save_small_files: The Trainer's own save, which goes into the scratch directory.
+        """
+        self.finish()
+        trainer = self._trainer
+        step, limit = trainer.state.global_step, trainer.args.save_total_limit
+        final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         with ExitStack() as cleanup:
-            staged = self._dcp_start_staging(os.path.basename(final), cleanup)
+            staged = self._start_staging(os.path.basename(final), cleanup)
             state: dict[str, Any] = {}
-            with self._dcp_failing_together():
-                state = checkpoints.to_save(self, self.checkpoint_config.rng)
-            with self._dcp_failing_together():
-                save_small_files(model, trial)
-                self._dcp_note_best(final, staged)
-                if self.is_world_process_zero():
+            with self._failing_together():
+                state = checkpoints.to_save(trainer, trainer.checkpoint_config.rng)
+            with self._failing_together():
+                save_small_files()
+                self._note_best(final, staged)
+                if trainer.is_world_process_zero():
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
-            files = self._dcp_files(staged)
-            handle = self._dcp_checkpointer.save(state, final, self.state.global_step, files=files)
-        self._dcp_complete_copy(handle)
-        self._dcp_after_publish = lambda: self._dcp_published(run_dir, final)
+            handle = self._checkpointer.save(state, final, step, files=self._files(staged))
+        self._complete_copy(handle)
+        if trainer.is_world_process_zero():
+            best = trainer.state.best_model_checkpoint
+            handle.on_published(lambda event: checkpoints.rotate(run_dir, final, best, limit))
+        self._unpushed = handle if trainer.args.push_to_hub else None
         if handle.done():
-            self._dcp_finish()
+            self.finish()
 
-    def _dcp_complete_copy(self, handle: SaveHandle) -> None:
+    def describe_model(self, output_dir: str, save_model: Callable[[], None]) -> None:
+        """Write what belongs to a model besides its weights, and the weights only where a subclass saves them itself.
+
+        Args:
+            save_model: The Trainer's own.
+        """
+        trainer = self._trainer
+        with self._failing_together():
+            adapted, sharded, own = is_adapted(unwrapped(trainer)), saves_shards(trainer), self._has_own_files()
+            if not adapted and (sharded or not own) and trainer.args.should_save:
+                describe_model(trainer, output_dir)
+            if own or (adapted and not trainer.is_fsdp_enabled):
+                os.makedirs(output_dir, exist_ok=True)  # where rank 0 has made it, usually
+                save_model()
+            if adapted and trainer.is_fsdp_enabled and (sharded or not own):  # without the base
+                adapters = full_adapters(trainer)
+                if trainer.args.should_save:
+                    describe_adapters(trainer, output_dir, adapters)
+
+    def _has_own_files(self) -> bool:
+        """Whether a subclass saves the model in a way of its own. Then it does, with whatever that costs."""
+        return saves_model_itself(self._trainer, DCPTrainerMixin)
+
+    def _start_staging(self, name: str, cleanup: ExitStack) -> Path:
+        """From now on all that the Trainer writes goes into a directory of its own."""
+        self.scratch = os.devnull  # where nothing can be written
+        cleanup.callback(setattr, self, "scratch", None)
+        with self._failing_together():
+            self.scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dcp_plugin-"))
+        return Path(self.scratch, name)
+
+    def _files(self, staged: Path) -> Callable[[Path], None]:
+        """What puts the small files into the checkpoint, or raises what has failed so far."""
+        failure, self._failure = self._failure, None
+
+        def add(directory: Path) -> None:
+            if failure is not None:
+                raise failure
+            if self._trainer.is_world_process_zero():
+                shutil.copytree(staged, directory, dirs_exist_ok=True)
+            elif self._has_own_files() and staged.is_dir():
+                shutil.copytree(staged, directory, copy_function=_copy_what_is_new, dirs_exist_ok=True)
+
+        return add
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Keep a failure of this rank until all ranks raise it: the Trainer lets them wait for each other in between,
+        and whoever had left would not come."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _note_best(self, final: str, staged: Path) -> None:
+        """The Trainer looks for the checkpoint of the best step where its files are. If it is this one, say where it
+        will be; if it is an earlier one, that was evaluated after its save, where it is."""
+        state = self._trainer.state
+        if not state.best_global_step:
+            return
+        best = os.path.join(os.path.dirname(final), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if best == final or os.path.exists(best):
+            state.best_model_checkpoint = best
+            if self._trainer.args.should_save:
+                state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
+
+    def _complete_copy(self, handle: SaveHandle) -> None:
         """With ``staging="lazy"``: nobody may write weights before they are copied."""
-        if not handle.staged() and (others := code_between_steps(self)):
-            if not self._dcp_said_who_may_write:
-                self._dcp_said_who_may_write = True
+        if not handle.staged() and (others := code_between_steps(self._trainer)):
+            if not self._said_who_may_write:
+                self._said_who_may_write = True
                 logger.warning(
                     "staging='lazy': saves return when the state is copied, since %s may write weights before the "
                     "next step",
@@ -155,147 +341,40 @@ class DCPTrainerMixin(Trainer):
                 )
             handle.wait_staged()
 
-    def _dcp_start_staging(self, name: str, cleanup: ExitStack) -> Path:
-        """From now on all that the Trainer writes goes into a folder of its own."""
-        self._dcp_scratch = os.devnull  # where nothing can be written
-        cleanup.callback(setattr, self, "_dcp_scratch", None)
-        with self._dcp_failing_together():
-            self._dcp_scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="dcp_plugin-"))
-        return Path(self._dcp_scratch, name)
+    # Load
 
-    def _dcp_files(self, staged: Path) -> Callable[[Path], None]:
-        """What puts the small files into the checkpoint, or raises what has failed so far."""
-        failure, self._dcp_failure = self._dcp_failure, None
-
-        def add(directory: Path) -> None:
-            if failure is not None:
-                raise failure
-            if self.is_world_process_zero():
-                shutil.copytree(staged, directory, dirs_exist_ok=True)
-            elif self._dcp_has_own_files() and staged.is_dir():
-                shutil.copytree(staged, directory, copy_function=_copy_what_is_new, dirs_exist_ok=True)
-
-        return add
-
-    @contextmanager
-    def _dcp_failing_together(self) -> Iterator[None]:
-        """Keep a failure of this rank until all ranks raise it: the Trainer lets them wait for each other in between,
-        and whoever had left would not come."""
-        try:
-            yield
-        except Exception as error:
-            self._dcp_failure = self._dcp_failure or error
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._dcp_scratch or super()._get_output_dir(trial)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self._dcp_scratch is None or output_dir is None:
-            super().save_model(output_dir, _internal_call)
+    def load(self) -> None:
+        """Load what :meth:`find` found, when model and optimizer are wrapped."""
+        if self.found is None:
             return
-        save_model = super().save_model
-        with self._dcp_failing_together():
-            adapted, sharded, own = is_adapted(unwrapped(self)), saves_shards(self), self._dcp_has_own_files()
-            if not adapted and (sharded or not own) and self.args.should_save:
-                describe_model(self, output_dir)
-            if own or (adapted and not self.is_fsdp_enabled):
-                os.makedirs(output_dir, exist_ok=True)  # where rank 0 has made it, usually
-                save_model(output_dir, _internal_call)
-            if adapted and self.is_fsdp_enabled and (sharded or not own):  # without the base
-                adapters = checkpoints.whole_adapters(self)
-                if self.args.should_save:
-                    describe_adapters(self, output_dir, adapters)
+        self.loaded = ToLoad(self._trainer, self.found.names)
+        self._checkpointer.load(self.loaded.state, self.found.path)
+        self.loaded.finish()
+        if self._trainer.is_world_process_zero():
+            self._say_what_differs(self.found, self.loaded.streams)
 
-    def _dcp_has_own_files(self) -> bool:
-        """Whether a subclass has a way of its own to save the model. Then it does, with whatever that costs."""
-        replaced = getattr(self.save_model, "__func__", None) is not DCPTrainerMixin.save_model
-        return replaced or is_overridden(super().save_model) or is_overridden(self._save)
+    def load_best_model(self) -> bool:
+        """Load the best model; returns False, and loads nothing, if stock transformers has saved it."""
+        best, config = self._trainer.state.best_model_checkpoint, self._trainer.checkpoint_config
+        assert best is not None
+        found = self._checkpointer.ranks.from_zero(
+            "open the best checkpoint", lambda: checkpoints.examine(best, config)
+        )
+        if not found.stock:
+            self._checkpointer.load({MODEL: checkpoints.model_of(self._trainer)}, found.path)
+        return not found.stock
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._dcp_scratch is None:
-            super()._save_optimizer_and_scheduler(output_dir)
+    def get_batches(self, get: Callable[[], Any]) -> Any:
+        """What ``get`` returns, with a warning if it draws random numbers before the streams are restored.
 
-    def _save_scaler(self, output_dir: str) -> None:
-        if self._dcp_scratch is None:
-            super()._save_scaler(output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        if self._dcp_scratch is None:
-            super()._save_rng_state(output_dir)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._dcp_scratch is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _dcp_note_best(self, final: str, staged: Path) -> None:
-        """The Trainer looks for the checkpoint of the best step where its files are. If it is this one, say where it
-        will be; if it is an earlier one, that was evaluated after its save, where it is."""
-        if not self.state.best_global_step:
-            return
-        best = os.path.join(os.path.dirname(final), f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-        if best == final or os.path.exists(best):
-            self.state.best_model_checkpoint = best
-            if self.args.should_save:
-                self.state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
-
-    def _dcp_published(self, run_dir: str, final: str) -> None:
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(final)
-        if self.is_world_process_zero():
-            try:
-                checkpoints.rotate(run_dir, final, self.state.best_model_checkpoint, self.args.save_total_limit)
-            except OSError as error:  # the new checkpoint is published; old ones that stay do no harm
-                warnings.warn(f"could not delete old checkpoints in {run_dir}: {error}", stacklevel=2)
-
-    def _dcp_finish(self, close: bool = False) -> None:
-        """Wait for the save in flight, then do what was to come after it; nothing if it failed."""
-        after, self._dcp_after_publish = self._dcp_after_publish, None
-        if close:
-            self._dcp_checkpointer.close()
-        else:
-            self._dcp_checkpointer.wait()
-        if after is not None:
-            after()
-
-    # Load.
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        prepare: Callable[..., Any] = super()._prepare_for_training
-        prepared = prepare(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._dcp_resume is not None:
-            self._dcp_loaded = ToLoad(self, self._dcp_resume.names)
-            self._dcp_checkpointer.load(self._dcp_loaded.state, self._dcp_resume.path)
-            self._dcp_loaded.finish()
-            if self.is_world_process_zero():
-                self._dcp_say_what_differs(self._dcp_resume, self._dcp_loaded.streams)
-        return prepared
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._dcp_resume is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._dcp_resume is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        if self._dcp_resume is None:
-            super()._load_scaler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._dcp_loaded is None:
-            super()._load_rng_state(checkpoint)
-        else:
-            self._dcp_loaded.continue_streams()
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        if self._dcp_loaded is None or self._dcp_loaded.streams_continue:
-            return super().get_batch_samples(*args, **kwargs)
-        # In the middle of an epoch, the Trainer sets the random streams when it has these batches. If the data itself
-        # has drawn from the streams, the batches are others, and so is what the streams go on with.
+        In the middle of an epoch, the Trainer sets the random streams when it has these batches. If the data itself
+        has drawn from the streams, the batches are others, and so is what the streams go on with.
+        """
+        if self.loaded is None or self.loaded.streams_continue:
+            return get()
         expected = checkpoints.random_positions_after_iter()
-        batches = super().get_batch_samples(*args, **kwargs)
-        if checkpoints.random_position() not in expected and self.is_world_process_zero():
+        batches = get()
+        if checkpoints.random_position() not in expected and self._trainer.is_world_process_zero():
             warnings.warn(
                 "The training resumes in the middle of an epoch, and its data collator or dataset draws random numbers "
                 "in the training process: it draws others than without the interruption. To continue exactly, resume "
@@ -304,49 +383,15 @@ class DCPTrainerMixin(Trainer):
             )
         return batches
 
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        assert best is not None
-        found = self._dcp_on_rank_zero(
-            "open the best checkpoint", lambda: checkpoints.examine(best, self.checkpoint_config)
-        )
-        if found.stock:
-            super()._load_best_model()
-        else:
-            self._dcp_checkpointer.load({MODEL: checkpoints.model_of(self)}, found.path)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._dcp_finish()  # the best checkpoint may be on its way, and others are deleted now
-        finalize: Callable[..., Any] = super()._finalize_training
-        return finalize(*args, **kwargs)
-
-    def _dcp_find(self, resume: PathLike | bool | None) -> Found | None:
-        """What to resume from; rank 0 decides for all."""
-        if resume is None or resume is False:
-            return None
-        config = self.checkpoint_config
-        if resume is True:
-            return self._dcp_on_rank_zero(
-                "find a checkpoint", lambda: checkpoints.newest(str(self.args.output_dir), config)
-            )
-        return self._dcp_on_rank_zero(f"open {resume}", lambda: checkpoints.named(resume, config))
-
-    def _dcp_on_rank_zero(self, step: str, work: Callable[[], T]) -> T:
-        ranks = Ranks() if self.args.world_size == 1 else Ranks.of_default_group(self.checkpoint_config.timeout)
-        try:
-            return ranks.from_zero(step, work)
-        finally:
-            ranks.close()
-
-    def _dcp_say_what_differs(self, found: Found, streams: SavedStreams) -> None:
-        said = []
+    def _say_what_differs(self, found: Found, streams: SavedStreams) -> None:
+        trainer, said = self._trainer, []
         if not found.has_trainer_state:
             said.append(f"it has no {TRAINER_STATE_NAME}, so the training starts with step 0 and a new schedule")
         elif f"{EXTRA}.{SCHEDULER}" not in found.names:
             said.append("it has no schedule, which starts anew")
         if OPTIM not in found.names:
             said.append("it has no optimizer, whose state starts anew")
-        samples, world_size = self.get_total_train_batch_size(self.args), self.args.world_size
+        samples, world_size = trainer.get_total_train_batch_size(trainer.args), trainer.args.world_size
         if found.samples_per_step not in (None, samples):
             said.append(
                 f"it was made with {found.samples_per_step} samples per step and this run has {samples}: the position "
@@ -354,7 +399,7 @@ class DCPTrainerMixin(Trainer):
             )
         if found.has_trainer_state and streams.about_new_ranks:
             said.append(f"it has {streams.about_new_ranks}")
-        elif found.has_trainer_state and not streams.saved_on and self.checkpoint_config.rng:
+        elif found.has_trainer_state and not streams.saved_on and trainer.checkpoint_config.rng:
             said.append("it has no random states")
         elif found.world_size not in (None, world_size):
             said.append(

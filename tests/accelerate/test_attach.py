@@ -223,17 +223,17 @@ def test_a_failed_background_save_is_raised_on_every_rank_once(tmp_path: Path) -
     run = t.start("ddp", async_save=True)
     run.accelerator.save_state(str(tmp_path / "good"))
     run.attached.wait()
-    resolve = writer._resolve
+    write = writer.PartWriter.write
     if dist.get_rank() == 1:
 
         def broken(*args: Any) -> Any:
             raise OSError("no space left")
 
-        writer._resolve = broken
+        writer.PartWriter.write = broken
     run.accelerator.save_state(str(tmp_path / "bad"))
     with pytest.raises(dcp.CheckpointError, match="no space left"):
         run.attached.wait()
-    writer._resolve = resolve
+    writer.PartWriter.write = write
     run.accelerator.load_state(str(tmp_path / "good"))
     with pytest.raises(dcp.CheckpointError):
         run.accelerator.load_state(str(tmp_path / "bad"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.conformance.differences import UNCAST_SLOT
 from tests.conformance.interchange import ENTRIES
@@ -40,68 +41,54 @@ class Case:
         return WORLD_SIZE[self.layout]
 
 
-@functools.cache
-def modules() -> dict[str, Case]:
+def _in_each_layout(
+    corpus: str, entries: Mapping[str, Any], code: Callable[[Any, str], UserCode], must_work: bool | None = True
+) -> dict[str, Case]:
+    """A case for every entry in every layout that it goes with. Where ``must_work`` is None the entry says it."""
     return {
         f"{layout}-{name}": Case(
-            f"modules/{layout}-{name}",
-            functools.partial(resume, layout=layout, module=entry.make),
+            f"{corpus}/{layout}-{name}",
+            code(entry, layout),
             layout,
-            entry.oracle,
+            getattr(entry, "oracle", "stock"),
             entry.differs,
-            must_work=False,
+            must_work=entry.must_work if must_work is None else must_work,
         )
-        for name, entry in MODULES.items()
+        for name, entry in entries.items()
         for layout in entry.layouts
     }
+
+
+@functools.cache
+def modules() -> dict[str, Case]:
+    def code(entry: Any, layout: str) -> UserCode:
+        return functools.partial(resume, layout=layout, module=entry.make)
+
+    return _in_each_layout("modules", MODULES, code, must_work=False)
 
 
 @functools.cache
 def optimizers() -> dict[str, Case]:
-    return {
-        f"{layout}-{name}": Case(
-            f"optimizers/{layout}-{name}",
-            functools.partial(resume, layout=layout, module=entry.module, optimizer=entry.make),
-            layout,
-            entry.oracle,
-            entry.differs,
-            must_work=entry.must_work,
-        )
-        for name, entry in OPTIMIZERS.items()
-        for layout in entry.layouts
-    }
+    def code(entry: Any, layout: str) -> UserCode:
+        return functools.partial(resume, layout=layout, module=entry.module, optimizer=entry.make)
+
+    return _in_each_layout("optimizers", OPTIMIZERS, code, must_work=None)
 
 
 @functools.cache
 def moments() -> dict[str, Case]:
     """AdamW, which has state from its first step on, and a plain model, at every moment."""
     adam = OPTIMIZERS["AdamW"].make
-    return {
-        f"{layout}-{name}": Case(
-            f"moments/{layout}-{name}",
-            functools.partial(resume, layout=layout, module=NoHook, optimizer=adam, moment=moment),
-            layout,
-            differs=moment.differs,
-        )
-        for name, moment in MOMENTS.items()
-        for layout in moment.layouts
-    }
+
+    def code(moment: Any, layout: str) -> UserCode:
+        return functools.partial(resume, layout=layout, module=NoHook, optimizer=adam, moment=moment)
+
+    return _in_each_layout("moments", MOMENTS, code)
 
 
 @functools.cache
 def programs() -> dict[str, Case]:
-    return {
-        f"{layout}-{name}": Case(
-            f"programs/{layout}-{name}",
-            functools.partial(run, entry, layout),
-            layout,
-            entry.oracle,
-            entry.differs,
-            must_work=entry.must_work,
-        )
-        for name, entry in PROGRAMS.items()
-        for layout in entry.layouts
-    }
+    return _in_each_layout("programs", PROGRAMS, lambda entry, layout: functools.partial(run, entry, layout), None)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import warnings
@@ -65,6 +66,8 @@ def test_strategies_of_ones_own_and_plugins() -> None:
     assert type(fabric.strategy) is door.DCPSingleDeviceStrategy  # as it was made
     explicit = door.DCPDDPStrategy(checkpoint_config=dcp.CheckpointConfig(timeout=8))
     assert explicit.dcp.config.timeout == 8
+    sent = pickle.loads(pickle.dumps(explicit))
+    assert type(sent) is door.DCPDDPStrategy and sent.dcp_adapter.attachment.config.timeout == 8
     for name in ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"):
         assert issubclass(getattr(door, f"DCP{name}"), getattr(lightning_strategies(), name))
     standalone = door.dcp_strategy_class(lightning_fabric.strategies.SingleDeviceStrategy)("cpu")

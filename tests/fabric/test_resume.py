@@ -6,14 +6,12 @@ One launch per world size makes all checkpoints, another one, of new processes, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests import launch
 from tests.compare import assert_same
 from tests.fabric import WORLD_SIZE
+from tests.lives import live, read, write
 
 MOMENTS = {"middle": 3, "after_first_epoch": 5}
 """Optimizer steps before the checkpoint: an epoch has four."""
@@ -27,14 +25,14 @@ def _first_lives(root: Path, layouts: list[str]) -> None:
     for layout in layouts:
         straight = t.Training(t.fabric_for(layout))
         straight.run(6)
-        _write(root, f"straight-{layout}", straight.losses, straight.whole_state())
+        write(root, f"straight-{layout}", straight.losses, straight.whole_state())
         for moment, steps in MOMENTS.items():
             fabric = t.fabric_for(layout)
             with attach(fabric, async_save=moment == "middle"):
                 first = t.Training(fabric)
                 first.run(steps)
                 first.save(root / f"{layout}-{moment}")
-                _write(root, f"first-{layout}-{moment}", first.losses, first.whole_state())
+                write(root, f"first-{layout}-{moment}", first.losses, first.whole_state())
 
 
 def _second_lives(root: Path, layouts: list[str]) -> None:
@@ -50,7 +48,7 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
             assert second.load(root / f"{layout}-{moment}") == {}
             assert second.state["history"] == list(range(1, steps + 1))
             second.run(6)
-            _write(root, f"second-{layout}-{moment}", second.losses, second.whole_state())
+            write(root, f"second-{layout}-{moment}", second.losses, second.whole_state())
 
 
 def _under_another_strategy(root: Path, layouts: list[str]) -> None:
@@ -65,27 +63,12 @@ def _under_another_strategy(root: Path, layouts: list[str]) -> None:
             del training.state["loader"]
             fabric.load(root / f"{source}-middle", training.state)
             schedule = training.state["schedule"].last_epoch
-            _write(root, f"{source}-to-{layout}", [training.state["step"], schedule], training.whole_state())
-
-
-def _write(root: Path, name: str, numbers: list[Any], state: dict[str, Any]) -> None:
-    rank = torch.distributed.get_rank()
-    torch.save({"numbers": numbers, "state": state}, root / f"{name}-{rank}.pt")
-
-
-def _read(root: Path, name: str, rank: int = 0) -> tuple[list[Any], dict[str, Any]]:
-    written = torch.load(root / f"{name}-{rank}.pt", weights_only=True)
-    return written["numbers"], written["state"]
+            write(root, f"{source}-to-{layout}", [training.state["step"], schedule], training.whole_state())
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("resume")
-    layouts_of = {size: [name for name in WORLD_SIZE if WORLD_SIZE[name] == size] for size in (1, 2, 4)}
-    for work in (_first_lives, _second_lives, _under_another_strategy):
-        for world_size, layouts in layouts_of.items():
-            launch.run(work, world_size, root, layouts)
-    return root
+    return live(tmp_path_factory.mktemp("resume"), WORLD_SIZE, _first_lives, _second_lives, _under_another_strategy)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -93,9 +76,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_resume_equals_no_interruption(root: Path, layout: str, moment: str) -> None:
     """With dropout, a schedule, accumulation and shuffling; in the first epoch and over its end, and in the second."""
     for rank in range(WORLD_SIZE[layout]):
-        losses, state = _read(root, f"straight-{layout}", rank)
-        first, _ = _read(root, f"first-{layout}-{moment}", rank)
-        second, resumed = _read(root, f"second-{layout}-{moment}", rank)
+        losses, state = read(root, f"straight-{layout}", rank)
+        first, _ = read(root, f"first-{layout}-{moment}", rank)
+        second, resumed = read(root, f"second-{layout}-{moment}", rank)
         assert first + second == losses
         assert_same(state, resumed)
 
@@ -103,7 +86,7 @@ def test_resume_equals_no_interruption(root: Path, layout: str, moment: str) -> 
 @pytest.mark.parametrize("target", WORLD_SIZE)
 @pytest.mark.parametrize("source", WORLD_SIZE)
 def test_any_strategy_loads_what_any_strategy_saved(root: Path, source: str, target: str) -> None:
-    _, saved = _read(root, f"first-{source}-middle")
-    numbers, loaded = _read(root, f"{source}-to-{target}")
+    _, saved = read(root, f"first-{source}-middle")
+    numbers, loaded = read(root, f"{source}-to-{target}")
     assert_same(saved, loaded)
     assert numbers == [3, 3]

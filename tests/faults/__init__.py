@@ -1,7 +1,7 @@
 """The campaign of faults: what a save, a load or a clean-up does when the machine, the disk or a person fails it.
 
 ``layer.c`` counts, records, fails or ends at the file-system calls of a process (loaded with LD_PRELOAD);
-:mod:`tests.faults.victims` runs functions in forked processes that have it; :mod:`tests.faults.oracle` says what has to hold
-afterwards; :mod:`tests.faults.power` builds the states that a loss of power may leave. ``python -m tests.faults`` runs all of
-it and prints the counts.
+:mod:`tests.faults.victims` runs functions in forked processes that have it; :mod:`tests.faults.scenes` has them;
+:mod:`tests.faults.oracle` says what has to hold afterwards; :mod:`tests.faults.power` builds the states that a loss of
+power may leave. ``python -m tests.faults`` runs all of it and prints the counts; the tests run a sample.
 """

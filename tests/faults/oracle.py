@@ -1,9 +1,10 @@
 """What has to hold after a fault, whatever it was.
 
 - A checkpoint that was reported is there and loads, byte for byte, or a newer one under its name.
-- What an error says is true: after ``SaveFailed`` the path is as it was, after ``DurabilityUnknown`` the new one is there.
+- What an error says is true: after ``SaveFailed`` the path is as it was, after ``DurabilityUnknown`` the new
+  checkpoint is there.
 - ``latest`` gives the newest of what is there. What is listed as committed loads.
-- The next save that succeeds leaves nothing but checkpoints behind, and files of the user's where they were.
+- The next save that succeeds leaves nothing behind but checkpoints with the user's files that were in them.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def problems(scene: Scene, outcome: Outcome, facts: Facts) -> list[str]:
     for name in {*scene.before, *scene.after, *facts.numbers}:
         old, new, there = scene.before.get(name), scene.after.get(name), facts.numbers.get(name)
         allowed = {old, new}
-        if name == scene.target and said != "killed" and not (scene.after.get(name) is None):
-            allowed = {old} if said == "SaveFailed" else {new}
+        if name == scene.target and said != "killed" and name in scene.after:
+            allowed = {new} if said in ("success", "DurabilityUnknown") else {old}
         if there not in allowed:
             found.append(f"after {said}, {name} is {there}, not one of {allowed}")
     newest = max(facts.numbers.values(), default=None)

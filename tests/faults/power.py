@@ -106,22 +106,31 @@ class Recording:
     changes: list[Change] = field(default_factory=list)
     moments: list[tuple[int, frozenset[int]]] = field(default_factory=list)
 
-    def states(self, seed: int = 0, choices: int = 4) -> Iterator[tuple[str, Disk]]:
+    def states(
+        self, seed: int = 0, choices: int = 4, only_at_the_end: bool = False
+    ) -> Iterator[tuple[str, Disk, bool]]:
         """Every state that is told apart: at each moment nothing and everything of what was pending, all but one and
-        one alone of it, and some random choices. With words that say which."""
+        one alone of it, and some random choices.
+
+        Yields:
+            Words that say which, the state, and whether the process had come to its end by then.
+        """
         seen: set[object] = set()
         chance = random.Random(seed)
-        for count, durable in self.moments:
+        for moment, (count, durable) in enumerate(self.moments, start=1):
+            finished = moment == len(self.moments)
+            if only_at_the_end and not finished:
+                continue
             pending = [at for at in range(count) if at not in durable]
             kept = [frozenset[int](), frozenset(pending)]
             kept += [frozenset([one]) for one in pending] + [frozenset(pending) - {one} for one in pending]
             kept += [frozenset(at for at in pending if chance.random() < 0.5) for _ in range(choices)]
             for chosen in dict.fromkeys(kept):
                 disk = Disk(self.root, [self.changes[at] for at in range(count) if at in durable or at in chosen])
-                if (mark := disk.fingerprint()) not in seen:
+                if (mark := (disk.fingerprint(), finished)) not in seen:
                     seen.add(mark)
                     lost = [self.changes[at].said for at in pending if at not in chosen]
-                    yield f"after {count} of {len(self.changes)} changes, lost: {lost}", disk
+                    yield f"after {count} of {len(self.changes)} changes, lost: {lost}", disk, finished
 
 
 def tree(path: Path) -> Node:
@@ -155,7 +164,9 @@ def recording(begun: Node, root: Path, log: Path) -> Recording:
     for line in log.read_text().splitlines():
         call, one, other, first, second = line.split("\t")
         a, b = int(first), int(second)
-        where = " ".join(filter(None, [call, *(os.path.relpath(p, root) for p in (one, other) if p.startswith(str(root)))]))
+        where = " ".join(
+            filter(None, [call, *(os.path.relpath(p, root) for p in (one, other) if p.startswith(str(root)))])
+        )
         if call == "sync":
             node = node_at(one)
             synced |= {at for at, change in enumerate(told.changes) if node in change.of}

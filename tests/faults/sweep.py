@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults import power
 from tests.faults.oracle import find, problems
 from tests.faults.scenes import NEW, SCENES, prepare
-from tests.faults.victims import Fault, Victims
+from tests.faults.victims import Fault, Outcome, Victims
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class Found:
     problems: list[str]
 
     def __str__(self) -> str:
-        return f"{self.scene}, {self.fault.action} {self.fault.calls} at call {self.number} ({self.said}): " + "; ".join(
-            self.problems
+        return (
+            f"{self.scene}, {self.fault.action} {self.fault.calls} at call {self.number} ({self.said}): "
+            + "; ".join(self.problems)
         )
 
 
@@ -59,3 +61,26 @@ def sweep(
             found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
             yield Found(scene_name, fault, number - every, repr(outcome.error)[:200], found) if found else None
             shutil.rmtree(root)
+
+
+def after_power_loss(victims: Victims, scene_name: str, every: int = 1) -> Iterator[str | None]:
+    """What is wrong, or None, in each state that a loss of power during a scene may leave.
+
+    Args:
+        every: Take every so many states only.
+    """
+    scene = SCENES[scene_name]
+    with tempfile.TemporaryDirectory(prefix="dcp-faults-") as made:
+        root, log = Path(made) / "run", Path(made) / "log"
+        root.mkdir()
+        assert victims.run(prepare, scene, root, below=root).error is None
+        begun = power.tree(root)
+        assert victims.run(scene.act, root / scene.target, NEW, below=root, log=log).error is None
+        for number, (said, disk, finished) in enumerate(power.recording(begun, root, log).states()):
+            if number % every == 0:
+                shutil.rmtree(root)
+                disk.put_at(root)
+                seen = victims.run(find, root, scene, below=root)
+                outcome = Outcome(0 if finished else -9)
+                found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+                yield f"{scene_name}, power lost {said}: {'; '.join(found)}" if found else None

@@ -30,8 +30,8 @@ class Fault:
     Args:
         action: ``"count"`` nothing, ``"fail"`` with ``code``, ``"kill"`` (SIGKILL) or ``"stop"`` (SIGSTOP).
         at: The first call that is hit, from 1; ``until``: the last.
-        calls: Names of calls, all if empty: open, create, read, write, truncate, allocate, sync, rename, exchange, link,
-            symlink, mkdir, remove, list.
+        calls: Names of calls, all if empty: open, create, read, write, truncate, allocate, sync, rename, exchange,
+            link, symlink, mkdir, remove, list.
         containing: Only calls on paths with this text.
     """
 
@@ -121,7 +121,12 @@ class Victims:
         self._process.wait()
 
     def run(
-        self, function: Callable[..., Any], *args: Any, below: Path, faults: Sequence[Fault] = (), log: Path | None = None
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        below: Path,
+        faults: Sequence[Fault] = (),
+        log: Path | None = None,
     ) -> Outcome:
         """``function(*args)`` in a process of its own, with faults at its calls below a directory."""
         _send(self._process.stdin, pickle.dumps((function, args, below, [*faults, COUNT], log)))

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -195,7 +194,7 @@ print("trained to the end", flush=True)
 @on_ranks(2)
 def test_a_checkpoint_on_its_way_is_waited_for_by_who_loads_or_deletes_it(tmp_path: Path) -> None:
     from tests.lightning import training as t
-    from tests.slowness import slow_writes
+    from tests.slowness import pause, slow_writes
 
     found: list[int] = []
 
@@ -209,7 +208,7 @@ def test_a_checkpoint_on_its_way_is_waited_for_by_who_loads_or_deletes_it(tmp_pa
 
     straight, model = t.trainer_for("ddp"), t.Model("ddp")
     straight.fit(model, t.plain_loader("ddp"))
-    with slow_writes(lambda: time.sleep(0.1)):
+    with slow_writes(pause(0.1)):
         trainer, again = t.trainer_for("ddp", [AtOnce()], plugin=_async_io()), t.Model("ddp")
         trainer.fit(again, t.plain_loader("ddp"))
         trainer.save_checkpoint(tmp_path / "after.ckpt")

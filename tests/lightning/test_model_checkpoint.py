@@ -7,7 +7,6 @@ foreground and in the background.
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,5 +137,6 @@ def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layou
 def _slow_writes() -> None:
     """Wide enough that batches are trained while a save is in flight."""
     from dcp_plugin import events
+    from tests.slowness import pause
 
-    events.subscribe(lambda event: time.sleep(0.01) if isinstance(event, events.SaveStarted) else None)
+    events.subscribe(pause(0.01))

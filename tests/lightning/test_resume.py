@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests import launch
 from tests.compare import assert_same
 from tests.lightning import WORLD_SIZE
+from tests.lives import live, read, write
 
 LOADERS = ("plain", "stateful")
 
@@ -25,11 +24,11 @@ def _first_lives(root: Path, layouts: list[str]) -> None:
         for loader in LOADERS:
             straight, model = t.trainer_for(layout), t.Model(layout)
             straight.fit(model, t.LOADERS[loader](layout))
-            _write(root, f"straight-{layout}-{loader}", model.losses, t.whole_state(straight))
+            write(root, f"straight-{layout}-{loader}", model.losses, t.whole_state(straight))
 
             first, model = t.trainer_for(layout, t.checkpoints(root, layout, loader), max_steps=3), t.Model(layout)
             first.fit(model, t.LOADERS[loader](layout))
-            _write(root, f"first-{layout}-{loader}", model.losses, t.whole_state(first))
+            write(root, f"first-{layout}-{loader}", model.losses, t.whole_state(first))
 
 
 def _second_lives(root: Path, layouts: list[str]) -> None:
@@ -40,7 +39,7 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
         for loader in LOADERS:
             second, model = t.trainer_for(layout, plugin=True), t.Model(layout, seed=5)
             second.fit(model, t.LOADERS[loader](layout), ckpt_path=_checkpoint(root, layout, loader))
-            _write(root, f"second-{layout}-{loader}", model.losses, t.whole_state(second))
+            write(root, f"second-{layout}-{loader}", model.losses, t.whole_state(second))
 
 
 def _under_another_strategy(root: Path, layouts: list[str]) -> None:
@@ -52,31 +51,16 @@ def _under_another_strategy(root: Path, layouts: list[str]) -> None:
             look = t.AtTrainStart()
             trainer = t.trainer_for(layout, [look], plugin=True)
             trainer.fit(t.Model(layout, seed=5), t.plain_loader(layout), ckpt_path=_checkpoint(root, source, "plain"))
-            _write(root, f"{source}-to-{layout}", look.progress, look.state)
+            write(root, f"{source}-to-{layout}", look.progress, look.state)
 
 
 def _checkpoint(root: Path, layout: str, loader: str) -> Path:
     return root / f"{layout}-{loader}" / "step=3.ckpt"
 
 
-def _write(root: Path, name: str, numbers: list[float], state: dict[str, object]) -> None:
-    rank = torch.distributed.get_rank()
-    torch.save({"numbers": numbers, "state": state}, root / f"{name}-{rank}.pt")
-
-
-def _read(root: Path, name: str, rank: int) -> tuple[list[float], dict[str, object]]:
-    written = torch.load(root / f"{name}-{rank}.pt", weights_only=True)
-    return written["numbers"], written["state"]
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("resume")
-    layouts_of = {size: [name for name in WORLD_SIZE if WORLD_SIZE[name] == size] for size in (1, 2, 4)}
-    for work in (_first_lives, _second_lives, _under_another_strategy):
-        for world_size, layouts in layouts_of.items():
-            launch.run(work, world_size, root, layouts)
-    return root
+    return live(tmp_path_factory.mktemp("resume"), WORLD_SIZE, _first_lives, _second_lives, _under_another_strategy)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -84,9 +68,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_resume_equals_no_interruption(root: Path, layout: str, loader: str) -> None:
     """ "plain": between two epochs. "stateful": in the middle of one, and over its end."""
     for rank in range(WORLD_SIZE[layout]):
-        losses, state = _read(root, f"straight-{layout}-{loader}", rank)
-        first, _ = _read(root, f"first-{layout}-{loader}", rank)
-        second, resumed = _read(root, f"second-{layout}-{loader}", rank)
+        losses, state = read(root, f"straight-{layout}-{loader}", rank)
+        first, _ = read(root, f"first-{layout}-{loader}", rank)
+        second, resumed = read(root, f"second-{layout}-{loader}", rank)
         assert (first, second) == (losses[:3], losses[3:])
         assert_same(state, resumed)
 
@@ -94,7 +78,7 @@ def test_resume_equals_no_interruption(root: Path, layout: str, loader: str) -> 
 @pytest.mark.parametrize("target", WORLD_SIZE)
 @pytest.mark.parametrize("source", WORLD_SIZE)
 def test_any_strategy_resumes_what_any_strategy_saved(root: Path, source: str, target: str) -> None:
-    _, saved = _read(root, f"first-{source}-plain", 0)
-    progress, loaded = _read(root, f"{source}-to-{target}", 0)
+    _, saved = read(root, f"first-{source}-plain", 0)
+    progress, loaded = read(root, f"{source}-to-{target}", 0)
     assert_same(saved, loaded)
     assert progress == {"global_step": 3, "current_epoch": 1, "schedule": 3}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -81,21 +80,36 @@ def _write_once(root: Path, way: dict[str, Any]) -> None:
 def _overwrite_and_die(root: Path, way: dict[str, Any]) -> None:
     from dcp_plugin import events
     from tests.lightning import training as t
+    from tests.slowness import RankGate
+
+    rank_0_has_written = RankGate("rank 0 has written")
 
     def die(*args: Any) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(1)  # rank 0 has written by then
-            os.kill(os.getpid(), signal.SIGKILL)
+        rank_0_has_written()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     trainer = t.trainer_for("fsdp2", max_steps=5, **way)
     trainer.fit(t.Model("fsdp2"), t.plain_loader("fsdp2"))
     torch.save(t.whole_state(trainer), root / f"new-{dist.get_rank()}.pt")
-    if way == OURS:
-        events.subscribe(lambda event: die() if isinstance(event, events.BytesWritten) else None)
-    elif dist.get_rank() == 1:
-        from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import FileSystemWriter
 
-        FileSystemWriter.write_data = die  # type: ignore[assignment, method-assign]
+    write = FileSystemWriter.write_data
+
+    def write_and_tell(*args: Any) -> Any:
+        written = write(*args)
+        rank_0_has_written.open()
+        return written
+
+    def ours(event: events.Event) -> None:
+        if isinstance(event, events.BytesWritten) and dist.get_rank() == 1:
+            die()
+        elif isinstance(event, events.BytesWritten) and event.written == event.total:
+            rank_0_has_written.open()
+
+    if way == OURS:
+        events.subscribe(ours)
+    else:
+        FileSystemWriter.write_data = die if dist.get_rank() == 1 else write_and_tell  # type: ignore[assignment, method-assign]
     trainer.save_checkpoint(root / "checkpoint")
 
 
@@ -121,7 +135,7 @@ def test_trap_3_last_is_the_newest_that_can_be_loaded_and_never_a_training_from_
         saved = _saved(t, "single", good, **way)
         torn.mkdir()
         (torn / "__0_0.distcp").write_bytes(b"the beginning")
-        os.utime(torn, (time.time() + 10,) * 2)  # newer, however coarse the clock is
+        os.utime(torn, (good.stat().st_mtime + 10,) * 2)  # newer, however coarse the clock is
         if way is STOCK:
             with pytest.raises(IsADirectoryError):
                 _from_last(t, folder, way)
@@ -433,6 +447,7 @@ def test_trap_14_loggers_are_told_of_a_checkpoint_when_it_is_there(tmp_path: Pat
     import dcp_plugin as dcp
     from dcp_plugin import events
     from tests.lightning import training as t
+    from tests.slowness import pause
 
     class SlowIO(TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -446,7 +461,7 @@ def test_trap_14_loggers_are_told_of_a_checkpoint_when_it_is_there(tmp_path: Pat
             if plugin is not None and there[-1]:
                 assert dcp.inspect(callback.best_model_path).step
 
-    events.subscribe(lambda event: time.sleep(0.2) if isinstance(event, events.SaveStarted) else None)
+    events.subscribe(pause(0.2))
     for plugin in (None, t.DCPCheckpointIO(async_save=True)):
         told = threading.Event()
         there: list[bool] = []
@@ -466,13 +481,14 @@ def test_trap_15_in_the_background_old_checkpoints_are_deleted_and_failures_are_
 
     from dcp_plugin import SaveFailed, events
     from tests.lightning import training as t
+    from tests.slowness import pause
 
     class SlowIO(TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(0.1)
+            pause(0.1)()
             super().save_checkpoint(*args, **kwargs)
 
-    events.subscribe(lambda event: time.sleep(0.1) if isinstance(event, events.SaveStarted) else None)
+    events.subscribe(pause(0.1))
 
     def train(name: str, **options: Any) -> list[str]:
         saving = t.ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=1)

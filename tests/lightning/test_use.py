@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -206,8 +205,9 @@ def test_a_training_without_an_optimizer_resumes_and_one_that_rank_0_saved_alone
 def test_a_name_that_is_being_written_is_taken(tmp_path: Path) -> None:
     from dcp_plugin import events
     from tests.lightning import training as t
+    from tests.slowness import pause
 
-    events.subscribe(lambda event: time.sleep(0.2) if isinstance(event, events.SaveStarted) else None)
+    events.subscribe(pause(0.2))
 
     class Logging(t.Model):
         def training_step(self, *args: Any) -> torch.Tensor:
@@ -279,8 +279,9 @@ def test_what_was_saved_by_hand_in_the_background_can_be_loaded_at_once(tmp_path
 
     from dcp_plugin import events
     from tests.lightning import training as t
+    from tests.slowness import pause
 
-    events.subscribe(lambda event: time.sleep(0.2) if isinstance(event, events.SaveStarted) else None)
+    events.subscribe(pause(0.2))
 
     class SaveAndLoad(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:

@@ -32,7 +32,7 @@ def test_a_failed_background_save_ends_the_training_once_on_every_rank(tmp_path:
     trainer = t.trainer(tmp_path / "last", "ddp", config=config)
     with pytest.raises(dcp.CheckpointError, match=r"rank 1.*disk full"):
         trainer.train()
-    trainer._dcp_finish()  # raised once
+    trainer._dcp.finish()  # raised once
     names = sorted(path.name for path in (tmp_path / "last").iterdir())
     assert names == ["checkpoint-3"], names
 

@@ -1,7 +1,7 @@
-"""Checkpoints of other tools, read like our own: each format becomes an index, and the rest of a load is the same.
+"""Checkpoints of other tools: their files become an index, and a load goes on as with our own.
 
 ========================  ==========================================================================================
-what it is                how it is recognised
+format                    how it is recognised
 ========================  ==========================================================================================
 safetensors               8 bytes of length and a JSON header; a directory with one, or with an index of shards
 ``torch.save``            a zip with a ``data.pkl``; also ``pytorch_model.bin``, alone or as an index of shards
@@ -11,8 +11,140 @@ Lightning's directory     ``.metadata``, and a ``meta.pt`` with ``pytorch-lightn
 ========================  ==========================================================================================
 
 The contents decide, never a suffix. The model is found under ``model.`` (several: ``model_0.``, ``model_1.``), as in
-our own checkpoints. Nothing is executed, no payload is read before it is asked for, and nothing lies outside of the
-files that the directory itself lists. These may be links that lead elsewhere: a snapshot in the cache of the Hugging
-Face hub consists of links into ``../../blobs``. The person who named the directory trusts its links; what an index
-*inside* of it names has to be a plain name in it.
+our own checkpoints. Nothing is executed, and no payload is read before it is asked for. Files may be links that lead
+elsewhere, as in a snapshot of the Hugging Face cache; what an index inside of a directory names must be a plain name in
+that directory.
 """
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from operator import add
+from typing import Any
+
+import torch
+
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
+from dcp_plugin.format import Files
+from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.types import Shape
+
+_SAMPLES = 8
+_SAMPLE = 512
+_PLACE = 128
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in a file: its elements begin at ``start`` bytes and are ``strides`` elements apart."""
+
+    file: str
+    start: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape | None = None
+    """None: row-major."""
+    offsets: Shape | None = None
+    """Where it begins in the tensor that it is a part of; None: it is all of one."""
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the last."""
+        if 0 in self.shape:
+            return 0
+        if self.strides is None:
+            return prod(self.shape) * self.dtype.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+
+@dataclass
+class Contents:
+    """Views and plain values by key, and the files that they are in, with their sizes in bytes."""
+
+    format: str
+    files: dict[str, int]
+    views: dict[str, View] = field(default_factory=dict)
+    parts: dict[str, list[View]] = field(default_factory=dict)
+    """Of tensors that are in several files."""
+    values: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    shares_bytes: bool = False
+    """Whether tensors may be views of the same bytes."""
+
+    def add(self, other: Contents) -> None:
+        """Take in what another file of the same checkpoint has.
+
+        Raises:
+            CheckpointMismatch: Both have a key.
+        """
+        twice = (self.views.keys() | self.values.keys()) & (other.views.keys() | other.values.keys())
+        if twice:
+            raise CheckpointMismatch(f"{min(twice)} is in {', '.join(self.files)} and in {', '.join(other.files)}")
+        self.files.update(other.files)
+        self.views.update(other.views)
+        self.values.update(other.values)
+        self.kinds.update(other.kinds)
+        self.shares_bytes |= other.shares_bytes
+
+    def index(self, where: str) -> CheckpointIndex:
+        """The index, validated against the sizes of the files. ``where`` is what messages call the checkpoint.
+
+        Raises:
+            CheckpointCorrupt: A tensor lies outside of its file, or where it must not.
+        """
+        index = CheckpointIndex.build(self._entries(), self.files)
+        try:
+            index.validate(where, shares_bytes=self.shares_bytes)
+        except CheckpointCorrupt as error:
+            raise CheckpointCorrupt(f"{error}. Is a file missing?" if self.parts else str(error)) from error
+        index.strides = {key: view.strides for key, view in self.views.items() if view.strides is not None}
+        index.values_here = self.values
+        return index
+
+    def _entries(self) -> Iterable[tuple[str, Entry]]:
+        for key, view in self.views.items():
+            yield key, StoredTensor(view.dtype, view.shape, (_chunk(view),))
+        for key, parts in self.parts.items():
+            ends = [map(add, part.offsets or (), part.shape) for part in parts]
+            yield key, StoredTensor(parts[0].dtype, tuple(map(max, zip(*ends, strict=True))), tuple(map(_chunk, parts)))
+        nowhere = Location(next(iter(self.files)), 0, 0, None, 0)
+        for key in self.values:
+            yield key, StoredValue(nowhere)
+
+
+def _chunk(view: View) -> StoredChunk:
+    payload = (None, 0) if view.strides is not None else (0, view.span)
+    location = Location(view.file, view.start, view.span, *payload)
+    return StoredChunk(view.offsets or (0,) * len(view.shape), view.shape, location)
+
+
+def fingerprint_of(files: Files, contents: Contents) -> str:
+    """Tells these files from others: their sizes, the names and places of all tensors, and a few bytes of each.
+
+    There are no checksums to go by, and reading everything would cost as much as the load. A training changes a tensor
+    nearly everywhere; a single flipped bit is not seen.
+    """
+    digest = hashlib.sha256()
+
+    def sample(start: int, count: int) -> None:
+        file.seek(start)
+        digest.update(file.read(count))
+
+    views = sorted(contents.views.items())
+    views += [(key, part) for key, parts in sorted(contents.parts.items()) for part in parts]
+    for name, size in sorted(contents.files.items()):
+        digest.update(size.to_bytes(8, "little"))
+        with files.open(name) as file:
+            for number in range(_SAMPLES):
+                sample(max(0, size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE)
+            for key, view in views:
+                if view.file == name:
+                    about = key, view.start, view.dtype, view.shape, view.strides
+                    digest.update(repr(about if view.offsets is None else (*about, view.offsets)).encode())
+                    for start in (0, (view.span - _PLACE) // 2, view.span - _PLACE):
+                        sample(view.start + max(0, start), min(_PLACE, view.span))
+    return digest.hexdigest()

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
-from dcp_plugin.format.foreign import safetensors, torch_file
-from dcp_plugin.format.foreign.contents import Contents
-from dcp_plugin.format.names import is_own
-from dcp_plugin.media.disk import commit
+from dcp_plugin.format import Files, exists, read
+from dcp_plugin.format.foreign import Contents, safetensors, torch_file
 
 _LOOKED_FOR = (
     "Looked for a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
@@ -21,45 +16,36 @@ _LOOKED_FOR = (
 )
 
 _MOST_LISTED = 1000
-"""Files of a directory whose beginnings are looked at."""
+"""Files of a directory whose beginnings are read."""
 
 _INDEX = ".index.json"
+_FAMILIES = ("model.safetensors", "pytorch_model_fsdp.bin", "pytorch_model.bin", "model.bin")
 _NAMED = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_(\d+))?\.(safetensors|bin)")
 _LEGACY = b"\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # torch's magic number, as its pickles before 1.6 begin with it
 _LFS = b"version https://git-lfs"
 _RANDOM_STATES = "random_states_0.pkl"
 
 
-def read(path: Path, reason: str) -> tuple[Path, Contents]:
-    """What a file or directory has, with keys under the names of our conventions, and the directory of its files.
-
-    Args:
-        reason: Why it is no DCP checkpoint.
+def read_file(files: Files, name: str) -> Contents:
+    """What one file has, with keys under the names of our conventions.
 
     Raises:
-        CheckpointNotFound: It is nothing that can be read; the message says why, or lists what was looked for.
+        CheckpointNotFound: It is nothing that can be read; the message says why.
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It is known, and cannot be read.
     """
-    if path.is_dir():
-        return path, _read_directory(path, reason)
-    if not path.exists():
-        raise _not_found(path, reason)
-    if is_own(path.name) and path.is_file() and commit.looks_like_checkpoint(path.parent):
-        raise _not_found(path, f"it is one of the files of {path.parent}. Name that directory")
-    kind = kind_of_file(path)
+    kind = kind_of_file(files, name)
     if kind not in _READ:
-        raise _not_found(path, kind or f"the file begins like nothing that is known. {_LOOKED_FOR}")
-    if kind == "safetensors" and (rank := safetensors.rank_of(path)) is not None:
-        raise _not_found(path, f"it has what rank {rank} had of each tensor. Name the directory, {path.parent}")
-    return path.parent, _as_model(_READ[kind](path))
+        raise not_found(f"{files.where}/{name}", kind or f"the file begins like nothing that is known. {_LOOKED_FOR}")
+    if kind == "safetensors" and (rank := safetensors.rank_of(files, name)) is not None:
+        reason = f"it has what rank {rank} had of each tensor. Name the directory, {files.where}"
+        raise not_found(f"{files.where}/{name}", reason)
+    return _as_model(_READ[kind](files, name))
 
 
-def kind_of_file(path: Path) -> str:
+def kind_of_file(files: Files, name: str) -> str:
     """``"safetensors"``, ``"torch.save"``, or what else it is in words; empty if that is not known."""
-    if not path.is_file():
-        return "it is no regular file"
     try:
-        with open(path, "rb") as file:
+        with files.open(name) as file:
             head = file.read(64)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
@@ -80,112 +66,103 @@ def kind_of_file(path: Path) -> str:
 _READ = {"safetensors": safetensors.read_file, "torch.save": torch_file.read_file}
 
 
-def _read_directory(path: Path, reason: str) -> Contents:
-    indexes = sorted(filter(Path.is_file, path.glob(f"*{_INDEX}")), key=lambda index: "safetensors" not in index.name)
-    named = _named(path)
+def read_directory(files: Files, reason: str) -> Contents:
+    """What the files of a directory have together; otherwise as :func:`read_file`.
+
+    Args:
+        reason: Why it is no DCP checkpoint.
+
+    Raises:
+        CheckpointNotFound: As :func:`read_file`; the message says ``reason``, or lists what was looked for.
+    """
+    names = [name for name in files.names() if not name.endswith("/")]
+    indexes = sorted((name for name in names if name.endswith(_INDEX)), key=lambda name: "safetensors" not in name)
     if indexes:
-        contents = _read_shards(indexes[0])
-    elif named:
-        contents = _read_models(path, named)
+        contents = _read_shards(files, indexes[0])
+    elif models := _models_in(names):
+        contents = _read_models(files, models)
     else:
-        found = dict(_known_files(path))
-        parts = _with_parts(path) if "safetensors" in found.values() else []
-        if parts:
-            return _as_model(safetensors.read_parts(parts))
+        kinds = {name: kind for name in names[:_MOST_LISTED] if (kind := kind_of_file(files, name)) in _READ}
+        wanted = "safetensors" if "safetensors" in kinds.values() else "torch.save"
+        found = [name for name, kind in kinds.items() if kind == wanted]
+        parts = [name for name in names if name.endswith(".safetensors")] if wanted == "safetensors" else []
+        if parts and all(safetensors.has_parts(files, name) for name in parts):
+            return _as_model(safetensors.read_parts(files, parts))
         if len(found) != 1:
-            names = ", ".join(sorted(found)[:8])
-            several = f"it has {len(found)} files that could be meant, name one: {names}"
-            raise _not_found(path, several if found else f"{reason}. {_LOOKED_FOR}")
-        ((name, kind),) = found.items()
-        contents = _as_model(_READ[kind](path / name))
-    if (path / _RANDOM_STATES).exists():
+            several = f"it has {len(found)} files that could be meant, name one: {', '.join(found[:8])}"
+            raise not_found(files.where, several if found else f"{reason}. {_LOOKED_FOR}")
+        contents = _as_model(_READ[wanted](files, found[0]))
+    if _RANDOM_STATES in names:
         contents.format = "accelerate"
     return contents
 
 
-def _named(path: Path) -> dict[int, str]:
+def _models_in(names: list[str]) -> dict[int, str]:
     """The files of models by number, of the first format that is there."""
-    found: dict[tuple[int, str], dict[int, str]] = {}
-    order = ("model.safetensors", "pytorch_model_fsdp.bin", "pytorch_model.bin", "model.bin")
-    for file in path.iterdir():
-        match = _NAMED.fullmatch(file.name)
-        family = f"{match[1]}.{match[3]}" if match else ""
-        if match and family in order:
-            found.setdefault((order.index(family), family), {})[int(match[2] or 0)] = file.name
-    return found[min(found)] if found else {}
+    found: dict[str, dict[int, str]] = {}
+    for match in filter(None, map(_NAMED.fullmatch, names)):
+        found.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2] or 0)] = match[0]
+    return next((found[family] for family in _FAMILIES if family in found), {})
 
 
-def _read_models(path: Path, named: dict[int, str]) -> Contents:
+def _read_models(files: Files, models: dict[int, str]) -> Contents:
     """``model.safetensors``, ``model_1.safetensors``, …: Accelerate numbers them if there are several."""
-    contents: Contents | None = None
-    for number, name in sorted(named.items()):
-        kind = kind_of_file(path / name)
+    contents = []
+    for number, name in sorted(models.items()):
+        kind = kind_of_file(files, name)
         if kind not in _READ:
-            raise CheckpointCorrupt(f"{path / name} is not what its name says: {kind or 'its contents are unknown'}")
-        one = _as_model(_READ[kind](path / name))
-        if len(named) > 1:
-            one = _renamed(one, "model", f"model_{number}")
-        if contents is None:
-            contents = one
-        else:
-            contents.add(one)
-    assert contents is not None
-    return contents
+            why = kind or "its contents are unknown"
+            raise CheckpointCorrupt(f"{files.where}/{name} is not what its name says: {why}")
+        one = _as_model(_READ[kind](files, name))
+        contents.append(_renamed(one, "model", f"model_{number}") if len(models) > 1 else one)
+    return _merged(contents)
 
 
-def _with_parts(path: Path) -> list[Path]:
-    """The safetensors files, if each of them has parts of the same tensors."""
-    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
-    return files if all(map(safetensors.has_parts, files)) else []
+def _merged(contents: list[Contents]) -> Contents:
+    first, *others = contents
+    for other in others:
+        first.add(other)
+    return first
 
 
-def _known_files(path: Path) -> Iterator[tuple[str, str]]:
-    """Files that begin like a known format, and which; those of ``torch.save`` only if there is no other."""
-    files = [file for file in sorted(path.iterdir())[:_MOST_LISTED] if file.is_file()]
-    kinds = {file.name: kind for file in files if (kind := kind_of_file(file)) in _READ}
-    wanted = "safetensors" if "safetensors" in kinds.values() else "torch.save"
-    yield from ((name, kind) for name, kind in kinds.items() if kind == wanted)
-
-
-def _read_shards(index: Path) -> Contents:
+def _read_shards(files: Files, index: str) -> Contents:
     """The files that an index of Hugging Face's names, each of them once.
 
     Raises:
         CheckpointCorrupt: It names a file outside of its directory, one that is not there, or a key that is not in it.
     """
+    where = f"{files.where}/{index}"
     try:
-        with open(index, "rb") as file:
-            data = file.read(safetensors.MOST_HEADER + 1)
+        data = read(files, index, safetensors.MOST_HEADER + 1)
         weights = json.loads(data)["weight_map"]
         if len(data) > safetensors.MOST_HEADER or not weights:
             raise ValueError("too large, or empty")
         if not all(isinstance(text, str) for pair in weights.items() for text in pair):
             raise TypeError("weight_map is not text")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{index} is damaged: {error!r}") from error
-    contents: Contents | None = None
-    for name in dict.fromkeys(weights.values()):
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise CheckpointCorrupt(f"{index} names {name!r}, which is no file beside it")
-        shard = index.parent / name
-        if not shard.is_file():
-            raise CheckpointCorrupt(
-                f"{index.parent}: {name} is missing, which {index.name} names: is the copy complete?"
-            )
-        kind = kind_of_file(shard)
-        if kind not in _READ:
-            raise CheckpointCorrupt(f"{shard} is no safetensors or torch.save file{kind and f': {kind}'}")
-        read = _as_model(_READ[kind](shard))
-        lost = [key for key, of in weights.items() if of == name and f"model.{key}" not in read.views]
-        if lost:
-            raise CheckpointCorrupt(f"{shard} has no {lost[0]}, which {index.name} says it has")
-        read.views = {key: view for key, view in read.views.items() if weights.get(key.removeprefix("model.")) == name}
-        if contents is None:
-            contents = read
-        else:
-            contents.add(read)
-    assert contents is not None
-    return contents
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
+    keys_of: dict[str, list[str]] = {}
+    for key, name in weights.items():
+        keys_of.setdefault(name, []).append(key)
+    return _merged([_read_shard(files, index, name, keys) for name, keys in keys_of.items()])
+
+
+def _read_shard(files: Files, index: str, name: str, keys: list[str]) -> Contents:
+    """What a shard has of the keys that the index says it has."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise CheckpointCorrupt(f"{files.where}/{index} names {name!r}, which is no file beside it")
+    if not exists(files, name):
+        raise CheckpointCorrupt(f"{files.where}: {name} is missing, which {index} names: is the copy complete?")
+    kind = kind_of_file(files, name)
+    if kind not in _READ:
+        raise CheckpointCorrupt(f"{files.where}/{name} is no safetensors or torch.save file{kind and f': {kind}'}")
+    shard = _as_model(_READ[kind](files, name))
+    wanted = {f"model.{key}": key for key in keys}
+    lost = [key for stored, key in wanted.items() if stored not in shard.views]
+    if lost:
+        raise CheckpointCorrupt(f"{files.where}/{name} has no {lost[0]}, which {index} says it has")
+    shard.views = {stored: view for stored, view in shard.views.items() if stored in wanted}
+    return shard
 
 
 def _as_model(contents: Contents) -> Contents:
@@ -208,21 +185,5 @@ def _renamed(contents: Contents, old: str, new: str) -> Contents:
     return contents
 
 
-def _not_found(path: Path, reason: str) -> CheckpointNotFound:
-    if not os.path.lexists(path):
-        return CheckpointNotFound(f"{path} is not a checkpoint: nothing is there.")
-    inside = next(_checkpoints_in(path), None)
-    if inside is not None:
-        return CheckpointNotFound(
-            f"{path} is not a checkpoint: it has checkpoints in it, such as {inside}. Name one of them; "
-            f"dcp_plugin.latest({str(path)!r}) finds the newest."
-        )
-    return CheckpointNotFound(f"{path} is not a checkpoint: {reason}.")
-
-
-def _checkpoints_in(path: Path) -> Iterator[Path]:
-    """What the directory of a run has: it is named easily in place of the checkpoint."""
-    if path.is_dir():
-        for child in sorted(path.iterdir())[:_MOST_LISTED]:
-            if child.name != commit.WORKSPACE and commit.looks_like_checkpoint(child):
-                yield child
+def not_found(where: str, reason: str) -> CheckpointNotFound:
+    return CheckpointNotFound(f"{where} is not a checkpoint: {reason}.")

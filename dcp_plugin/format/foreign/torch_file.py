@@ -3,30 +3,32 @@
 ``torch.load(map_location="meta", weights_only=True)`` gives the structure; it reads the pickle only, and executes
 nothing. Torch notes in each storage where its record begins; that has to be a stored record of the zip's directory,
 and the tensor has to lie inside of it. Objects that torch refuses are left out
-(:mod:`dcp_plugin.format.pickle_stubs`), as long as there is
-no doubt which tensors are the model.
+(:mod:`dcp_plugin.format.pickle_stubs`), as long as there is no doubt which tensors are the model.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import torch
 
-from dcp_plugin._torch import load_mapped, load_structure, record_offset
+from dcp_plugin._torch import load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.foreign.contents import Contents, View
+from dcp_plugin.format import Files
+from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""
+_MOST_LOADED = 1 << 32
+"""Bytes of a file that is loaded to find out why it cannot be loaded without its payloads."""
 
 _GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -40,7 +42,20 @@ _DEPTH = 3
 Tree = Mapping[Any, Any]
 
 
-def read_file(path: Path) -> Contents:
+@dataclass(frozen=True)
+class _Archive:
+    """An open ``torch.save`` file whose zip was checked."""
+
+    file: BinaryIO
+    name: str
+    size: int
+    where: str
+    """What messages call it."""
+    records: dict[int, int]
+    """Where the storages' records begin, and how many bytes they have."""
+
+
+def read_file(files: Files, name: str) -> Contents:
     """What a ``torch.save`` file has: its state dicts as modules, and its other tensors and plain values.
 
     Optimizers are left out: their states are numbered, and only the framework that wrote them knows the order.
@@ -49,35 +64,38 @@ def read_file(path: Path) -> Contents:
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or its weights want code
             executed.
     """
-    records = _records(path)
-    tree, refusal = _checked_load(path, load_structure)
-    if not isinstance(tree, Mapping):
-        if refusal is not None:
-            raise refusal
-        raise CheckpointMismatch(f"{path} holds a {type(tree).__name__}, not a state dict or a dictionary with one")
-    named = _modules(path, tree, refusal)
-    written_by = "lightning" if LIGHTNING in tree else "torch.save"
-    contents = Contents(written_by, {path.name: path.stat().st_size}, shares_bytes=True)
-    for name, state in named.items():
-        contents.kinds[name] = "module"
-        for key, leaf in state.items():
-            _put(contents, path, records, f"{name}.{key}", leaf)
-    for key, leaf in _other_leaves(tree, {id(state) for state in named.values()}):
-        if key.partition(".")[0] not in named:
-            _put(contents, path, records, key, leaf)
-    if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
-        _read_values(contents, path)
+    with _opened(files, name) as archive:
+        tree, refusal = _structure(archive)
+        if not isinstance(tree, Mapping):
+            if refusal is not None:
+                raise refusal
+            held = type(tree).__name__
+            raise CheckpointMismatch(f"{archive.where} holds a {held}, not a state dict or a dictionary with one")
+        named = _modules(archive, tree, refusal)
+        written_by = "lightning" if LIGHTNING in tree else "torch.save"
+        contents = Contents(written_by, {name: archive.size}, shares_bytes=True)
+        leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in state.items()]
+        others = _other_leaves(tree, {id(state) for state in named.values()})
+        leaves += [(key, leaf) for key, leaf in others if key.partition(".")[0] not in named]
+        contents.kinds = dict.fromkeys(named, "module")
+        for key, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                contents.views[key] = _view(archive, key, leaf)
+            elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
+                contents.values[key] = _value(archive, key, leaf)
     return contents
 
 
-def _modules(path: Path, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
+def _modules(archive: _Archive, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
     if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
         return {"model": tree["state_dict"]}
     found = modules_in(tree)
     if refusal is not None and not _is_certain(tree, found.get("model")):
         raise refusal
     if not found:
-        raise CheckpointMismatch(f"{path} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}")
+        raise CheckpointMismatch(
+            f"{archive.where} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}"
+        )
     return found
 
 
@@ -130,36 +148,52 @@ def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _D
             yield prefix + key, value
 
 
-def _put(contents: Contents, path: Path, records: dict[int, int], key: str, leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor):
-        contents.views[key] = _view(path, records, key, leaf)
-    elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
-        refused = refused_in(leaf)
-        contents.values[key] = RefusedValue(refused) if refused else leaf
+def _value(archive: _Archive, key: str, value: Any) -> Any:
+    if refused := refused_in(value):
+        return RefusedValue(refused)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)):
+        return value
+    try:
+        return _with_memory(archive, key, value, {})
+    except RecursionError as error:
+        raise CheckpointCorrupt(f"{archive.where}: {key} is nested too deep") from error
 
 
-def _read_values(contents: Contents, path: Path) -> None:
-    """Extra states with tensors in them: these are read at once, from the mapped file."""
-    for name, state in _modules(path, *_checked_load(path, load_mapped)).items():
-        for key, leaf in state.items():
-            if not isinstance(contents.values.get(f"{name}.{key}", RefusedValue("")), RefusedValue):
-                contents.values[f"{name}.{key}"] = leaf
+def _with_memory(archive: _Archive, key: str, value: Any, known: dict[int, Any]) -> Any:
+    """A value whose tensors have no memory yet, with their bytes read now: an extra state may have some in it.
+
+    Dictionaries and lists are filled in place: ``known`` has those, by identity, as they may be in themselves.
+    """
+    if isinstance(value, torch.Tensor):
+        view = _view(archive, key, value)
+        archive.file.seek(view.start)
+        data = torch.frombuffer(bytearray(archive.file.read(view.span) or b"\0"), dtype=torch.uint8)[: view.span]
+        return torch.as_strided(data.view(view.dtype), view.shape, value.stride())
+    if id(value) in known:
+        return value
+    if isinstance(value, (dict, list)):
+        known[id(value)] = value
+        for slot, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            value[slot] = _with_memory(archive, key, one, known)
+    if type(value) is tuple:
+        return tuple(_with_memory(archive, key, one, known) for one in value)
+    return value
 
 
-def _view(path: Path, records: dict[int, int], key: str, tensor: torch.Tensor) -> View:
+def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
     if not _is_plain(tensor):
-        raise _not_plain(path, key, tensor)
+        raise _not_plain(archive, key, tensor)
     begin = record_offset(tensor)
-    if begin not in records:
+    if begin not in archive.records:
         raise CheckpointCorrupt(
-            f"{path}: no record of the zip is where torch would have put the bytes of {key}. If torch.load takes the "
-            f"file, save it again with torch.save."
+            f"{archive.where}: no record of the zip is where torch would have put the bytes of {key}. If torch.load "
+            f"takes the file, save it again with torch.save."
         )
     strides = None if tensor.is_contiguous() else tuple(tensor.stride())
     first = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    view = View(path.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)
-    if first + view.span > records[begin] or first < 0 or min(strides or (), default=0) < 0:
-        raise CheckpointCorrupt(f"{path}: {key} lies outside of its record")
+    view = View(archive.name, begin + first, tensor.dtype, tuple(tensor.shape), strides)
+    if first + view.span > archive.records[begin] or first < 0 or min(strides or (), default=0) < 0:
+        raise CheckpointCorrupt(f"{archive.where}: {key} lies outside of its record")
     return view
 
 
@@ -168,26 +202,27 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def _not_plain(path: Path, key: str, tensor: torch.Tensor) -> CheckpointMismatch:
+def _not_plain(archive: _Archive, key: str, tensor: torch.Tensor) -> CheckpointMismatch:
     kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"layout {tensor.layout}"
     return CheckpointMismatch(
-        f"{path}: {key} is no plain tensor (a {type(tensor).__name__}, {kind}). Load the file with torch.load, make it "
-        f"one (to_dense(), dequantize(), resolve_conj()) and save it again."
+        f"{archive.where}: {key} is no plain tensor (a {type(tensor).__name__}, {kind}). Load the file with "
+        f"torch.load, make it one (to_dense(), dequantize(), resolve_conj()) and save it again."
     )
 
 
-def _why_no_structure(path: Path, error: Exception) -> CheckpointMismatch | CheckpointCorrupt:
+def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointMismatch | CheckpointCorrupt:
     """Why a file cannot be loaded with its tensors on the meta device.
 
     Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither. With memory they do.
     """
-    try:
-        for key, leaf in _named_leaves("", load_mapped(path), set()):
-            if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
-                return _not_plain(path, key, leaf)
-    except Exception:  # then it is damaged indeed
-        pass
-    return CheckpointCorrupt(f"{path} is damaged: {type(error).__name__}: {error}")
+    if archive.size <= _MOST_LOADED:
+        with suppress(Exception):  # then it is damaged indeed
+            archive.file.seek(0)
+            loaded = torch.load(archive.file, map_location="cpu", weights_only=True)
+            for key, leaf in _named_leaves("", loaded, set()):
+                if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                    return _not_plain(archive, key, leaf)
+    return CheckpointCorrupt(f"{archive.where} is damaged: {type(error).__name__}: {error}")
 
 
 def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -201,76 +236,92 @@ def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
             yield from _named_leaves(f"{name}.{key}" if name else str(key), one, seen)
 
 
-def _checked_load(path: Path, load: Callable[[Path], Any]) -> tuple[Any, UnsafeCheckpoint | None]:
-    """What a file holds; and why not all of it, if there are stand-ins in it."""
+def _structure(archive: _Archive) -> tuple[Any, UnsafeCheckpoint | None]:
+    """What a file holds, without the payloads; and why not all of it, if there are stand-ins in it."""
+
+    def load() -> Any:
+        archive.file.seek(0)
+        return load_structure(archive.file)
+
     try:
-        return load(path), None
+        return load(), None
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         refusal = UnsafeCheckpoint(
-            f"{path} can only be loaded by executing code that it names ({found[1] if found else error}); nothing was "
-            f"executed. If you trust its origin, write the weights to a file of their own, once: "
-            f"held = torch.load({path.name!r}, weights_only=False), then torch.save(held['state_dict'], 'weights.pt'), "
-            f"or held.state_dict() if it is a module."
+            f"{archive.where} can only be loaded by executing code that it names ({found[1] if found else error}); "
+            f"nothing was executed. If you trust its origin, write the weights to a file of their own, once: "
+            f"held = torch.load({archive.name!r}, weights_only=False), then "
+            f"torch.save(held['state_dict'], 'weights.pt'), or held.state_dict() if it is a module."
         )
     except Exception as error:
-        raise _why_no_structure(path, error) from error
+        raise _why_no_structure(archive, error) from error
     try:
-        return load_with_stand_ins(path, lambda: load(path)), refusal
+        archive.file.seek(0)
+        return load_with_stand_ins(archive.file, load), refusal
     except Exception:
         raise refusal from None
 
 
-def check_records(path: Path) -> None:
-    """Check that a file is a whole zip of ``torch.save``'s; raises as :func:`_records`."""
-    _records(path)
-
-
-def _records(path: Path) -> dict[int, int]:
-    """Where the storages' records begin, and how many bytes they have.
+def check_records(files: Files, name: str) -> None:
+    """Check that a file is a complete zip of ``torch.save``'s.
 
     Raises:
         CheckpointCorrupt: The zip's directory contradicts itself or the file.
         CheckpointMismatch: It is a zip of something else, or was written on a machine of the other byte order.
     """
-    try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
-            if root is None or f"{root}constants.pkl" in members:
-                kind = "no torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
-                raise CheckpointMismatch(f"{path} is a zip, but {kind}")
-            if members[f"{root}data.pkl"].file_size > _MOST_PICKLE:
-                raise CheckpointCorrupt(f"{path}: its data.pkl is larger than {_MOST_PICKLE} bytes")
-            order = members.get(f"{root}byteorder")
-            if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
-                raise CheckpointMismatch(f"{path} was written in another byte order: load and save it where it is from")
-            data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
-            return _checked_records(path, file.fileno(), data)
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
-        raise CheckpointCorrupt(f"{path} is a damaged or truncated zip: {error}") from error
+    with _opened(files, name):
+        pass
 
 
-def _checked_records(path: Path, fd: int, data: list[zipfile.ZipInfo]) -> dict[int, int]:
+@contextmanager
+def _opened(files: Files, name: str) -> Iterator[_Archive]:
+    """The file, open, after :func:`check_records`."""
+    where = f"{files.where}/{name}"
+    with ExitStack() as stack:
+        try:
+            size = files.size(name)
+            file = stack.enter_context(files.open(name))
+            records = _records(where, file, size)
+        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+            raise CheckpointCorrupt(f"{where} is a damaged or truncated zip: {error}") from error
+        yield _Archive(file, name, size, where, records)
+
+
+def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
+    with zipfile.ZipFile(file) as archive:
+        members = {info.filename: info for info in archive.infolist()}
+        root = next((name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")), None)
+        if root is None or f"{root}constants.pkl" in members:
+            kind = "no torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
+            raise CheckpointMismatch(f"{where} is a zip, but {kind}")
+        if members[f"{root}data.pkl"].file_size > _MOST_PICKLE:
+            raise CheckpointCorrupt(f"{where}: its data.pkl is larger than {_MOST_PICKLE} bytes")
+        order = members.get(f"{root}byteorder")
+        if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
+            raise CheckpointMismatch(f"{where} was written in another byte order: load and save it where it is from")
+    data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
     records: dict[int, int] = {}
-    size, end = os.fstat(fd).st_size, 0
+    end = 0
     for info in sorted(data, key=lambda info: info.header_offset):
-        magic, name, extra = _LOCAL_HEADER.unpack(os.pread(fd, _LOCAL_HEADER.size, info.header_offset))
+        file.seek(info.header_offset)
+        magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
         if magic != b"PK\3\4" or not stored or info.compress_size != info.file_size:
-            raise CheckpointCorrupt(f"{path}: the record {info.filename} is not a stored one")
+            raise CheckpointCorrupt(f"{where}: the record {info.filename} is not a stored one")
         if info.header_offset < end or begin + info.file_size > size:
-            raise CheckpointCorrupt(f"{path}: the record {info.filename} lies over another one, or outside of the file")
+            raise CheckpointCorrupt(
+                f"{where}: the record {info.filename} lies over another one, or outside of the file"
+            )
         end = begin + info.file_size
         records[begin] = info.file_size
     return records
 
 
-def mentions(path: Path, text: str) -> bool:
+def mentions(files: Files, name: str, text: str) -> bool:
     """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with files.open(name) as file, zipfile.ZipFile(file) as archive:
             pickled = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
             return any(info.file_size <= _MOST_PICKLE and text.encode() in archive.read(info) for info in pickled)
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, RuntimeError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format.names import DATA_SUFFIX
+from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.media import Listed, RangedFile, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
@@ -41,10 +41,14 @@ class LocalFiles:
         return str(self.directory)
 
     def names(self) -> list[str]:
-        return sorted(name + "/" * (self.directory / name).is_dir() for name in os.listdir(self.directory))
+        with os.scandir(self.directory) as entries:  # which tells folders from files without a system call for each
+            return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
 
     def size(self, name: str) -> int:
         return (self.directory / name).stat().st_size
+
+    def modified(self, name: str) -> float:
+        return (self.directory / name).stat().st_mtime
 
     def open(self, name: str) -> LocalFile:
         return LocalFile(self.directory / name)
@@ -66,8 +70,14 @@ class LocalDisk:
 
     direct_io: bool | Literal["auto"] = "auto"
 
-    def reserve(self, path: Path, among_other_files: bool = False) -> Reservation:
-        return commit.reserve(path, among_other_files)
+    reserve = staticmethod(commit.reserve)
+    discard = staticmethod(commit.discard)
+    locate = staticmethod(commit.locate)
+    uncommitted_reason = staticmethod(commit.uncommitted_reason)
+    link = staticmethod(commit.link)
+    remove = staticmethod(commit.remove)
+    open = staticmethod(LocalFiles)
+    flush = staticmethod(posix.sync_directory)
 
     def join(self, directory: Path, path: Path) -> None:
         deadline = time.monotonic() + _VISIBLE_SECONDS
@@ -84,9 +94,6 @@ class LocalDisk:
     def create(self, directory: Path, name: str, size: int, wrote: Callable[[int], None]) -> BlockFile:
         return BlockFile(directory / name, size, self.direct_io, wrote)
 
-    def flush(self, directory: Path) -> None:
-        posix.sync_directory(directory)
-
     def publish(self, reservation: Reservation, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
             path = reservation.directory / name
@@ -96,18 +103,6 @@ class LocalDisk:
         posix.sync_tree(reservation.directory, but=DATA_SUFFIX)  # with what others have added
         commit.publish(reservation)
 
-    def discard(self, reservation: Reservation) -> None:
-        commit.discard(reservation)
-
-    def locate(self, path: Path) -> Path:
-        return commit.locate(path)
-
-    def uncommitted_reason(self, path: Path) -> str:
-        return commit.uncommitted_reason(path)
-
-    def open(self, path: Path) -> LocalFiles:
-        return LocalFiles(path)
-
     def entries(self, root: Path) -> list[Listed]:
         with os.scandir(root) as entries:
             found = [
@@ -115,9 +110,3 @@ class LocalDisk:
                 for one in entries
             ]
         return sorted(found, key=lambda one: one.path)
-
-    def link(self, path: Path, target: Path) -> None:
-        commit.link(path, target)
-
-    def remove(self, path: Path) -> None:
-        commit.remove(path)

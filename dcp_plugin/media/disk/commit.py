@@ -9,13 +9,13 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
 - :func:`publish` writes and syncs the metadata, and renames the directory to its final name. If something is there
   already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
   checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
-  :func:`locate` finds it there. Then the old one is deleted, but for what somebody else put into it: that moves over.
+  :func:`locate` finds it there. Then the old one is deleted, but for files that others put into it: these move over.
 - :func:`discard` ends a save that failed.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
 :func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. Nothing in
 ``.dcp_plugin`` is ever taken for a checkpoint, and its names do not contain those of checkpoints, because frameworks
-look for patterns in names.
+look for patterns in layout.
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -31,14 +31,14 @@ import socket
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
-from dcp_plugin.format import names
 from dcp_plugin.media import Reservation
 from dcp_plugin.media.disk import posix
 
@@ -46,6 +46,7 @@ logger = logging.getLogger("dcp_plugin")
 
 WORKSPACE = ".dcp_plugin"
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
+
 
 @dataclass
 class _Held:
@@ -255,8 +256,7 @@ def _sweep_one(workspace: Path, record: Path) -> None:
         noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
         if (target := _checked_target(noted)) is not None:
             _recover(_reservation(workspace.parent / target, record.stem), noted)
-        left = [path for path in workspace.glob(f"{record.stem}.*") if path != record and not posix.delete(path)]
-        if not left:
+        if _delete_all(path for path in workspace.glob(f"{record.stem}.*") if path != record):
             posix.delete(record)
     finally:
         os.close(descriptor)
@@ -277,12 +277,12 @@ def uncommitted_reason(path: Path) -> str:
     """Why the directory is not a committed checkpoint, or an empty string if it is one."""
     if not path.is_dir():
         return "no such directory" if not path.exists() else "not a directory"
-    return names.uncommitted_reason(os.listdir(path))
+    return layout.uncommitted_reason(os.listdir(path))
 
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a directory has files that only checkpoints have, committed or not."""
-    return path.is_dir() and names.has_traces(os.listdir(path))
+    return path.is_dir() and layout.has_traces(os.listdir(path))
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
@@ -313,11 +313,11 @@ def _refuse_below_a_file(final: Path) -> None:
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
-    """Files that somebody put into the old checkpoint directory move to the new one; what its save made does not."""
+    """Move files that others put into the old checkpoint directory to the new one; what its save made stays."""
     if old.is_dir() and not old.is_symlink():
         attached, moved = _attached(old), False
         for name in os.listdir(old):
-            foreign = name not in attached and not names.is_own(name)
+            foreign = name not in attached and not layout.is_own(name)
             if foreign and not os.path.lexists(new / name):
                 os.rename(old / name, new / name)
                 moved = True
@@ -334,7 +334,7 @@ def _attached(checkpoint: Path) -> list[str]:
 
 
 def _summary(checkpoint: Path) -> bytes:
-    with posix.open_regular(checkpoint / names.SUMMARY) as file:
+    with posix.open_regular(checkpoint / layout.SUMMARY) as file:
         return file.readall()
 
 
@@ -395,9 +395,17 @@ def _tidy_up(reservation: Reservation) -> None:
     finished = False
     with suppress(OSError):
         _restore(reservation)
-        left = [reservation.directory.with_suffix(suffix) for suffix in (".saving", ".aside", ".deleted")]
-        finished = not [path for path in left if not posix.delete(path)]
+        finished = _delete_all(reservation.directory.with_suffix(s) for s in (".saving", ".aside", ".deleted"))
     _let_go(reservation, finished)
+
+
+def _delete_all(paths: Iterable[Path]) -> bool:
+    """Delete names in a workspace; whether they are gone, durably: their record may go then."""
+    there = list(filter(os.path.lexists, paths))
+    gone = not [path for path in there if not posix.delete(path)]
+    if there:
+        posix.sync_directory(there[0].parent)
+    return gone
 
 
 def _let_go(reservation: Reservation, finished: bool = False) -> None:

@@ -75,7 +75,7 @@ class BlockFile:
         return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append; ``data`` may change afterwards."""
+        """Append; ``data`` may change as soon as this returns."""
         if len(data) >= _LARGE and not self.direct:
             self._flush(self._filled)
             self._write_all(memoryview(data))
@@ -86,10 +86,10 @@ class BlockFile:
             self._write_all(memoryview(data)[:aligned])
             data = memoryview(data)[aligned:]
         while len(data) > BUFFER - self._filled:
-            room = BUFFER - self._filled
-            self._take(memoryview(data)[:room])
+            free = BUFFER - self._filled
+            self._take(memoryview(data)[:free])
             self._flush(BUFFER)
-            data = memoryview(data)[room:]
+            data = memoryview(data)[free:]
         self._take(data)
 
     def _take(self, data: bytes | bytearray | memoryview) -> None:

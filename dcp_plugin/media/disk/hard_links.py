@@ -1,13 +1,7 @@
-"""A data file that is to be in several checkpoints: found again, and given one more name.
+"""Data files that are in several checkpoints: a file is found again by its identity, and given one more name.
 
-Nothing is linked that is not certainly the file that was written: a name may have come to belong to another one. What
-cannot be linked is no error. The caller has the bytes in memory and writes them.
-
-A data file of another process is read once before it is linked: what its index says of it is only a claim.
-
-The checksums of a loaded checkpoint protect a load, because they are compared with its bytes. A link reads nothing. So
-a disk that forgot, or somebody who wrote other weights under the hash of those in memory, would put bytes into the next
-checkpoint that nobody has seen. Nothing of the index is taken over but where things are.
+Only the very file that was written is linked, as its name may belong to another one by now. A file that cannot be
+linked is no error: the caller has the bytes in memory and writes them.
 """
 
 from __future__ import annotations
@@ -16,22 +10,13 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-from isal.isal_zlib import crc32
-
-from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
-from dcp_plugin.format.columns import Location
-from dcp_plugin.format.names import DATA_SUFFIX
-from dcp_plugin.format.torch_zip import frame_if_possible
-from dcp_plugin.host_memory import BLOCK
+from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.media.disk import posix
-from dcp_plugin.types import Shape
 
 _HOMES = 4
 _GONE = "its files are gone, or were written to since"
@@ -40,7 +25,7 @@ _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where 
 
 @dataclass(frozen=True)
 class _Identity:
-    """Tells a file from any other that has its name, now or later. Not its ctime: links change that."""
+    """Identity of a file: device, inode, size and modification time. Not its ctime, which a link changes."""
 
     device: int
     inode: int
@@ -54,10 +39,9 @@ class _Identity:
 
 @dataclass(frozen=True)
 class LinkableFile:
-    """A data file of published checkpoints, under the names that we know, newest first: any may be deleted.
+    """A data file of published checkpoints, under its known names, newest first. Any of them may be deleted.
 
-    ``identity`` is None for a file that another process has written: then it has to be read first, see
-    :mod:`~dcp_plugin.media.disk.hard_links`.
+    ``identity`` is None for a file that another process has written. Its bytes have to be verified before it is linked.
     """
 
     homes: tuple[Path, ...]
@@ -76,8 +60,8 @@ class LinkableFile:
         return replace(self, homes=(home, *others)[:_HOMES])
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[int, LinkableFile]]:
-        """The file, open for reading, and itself as the very file that was opened.
+    def open(self) -> Iterator[tuple[int, LinkableFile]]:
+        """A descriptor of the file, and this object with the identity of what was opened.
 
         Raises:
             CannotLink: It is not there.
@@ -129,7 +113,7 @@ class LinkableFile:
 
 
 class CannotLink(Exception):
-    """A file cannot be linked. Never leaves this floor."""
+    """A file cannot be linked; the message says why. Never reaches the user."""
 
 
 def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
@@ -166,42 +150,3 @@ def _reflink(source: Path, target: Path) -> bool:
         posix.delete(target)
         return False
     return True
-
-
-Claim = tuple[torch.dtype, Shape, Location]
-"""Dtype and shape of an item, and where it is said to be."""
-
-
-def confirmed(file: LinkableFile, claims: Mapping[int, Claim]) -> tuple[LinkableFile, dict[int, Location]]:
-    """The file, which is known from now on, and where its items are, with checksums of the bytes that are there.
-
-    Raises:
-        CannotLink: It has other bytes.
-    """
-    with file.opened() as (fd, known):
-        memory = memoryview(bytearray(BLOCK))
-        return known, {slot: _confirmed(fd, *claim, memory) for slot, claim in claims.items()}
-
-
-def _confirmed(fd: int, dtype: torch.dtype, shape: Shape, at: Location, memory: memoryview) -> Location:
-    around = frame_if_possible(dtype, shape)
-    if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
-        raise CannotLink("another version of torch or of dcp_plugin has saved it")
-    head = os.pread(fd, len(around.head), at.offset)
-    checksum, running_hash = RunningCrc(block_size(around.payload_length)), RunningHash()
-    begin, end = at.offset + around.payload_offset, at.offset + around.payload_offset + around.payload_length
-    while begin < end:
-        count = os.preadv(fd, [memory[: end - begin]], begin)
-        if not count:
-            break
-        checksum.add(memory[:count])
-        running_hash.update(memory[:count])
-        begin += count
-    rest = around.length - around.payload_offset - around.payload_length
-    tail = os.pread(fd, rest, end)
-    framed = head == around.head and tail in (around.tail(checksum.crc), around.tail(0))  # saved without checksums: 0
-    if not framed or running_hash.digest() != at.hash:
-        raise CannotLink(f"what is in {at.file} are not the bytes that its index says; see dcp_plugin.verify")
-    frame_crc = crc32(tail, around.head_crc)
-    ends = np.array(checksum.ends, np.uint32)
-    return replace(at, payload_length=around.payload_length, frame_crc=frame_crc, checksums=ends)

@@ -1,0 +1,291 @@
+"""Checkpoints that Lightning, Accelerate and transformers saved without this package, and which can be resumed from.
+
+A checkpoint to resume from has the state of a training: an optimizer, a schedule, random streams. Weights alone do not
+count. The contents decide, never the name.
+
+==============  ====================================================  ==================================================
+by              is there                                              is complete with
+==============  ====================================================  ==================================================
+Lightning       a ``torch.save`` file with its version in it          ``optimizer_states``
+Accelerate      ``random_states_0.pkl``, ``optimizer.bin``, …         ``random_states_0.pkl``, which rank 0 writes last
+transformers    ``trainer_state.json``, ``optimizer.pt``, …           ``trainer_state.json``, which rank 0 writes last
+others          a ``torch.save`` file with the state of an optimizer
+==============  ====================================================  ==================================================
+
+Nothing is unpickled to find out: names of files, the first record's name of a zip and text in a pickle are enough.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
+from dcp_plugin.format import METADATA, Files, exists, metadata
+from dcp_plugin.format.foreign import detect, safetensors, torch_file
+from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.types import KeyPath
+
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
+_LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+
+META = "meta.pt"
+"""What Lightning and Fabric put beside a sharded checkpoint: everything but modules and optimizers."""
+
+Kinds = dict[str, str]
+Rename = Callable[[str], str]
+
+
+def lightning_names(names: Iterable[str]) -> dict[str, str]:
+    """What the first segments of the keys in a sharded directory of Lightning's are called in our conventions.
+
+    FSDP1 writes ``model``, ModelParallel ``state_dict``, both ``optimizer_0``, ``optimizer_1``, …: they become
+    ``model`` and ``optim``, or ``optim_0``, ``optim_1``, … Other names stay, so names that are ours already do.
+    """
+    names = list(dict.fromkeys(names))
+    optimizers = [name for name in names if _LIGHTNING_OPTIMIZER.fullmatch(name)]
+    renamed = {name: name.replace("optimizer", "optim") if len(optimizers) > 1 else "optim" for name in optimizers}
+    return {name: renamed.get(name, "model" if name == "state_dict" else name) for name in names}
+
+
+def is_of_lightning(files: Files) -> bool:
+    """Whether Lightning wrote it; Fabric's have such a file too, and the user's own names."""
+    return torch_file.mentions(files, META, torch_file.LIGHTNING)
+
+
+def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
+    """A sharded directory that Lightning wrote (``.metadata`` and ``meta.pt``), under our names."""
+    index = metadata.read_index(files)
+    names = lightning_names(key.partition(".")[0] for key in index)
+    return joined(files.where, [("", index, names.__getitem__)]), _kinds(names.values())
+
+
+def is_of_accelerate(folder: str) -> bool:
+    """Whether it is called like one of the folders in a checkpoint of Accelerate's."""
+    return _ACCELERATE.fullmatch(folder) is not None
+
+
+def accelerate_folders(files: Files) -> list[str]:
+    """The DCP checkpoints in a folder of ``Accelerator.save_state`` under FSDP: models, then optimizers."""
+    named = [name.rstrip("/") for name in files.names() if name.endswith("/")]
+    folders = [name for name in named if is_of_accelerate(name) and exists(files, f"{name}/{METADATA}")]
+    models = [name for name in folders if not name.startswith("optimizer")]
+    return sorted(folders, key=lambda name: (name.startswith("optimizer"), len(name), name)) if models else []
+
+
+def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex, Kinds]:
+    """The checkpoints in these folders as one: ``model`` and ``optim``, or ``model_0``, … of several."""
+    parts, kinds = [], []
+    for folder in folders:
+        name = _accelerate_name(folder, folders)
+        parts.append((f"{folder}/", metadata.read_index(files, f"{folder}/"), lambda _, name=name: name))
+        kinds.append(name)
+    return joined(files.where, parts), _kinds(kinds)
+
+
+def _accelerate_name(folder: str, folders: list[str]) -> str:
+    found = _ACCELERATE.fullmatch(folder)
+    assert found
+    several = sum(other.startswith(found[1]) for other in folders) > 1
+    name = "optim" if found[1] == "optimizer" else "model"
+    return f"{name}_{found[2]}" if several else name
+
+
+def _kinds(names: Iterable[str]) -> Kinds:
+    kinds = {"model": "module", "optim": "optimizer"}
+    return {name: kinds[name.partition("_")[0]] for name in names if name.partition("_")[0] in kinds}
+
+
+def joined(where: str, parts: Iterable[tuple[str, CheckpointIndex, Rename]]) -> CheckpointIndex:
+    """Several stock checkpoints as one.
+
+    Args:
+        parts: Of each checkpoint the folder of its files (``"…/"``), its index, and what becomes of the first segment
+            of a key.
+    """
+    entries: list[tuple[str, Entry]] = []
+    files: dict[str, int] = {}
+    paths: dict[str, KeyPath] = {}
+    transforms = {}
+    for folder, part, rename in parts:
+        files.update({folder + name: size for name, size in part.files.items()})
+        transforms.update({(folder + name, offset): t for (name, offset), t in part.transforms.items()})
+        for key, entry in part.items():
+            name, dot, rest = key.partition(".")
+            renamed = rename(name) + dot + rest
+            entries.append((renamed, _moved(entry, folder)))
+            paths[renamed] = (rename(name), *part.path_of(key)[1:])
+    index = CheckpointIndex.build(entries, files, paths)
+    index.validate(where)
+    index.transforms = transforms
+    return index
+
+
+def _moved(entry: Entry, folder: str) -> Entry:
+    if isinstance(entry, StoredValue):
+        return StoredValue(replace(entry.location, file=folder + entry.location.file))
+    chunks = tuple(
+        StoredChunk(chunk.offsets, chunk.sizes, replace(chunk.location, file=folder + chunk.location.file))
+        for chunk in entry.chunks
+    )
+    return StoredTensor(entry.dtype, entry.shape, chunks)
+
+
+LIGHTNING, ACCELERATE, TRANSFORMERS, OTHERS = "Lightning", "Accelerate", "transformers", "torch.save"
+RESUMABLE = (LIGHTNING, ACCELERATE, TRANSFORMERS)
+"""Whose checkpoints are resumed from; ``OTHERS`` only by who knows the names in them."""
+
+TRAINER_STATE = "trainer_state.json"
+RANDOM_STATES = "random_states_0.pkl"
+_UNFINISHED = "checkpoint-is-incomplete.txt"
+"""What transformers puts beside a checkpoint that it makes just before a job is ended, until it is done."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
+_OF_THE_TRAINER = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"}
+_OF_ACCELERATE = {"optimizer.bin", "scheduler.bin", "optimizer_0"}
+
+_NO_OPTIMIZER = "it has weights, and no optimizer to go on with"
+
+_PICKLED = re.compile(rb"[^\0]+/data\.pkl")
+_FIRST_RECORD = struct.Struct("<4s22xHH")
+_USUAL = (".ckpt", ".pt", ".pth", ".bin", ".tar", "")
+_MOST_OPENED = 1_000
+"""Files of a directory whose beginning is looked at, whatever their names."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Something that another tool than ours may have saved for a resume."""
+
+    files: Files
+    name: str
+    """Of the file among ``files``; empty for all of them."""
+    time: float
+    """When it was completed, as far as the file system tells; see :func:`in_order`."""
+    tool: str = ""
+    """Empty for a file that was not looked into."""
+    reason: str = ""
+    """Why it cannot be resumed from, as far as names of files tell that."""
+    export: bool = False
+    """It has weights and no state of a training. What is below it may be something else."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.files.where, self.name)
+
+    def examined(self) -> Saved | None:
+        """After a look into it. None for a file that has nothing to do with a training."""
+        if not self.tool:
+            return _examined_file(self)
+        return self if self.reason else replace(self, reason=_damage(self.files))
+
+
+def saved_as_folder(files: Files, names: Iterable[str]) -> Saved | None:
+    """What a directory with these entries was saved by; None if it is no checkpoint of these tools."""
+    names = set(names)
+    of_trainer, of_accelerate = names & _OF_THE_TRAINER, names & _OF_ACCELERATE
+    if not (of_trainer or of_accelerate or names & {TRAINER_STATE, RANDOM_STATES}):
+        return None
+    has_weights = any(fnmatchcase(name, pattern) for pattern in _WEIGHTS for name in names)
+    if TRAINER_STATE in names and (of_trainer or of_accelerate):
+        return _folder(files, TRANSFORMERS, TRAINER_STATE, "its save was interrupted" if _UNFINISHED in names else "")
+    if TRAINER_STATE in names and has_weights:
+        return _folder(files, TRANSFORMERS, TRAINER_STATE, _NO_OPTIMIZER, export=True)
+    if RANDOM_STATES in names:
+        return _folder(files, ACCELERATE, RANDOM_STATES)
+    if has_weights and (of_trainer or of_accelerate):
+        tool, last = (TRANSFORMERS, TRAINER_STATE) if of_trainer else (ACCELERATE, RANDOM_STATES)
+        return _folder(files, tool, "", f"it has no {last}: its save has not ended, or another tool has made it")
+    return None
+
+
+def saved_as_files(files: Files, names: Iterable[str]) -> Iterator[Saved]:
+    """Those of the named files that ``torch.save`` wrote. Of very many, those with a usual name are looked at."""
+    for number, name in enumerate(names):
+        if number >= _MOST_OPENED and posixpath.splitext(name)[1] not in _USUAL:
+            continue
+        with suppress(OSError):
+            if _begins_like_torch_save(files, name):
+                yield Saved(files, name, files.modified(name))
+
+
+def in_order(found: Iterable[Saved]) -> list[Saved]:
+    """The same, each at its time.
+
+    A copy of a run may have the times of the copying. Accelerate and transformers go by the numbers in the names, so
+    what is numbered beside each other gets the times of all of it in the order of the numbers.
+    """
+    ordered = [one for one in found if _group(one) is None]
+    numbered = sorted((one for one in found if _group(one)), key=lambda one: (str(_group(one)), _number(one)))
+    for _, group in groupby(numbered, key=_group):
+        members = list(group)
+        times = sorted(one.time for one in members)
+        ordered += [replace(one, time=time) for one, time in zip(members, times, strict=True)]
+    return ordered
+
+
+def _group(one: Saved) -> tuple[str, str, str] | None:
+    number = _number(one)
+    return None if number < 0 or not one.tool else (one.tool, str(one.path.parent), one.path.name[: -len(str(number))])
+
+
+def _number(one: Saved) -> int:
+    match = re.search(r"(?:0|[1-9][0-9]{0,17})$", one.path.name)
+    return int(match[0]) if match else -1
+
+
+def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool = False) -> Saved | None:
+    try:
+        return Saved(files, "", files.modified(last), tool, reason, export)
+    except OSError:  # deleted while we looked
+        return None
+
+
+def _begins_like_torch_save(files: Files, name: str) -> bool:
+    with files.open(name) as file:
+        head = file.read(1 << 10)
+    if len(head) < _FIRST_RECORD.size:
+        return False
+    magic, length, _ = _FIRST_RECORD.unpack_from(head)
+    record = head[_FIRST_RECORD.size : _FIRST_RECORD.size + length]
+    return magic == b"PK\3\4" and _PICKLED.fullmatch(record) is not None
+
+
+def _examined_file(one: Saved) -> Saved | None:
+    files, name = one.files, one.name
+    try:
+        torch_file.check_records(files, name)
+    except CheckpointCorrupt as error:
+        reason = str(error).removeprefix(f"{one.path} ").removeprefix(f"{one.path}: ")
+        return replace(one, tool=OTHERS, reason=reason)
+    except CheckpointError:  # a module of TorchScript, or from a machine of another kind
+        return None
+    if torch_file.mentions(files, name, torch_file.LIGHTNING):
+        resumable = torch_file.mentions(files, name, "optimizer_states")
+        return replace(one, tool=LIGHTNING, reason="" if resumable else _NO_OPTIMIZER, export=not resumable)
+    return replace(one, tool=OTHERS) if torch_file.mentions(files, name, "param_groups") else None
+
+
+def _damage(files: Files) -> str:
+    """What is cut or lost of a checkpoint that is a directory; empty if nothing is."""
+    try:
+        for name in files.names():
+            suffix = posixpath.splitext(name)[1]
+            kind = detect.kind_of_file(files, name) if suffix in (".safetensors", ".bin", ".pt", ".pth") else ""
+            if kind == "safetensors":
+                safetensors.read_file(files, name)
+            elif kind == "torch.save":
+                torch_file.check_records(files, name)
+            elif suffix == ".safetensors":
+                return f"{name} is no safetensors file"
+        if folders := accelerate_folders(files):
+            accelerate_index(files, folders)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,23 @@
+"""Marks the tests that launch ranks: ``make check`` leaves them out. And what several files ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names:
+            item.add_marker("ranks")
+
+
+@pytest.fixture
+def events() -> Iterator[list[Any]]:
+    """What is told of each save that ends during the test."""
+    from tests.finetune import finished_saves
+
+    with finished_saves() as noted:
+        yield noted
