@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, SaveFailed
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
 from dcp_plugin.format import METADATA, SUMMARY
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base
@@ -138,7 +138,7 @@ def remove_oldest(paths: Sequence[Path], keep: int) -> None:
     for path in reversed(paths[: max(0, len(paths) - keep)]):
         try:
             remove(path)
-        except (OSError, SaveFailed) as error:
+        except CheckpointError as error:
             logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
@@ -146,9 +146,16 @@ def remove(path: PathLike) -> None:
     """Delete a checkpoint, so that at no moment something half-deleted can be taken for one.
 
     One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
+
+    Raises:
+        CheckpointError: The file system failed, and it is there as it was.
     """
     path = local_path(path)
-    if completed_by(path) is not None:
+    try:
+        completes = completed_by(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot delete {path}: {error}. It is there as it was.") from error
+    if completes is not None:
         _say_kept(path)
     else:
         commit.remove(path)
