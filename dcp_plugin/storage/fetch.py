@@ -137,12 +137,7 @@ def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, by
 
 
 def of_box(
-    key: str,
-    chunk: StoredChunk,
-    dtype: torch.dtype,
-    box: tuple[Shape, Shape],
-    target: torch.Tensor,
-    block: int | None,
+    key: str, chunk: StoredChunk, dtype: torch.dtype, box: tuple[Shape, Shape], target: torch.Tensor, block: int | None
 ) -> Iterator[Fetch]:
     """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape."""
     if target.numel() == 0:

@@ -21,11 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -35,10 +31,7 @@ from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format.columns import NO_TENSOR, Places
-from dcp_plugin.format.index import (
-    CheckpointIndex,
-    Location,
-)
+from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import (
     Aliases,
     Views,
