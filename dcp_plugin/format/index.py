@@ -23,7 +23,6 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.format.checksums import SMALLEST_BLOCK, block_counts
 from dcp_plugin.format.columns import (
     NO_TENSOR,
     Column,
@@ -36,6 +35,7 @@ from dcp_plugin.format.columns import (
     partitioned,
     ranges,
 )
+from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
 from dcp_plugin.types import KeyPath, Shape
 
 __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]

@@ -36,9 +36,9 @@ from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format import values
-from dcp_plugin.format.checksums import LARGEST_BLOCK
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.payload import LARGEST_BLOCK
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2

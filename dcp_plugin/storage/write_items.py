@@ -22,9 +22,8 @@ from isal.isal_zlib import crc32
 
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
 from dcp_plugin.format.index import Location
-from dcp_plugin.format.torch_zip import frame, padded
+from dcp_plugin.format.payload import RunningCrc, RunningHash, block_size, frame, padded
 from dcp_plugin.host_memory import PIECE, Rings, finish_device_work
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
 from dcp_plugin.media.disk.hard_links import free_name

@@ -30,20 +30,12 @@ from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
+from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex, Location
-from dcp_plugin.format.metadata import (
-    Aliases,
-    Views,
-    encoded_views,
-    entries_of,
-    planner_paths,
-    storage_info,
-    with_aliases,
-)
-from dcp_plugin.format.metadata import encode as encode_metadata
+from dcp_plugin.format.metadata import Aliases, Views, planner_paths, storage_info
+from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
-from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.media import Medium, Reservation
 from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.storage import write_items
@@ -119,7 +111,7 @@ class WrittenPart:
     @classmethod
     def of(cls, written: WrittenItems) -> WrittenPart:
         found = written.findings
-        return cls(Places.of(written.locations), written.nbytes, found.items, found.bytes, found.why_not)
+        return cls(Places.of(written.locations), written.nbytes, len(found.linked), found.bytes, found.why_not)
 
 
 @dataclass(frozen=True)
@@ -260,7 +252,7 @@ class Publication:
                 f"cannot save {self.path}: the planner_data that the planner has put into the metadata is {error}. "
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
-        for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
+        for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), self.storage_meta)
         names = self.medium.open(self._reservation.directory).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
@@ -284,7 +276,7 @@ class Publication:
             exclude=list(facts.exclude),
         )
         try:
-            views = encoded_views(facts.views, index, self.storage_meta)
+            views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
             files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
@@ -396,7 +388,7 @@ class ShardedWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
         try:
-            entries = list(entries_of(metadata, places))
+            entries = list(dcp_metadata.entries_of(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
         paths = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
@@ -451,14 +443,11 @@ def _without_duplicates(
     unique: list[tuple[WriteItem, write_items.Data]] = []
     first: list[int] = []
     for item, data in items:
-        if isinstance(data, bytes):
-            identity: Any = data
-        elif isinstance(data, WholeItem):
-            identity = memory_of(data.tensor)
-        else:
-            identity = memory_of(data) if data.numel() else item.index
-        if identity not in position:
-            position[identity] = len(unique)
+        identity: Any = data
+        if not isinstance(data, bytes):
+            tensor = data.tensor if isinstance(data, WholeItem) else data
+            identity = memory_of(tensor) if tensor is not data or tensor.numel() else item.index
+        first.append(position.setdefault(identity, len(unique)))
+        if first[-1] == len(unique):
             unique.append((item, data))
-        first.append(position[identity])
     return unique, first
