@@ -33,7 +33,7 @@ from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex, Location
-from dcp_plugin.format.metadata import Aliases, Views, planner_paths, storage_info
+from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.media import Medium, Reservation
@@ -380,10 +380,8 @@ class ShardedWriter(StorageWriter):
         """Who this rank is in this save. A plan from a planner's cache has the directory of an earlier save."""
         planned: RankDirectory = plan.storage_data
         received, _of_this_thread.destination = _of_this_thread.destination, None
-        directory = self._publication.directory
-        if directory is not None:  # the coordinator; without a process group it receives nothing
-            return RankDirectory(planned.rank, directory)
-        return received or planned
+        directory = self._publication.directory  # the coordinator's; without a process group it receives nothing
+        return received or planned if directory is None else RankDirectory(planned.rank, directory)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
@@ -391,12 +389,12 @@ class ShardedWriter(StorageWriter):
             entries = list(dcp_metadata.entries_of(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
-        paths = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
+        paths = dcp_metadata.planner_paths(metadata.planner_data, metadata.state_dict_metadata)
         index = CheckpointIndex.build(entries, self._publication.file_sizes(), paths)
         if paths is None:
             index.planner_data = (metadata.planner_data,)
         self._publication.publish(index, replace(self._facts, world_size=len(results)))
-        metadata.storage_data = {item: storage_info(where) for item, where in places.items()}
+        metadata.storage_data = {item: dcp_metadata.storage_info(where) for item, where in places.items()}
         metadata.storage_meta = self.storage_meta()
 
     @property
