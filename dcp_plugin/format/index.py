@@ -132,14 +132,12 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def __getitem__(self, key: str) -> Entry:
         if key not in self._entries:
-            self._entries[key] = self._entry(self.slots[key])
+            slot = self.slots[key]
+            if (dtype := self.table.dtype_of(slot)) is None:
+                self._entries[key] = StoredValue(self.location(int(self.table.chunk_starts[slot])))
+            else:
+                self._entries[key] = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
         return self._entries[key]
-
-    def _entry(self, slot: int) -> Entry:
-        dtype = self.table.dtype_of(slot)
-        if dtype is None:
-            return StoredValue(self.location(int(self.table.chunk_starts[slot])))
-        return StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slots)

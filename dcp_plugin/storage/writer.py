@@ -44,6 +44,8 @@ from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
 
+_Items = list[tuple[WriteItem, write_items.Data]]
+
 
 @dataclass(frozen=True)
 class RankDirectory:
@@ -148,9 +150,7 @@ class PartWriter:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
         return WrittenItems([locations[slot] for slot in first], nbytes, found)
 
-    def _write(
-        self, items: list[tuple[WriteItem, write_items.Data]], to: RankDirectory, frozen: Collection[str]
-    ) -> tuple[list[Location], int, Findings]:
+    def _write(self, items: _Items, to: RankDirectory, frozen: Collection[str]) -> tuple[list[Location], int, Findings]:
         reuse, found = self.reuse, NOTHING
         token = to.token if reuse is not None else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
@@ -430,15 +430,13 @@ def _storable(item: WriteItem, data: Any) -> write_items.Data:
     return cast(torch.Tensor, data)
 
 
-def _without_duplicates(
-    items: list[tuple[WriteItem, write_items.Data]],
-) -> tuple[list[tuple[WriteItem, write_items.Data]], list[int]]:
+def _without_duplicates(items: _Items) -> tuple[_Items, list[int]]:
     """The items to write, each once; and the position among these that stands for each of ``items``.
 
     The same are: equal bytes, and the same memory seen the same way.
     """
     position: dict[Any, int] = {}
-    unique: list[tuple[WriteItem, write_items.Data]] = []
+    unique: _Items = []
     first: list[int] = []
     for item, data in items:
         identity: Any = data
