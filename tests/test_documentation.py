@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
+import dcp_plugin as dcp
 from dcp_plugin import CheckpointConfig
 
 ROOT = Path(__file__).parent.parent
@@ -121,3 +124,31 @@ def test_every_link_leads_to_a_file_or_a_heading(page: Path) -> None:
         if heading:
             found = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in found], target
+
+
+WITH_EXAMPLES = [file for file in sorted((ROOT / "dcp_plugin").rglob("*.py")) if ">>> " in file.read_text()]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which stock says of one process
+@pytest.mark.parametrize("file", WITH_EXAMPLES, ids=lambda file: str(file.relative_to(ROOT / "dcp_plugin")))
+def test_the_examples_of_docstrings_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each docstring in a directory of its own."""
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    examples = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert examples
+    for number, example in enumerate(examples):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        said: list[str] = []
+        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append).failed == 0, "".join(
+            said
+        )
+
+
+def test_every_public_function_and_class_has_an_example() -> None:
+    """Errors and what functions return have none: they are never made by a user."""
+    for name in dcp.__all__:
+        public = getattr(dcp, name)
+        made_by_us = isinstance(public, type) and (issubclass(public, Exception) or is_dataclass(public))
+        texts = [public, *vars(public).values()] if isinstance(public, type) else [public]
+        assert made_by_us or any(">>> " in (one.__doc__ or "") for one in texts), name

@@ -1,4 +1,4 @@
-"""Tests of the Accelerate door. Accelerate itself is imported by the ranks only, and by their server."""
+"""Tests of the Accelerate integration. Accelerate itself is imported by the ranks only, and by their server."""
 
 WORLD_SIZE = {
     "single": 1,

@@ -1,4 +1,4 @@
-"""The private parts of Accelerate that the door needs. Each failure says what moved."""
+"""The private parts of Accelerate that the integration needs. Each failure says what moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpus of stock interchange: what one tool saves the other one loads, through every door that DCP has.
+"""Corpus of stock interchange: what one tool saves the other one loads, through every integration that DCP has.
 
 A state is one line, a function that makes it with a number; objects of a user (modules, optimizers, schedulers) may be
 in it. A planner is one line, too. Each goes each of ``WAYS``, and the user sees what they see if stock does both.

@@ -57,32 +57,32 @@ def test_strategies_of_ones_own_and_plugins() -> None:
     from lightning.pytorch import Trainer
 
     import dcp_plugin as dcp
-    from dcp_plugin import fabric as door
+    from dcp_plugin import fabric as ours
     from dcp_plugin.lightning import DCPCheckpointIO
 
-    fabric = Fabric(accelerator="cpu", strategy=door.DCPSingleDeviceStrategy("cpu"), plugins=DCPCheckpointIO(timeout=7))
-    assert door.attach(fabric).config.timeout == 7
-    door.attach(fabric).detach()
-    assert type(fabric.strategy) is door.DCPSingleDeviceStrategy  # as it was made
-    explicit = door.DCPDDPStrategy(checkpoint_config=dcp.CheckpointConfig(timeout=8))
+    fabric = Fabric(accelerator="cpu", strategy=ours.DCPSingleDeviceStrategy("cpu"), plugins=DCPCheckpointIO(timeout=7))
+    assert ours.attach(fabric).config.timeout == 7
+    ours.attach(fabric).detach()
+    assert type(fabric.strategy) is ours.DCPSingleDeviceStrategy  # as it was made
+    explicit = ours.DCPDDPStrategy(checkpoint_config=dcp.CheckpointConfig(timeout=8))
     assert explicit.dcp.config.timeout == 8
     sent = pickle.loads(pickle.dumps(explicit))
-    assert type(sent) is door.DCPDDPStrategy and sent.dcp_adapter.attachment.config.timeout == 8
+    assert type(sent) is ours.DCPDDPStrategy and sent.dcp_adapter.attachment.config.timeout == 8
     for name in ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"):
-        assert issubclass(getattr(door, f"DCP{name}"), getattr(lightning_strategies(), name))
-    standalone = door.dcp_strategy_class(lightning_fabric.strategies.SingleDeviceStrategy)("cpu")
+        assert issubclass(getattr(ours, f"DCP{name}"), getattr(lightning_strategies(), name))
+    standalone = ours.dcp_strategy_class(lightning_fabric.strategies.SingleDeviceStrategy)("cpu")
     assert lightning_fabric.Fabric(accelerator="cpu", strategy=standalone).strategy is standalone
 
     other = lightning_fabric.Fabric(accelerator="cpu", plugins=DCPCheckpointIO(timeout=9))
-    assert door.attach(other).config.timeout == 9
+    assert ours.attach(other).config.timeout == 9
     with pytest.raises(ValueError, match="strategy"):
         Fabric(accelerator="cpu", strategy=standalone)
     with pytest.raises(dcp.CheckpointError, match="not a Trainer"):
-        door.attach(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
+        ours.attach(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
     with pytest.raises(dcp.CheckpointError, match="XLAStrategy is not supported"):
-        door.dcp_strategy_class(lightning_strategies().XLAStrategy)
+        ours.dcp_strategy_class(lightning_strategies().XLAStrategy)
     with pytest.raises(TypeError, match=r"no setting .async_sav. \(did you mean .async_save.\?\)"):
-        door.attach(fabric, async_sav=True)
+        ours.attach(fabric, async_sav=True)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -92,17 +92,17 @@ def test_a_plugin_with_init_from_is_refused(tmp_path: Path, package: str) -> Non
 
     import torch
 
-    from dcp_plugin import fabric as door
+    from dcp_plugin import fabric as ours
     from dcp_plugin.lightning import DCPCheckpointIO
 
     base = importlib.import_module(package)
     plugin = DCPCheckpointIO(init_from=tmp_path / "pretrained")
-    for strategy in ("auto", door.dcp_strategy_class(base.strategies.SingleDeviceStrategy)("cpu")):
+    for strategy in ("auto", ours.dcp_strategy_class(base.strategies.SingleDeviceStrategy)("cpu")):
         fabric = base.Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
         before = type(fabric.strategy)
         for settings in ({}, {"io_threads": 1}):
             with pytest.raises(ValueError, match=r"attach\(fabric\)\.resume_or_init"):
-                door.attach(fabric, **settings)
+                ours.attach(fabric, **settings)
         assert type(fabric.strategy) is before
     with pytest.raises(ValueError, match=r"attach\(fabric\)\.resume_or_init"):  # promoted, and never attached
         fabric.save(tmp_path / "ck", {"model": fabric.setup(torch.nn.Linear(2, 2))})

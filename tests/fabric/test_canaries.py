@@ -1,4 +1,4 @@
-"""What the door relies on inside of Fabric. If one of these fails, Fabric has changed: see ``_fabric.py``."""
+"""What the integration relies on inside of Fabric. If one of these fails, Fabric has changed: see ``_fabric.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the door relies on inside of Lightning. If one of these fails, Lightning has changed: see ``_lightning.py``.
+"""What the integration relies on in Lightning. If one of these fails, Lightning has changed: see ``_lightning.py``.
 
 The entry point and the question which Trainer asks are covered by ``test_promotion.py``.
 """

@@ -1,4 +1,4 @@
-"""What the door relies on inside of transformers and PEFT. If one of these fails, they have changed: see
+"""What the integration relies on inside of transformers and PEFT. If one of these fails, they have changed: see
 ``_transformers.py``, and the order of events at the top of ``mixin.py``."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What else a Trainer trains and resumes from: adapters, weights alone, checkpoints of stock and of other doors."""
+"""What else a Trainer trains and resumes from: adapters, weights alone, checkpoints of stock and of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Through every door a load calls a module's own load hooks as the framework does without this package."""
+"""Through every integration a load calls a module's own load hooks as the framework does without this package."""
 
 from __future__ import annotations
 
@@ -137,20 +137,22 @@ def _accelerate(make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Not
     return list(_notes), net
 
 
-DOORS = {"lightning": _lightning, "fabric": _fabric, "accelerate": _accelerate}
+INTEGRATIONS = {"lightning": _lightning, "fabric": _fabric, "accelerate": _accelerate}
 
 
-def _through(door: str, make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Any]:
+def _through(integration: str, make: Callable[[int], Net], path: Path, ours: bool) -> tuple[Notes, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        notes, net = DOORS[door](make, path, ours)
+        notes, net = INTEGRATIONS[integration](make, path, ours)
     return notes, {key: value.tolist() for key, value in {**net.state_dict(), "cached": net.first.cached}.items()}
 
 
 @pytest.mark.parametrize("make", [Net, Overriding])
-@pytest.mark.parametrize("door", DOORS)
-def test_load_hooks_run_as_without_this_package(tmp_path: Path, door: str, make: Callable[[int], Net]) -> None:
-    stock, ours = (launch.run(_through, 1, door, make, tmp_path / f"{kind}", kind == "ours")[0] for kind in _KINDS)
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_load_hooks_run_as_without_this_package(tmp_path: Path, integration: str, make: Callable[[int], Net]) -> None:
+    stock, ours = (
+        launch.run(_through, 1, integration, make, tmp_path / f"{kind}", kind == "ours")[0] for kind in _KINDS
+    )
     assert stock == ours
     assert stock[0]
 

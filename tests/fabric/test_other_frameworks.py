@@ -1,4 +1,4 @@
-"""Checkpoints that came in through another door, or from Fabric without this package, and the other way round."""
+"""Checkpoints of another framework, or of Fabric without this package, and the other way round."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from tests.launch import on_ranks
 @on_ranks(2)
 def test_fabric_and_the_trainer_load_what_the_other_saved(tmp_path: Path) -> None:
     from dcp_plugin.fabric import attach
-    from tests.fabric import training as fabric_door
-    from tests.lightning import training as trainer_door
+    from tests.fabric import training as fabric_runs
+    from tests.lightning import training as trainer_runs
 
     def in_fabric(layout: str, seed: int) -> tuple[Any, Any, Any]:
-        fabric = fabric_door.fabric_for(layout)
+        fabric = fabric_runs.fabric_for(layout)
         attach(fabric)
-        module = trainer_door.Model(seed=seed)
+        module = trainer_runs.Model(seed=seed)
         if layout == "fsdp2":
-            fabric.strategy._parallelize_fn = lambda model, mesh: fabric_door.fully_shard(model)
+            fabric.strategy._parallelize_fn = lambda model, mesh: fabric_runs.fully_shard(model)
         model = fabric.setup_module(module)
         groups = [{"params": model.net.body.parameters()}, {"params": model.net.head.parameters(), "weight_decay": 0.0}]
         return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(groups, lr=0.01))
 
     for layout, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
-        trainer = trainer_door.trainer_for(layout, plugin=True, max_steps=2)
-        trainer.fit(trainer_door.Model(layout), trainer_door.plain_loader(layout))
+        trainer = trainer_runs.trainer_for(layout, plugin=True, max_steps=2)
+        trainer.fit(trainer_runs.Model(layout), trainer_runs.plain_loader(layout))
         path = tmp_path / f"trainer-{layout}"
         trainer.save_checkpoint(path)
         fabric, model, optimizer = in_fabric(other, seed=5)
         rest = fabric.load(path, {"model": model, "optimizer": optimizer})
         assert rest["global_step"] == 2
-        assert_same(trainer_door.whole_state(trainer), fabric_door.whole_state(model, optimizer))
+        assert_same(trainer_runs.whole_state(trainer), fabric_runs.whole_state(model, optimizer))
 
         back = tmp_path / f"fabric-{other}"
         for loops in ({}, {name: value for name, value in rest.items() if name != "callbacks"}):
             fabric.save(back, {"model": model, "optimizer": optimizer, **loops})
-            look = trainer_door.AtTrainStart()
-            trainer = trainer_door.trainer_for(layout, [look], plugin=True)
-            trainer.fit(trainer_door.Model(layout, seed=7), trainer_door.plain_loader(layout), ckpt_path=str(back))
-            assert_same(fabric_door.whole_state(model, optimizer), look.state)
+            look = trainer_runs.AtTrainStart()
+            trainer = trainer_runs.trainer_for(layout, [look], plugin=True)
+            trainer.fit(trainer_runs.Model(layout, seed=7), trainer_runs.plain_loader(layout), ckpt_path=str(back))
+            assert_same(fabric_runs.whole_state(model, optimizer), look.state)
             assert look.progress["global_step"] == (2 if loops else 0)
 
 
@@ -127,7 +127,7 @@ def _save_alone(root: Path) -> None:
 
 
 def _listen() -> list[str]:
-    """What the doors say from now on."""
+    """What the integrations say from now on."""
     import logging
 
     said: list[str] = []

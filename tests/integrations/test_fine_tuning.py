@@ -1,4 +1,4 @@
-"""Reuse and trainable_only through the doors: they know what is frozen, also where they hand over plain tensors."""
+"""Reuse and trainable_only through the integrations: these know what is frozen, also if they hand over tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A path that is a URL is an error in every door, before anything is made of it; that of ``file://`` is a path."""
+"""A path that is a URL is an error in every integration, before anything is made of it; ``file://`` is a path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_ranks(1)
-def test_every_door_refuses_a_url_at_the_start_and_takes_a_file_url(tmp_path: Path) -> None:
+def test_every_integration_refuses_a_url_at_the_start_and_takes_a_file_url(tmp_path: Path) -> None:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
@@ -61,7 +61,7 @@ def test_every_door_refuses_a_url_at_the_start_and_takes_a_file_url(tmp_path: Pa
         settings = ProjectConfiguration(path, automatic_checkpoint_naming=True)
         accelerate.attach(Accelerator(cpu=True, project_config=settings))
 
-    doors: dict[str, Callable[[Any], Any]] = {
+    integrations: dict[str, Callable[[Any], Any]] = {
         "save": lambda path: dcp.save({"n": 1}, path),
         "load": lambda path: dcp.load({"n": 0}, path),
         "inspect": dcp.inspect,
@@ -80,9 +80,9 @@ def test_every_door_refuses_a_url_at_the_start_and_takes_a_file_url(tmp_path: Pa
         "load_from_checkpoint": lambda path: lightning.load_from_checkpoint(t.Model, path),
         "CheckpointIO": t.DCPCheckpointIO().load_checkpoint,
     }
-    for name, door in doors.items():
+    for name, integration in integrations.items():
         with pytest.raises(ValueError, match="is a URL"):
-            door("memory://ck/x")
+            integration("memory://ck/x")
         assert not list(tmp_path.iterdir()), name
 
     def made(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A misspelt setting is told by every door, with what was meant and everything that this door takes."""
+"""A misspelt setting is told by every integration, with what was meant and everything that this integration takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_misspelt_setting_is_told_with_all_that_the_door_takes() -> None:
     import dcp_plugin as dcp
     from dcp_plugin import accelerate, fabric, lightning
 
-    doors: list[tuple[Any, tuple[Any, ...], str, str]] = [
+    integrations: list[tuple[Any, tuple[Any, ...], str, str]] = [
         (lightning.DCPCheckpointIO, (), "initfrom", "init_from"),
         (fabric.attach, (Fabric(accelerator="cpu"),), "confg", "config"),
         (accelerate.attach, (Accelerator(cpu=True),), "trainable", "trainable_only"),
@@ -27,13 +27,13 @@ def test_a_misspelt_setting_is_told_with_all_that_the_door_takes() -> None:
         (dcp.load, ({}, "nowhere"), "strickt", "strict"),
         (dcp.resume_or_init, ({}, "nowhere"), "parital", "partial"),
     ]
-    for door, arguments, typo, meant in doors:
+    for integration, arguments, typo, meant in integrations:
         with pytest.raises(TypeError, match="config is a CheckpointConfig, not a dict"):
-            door(*arguments, config={"async_save": True})
+            integration(*arguments, config={"async_save": True})
         with pytest.raises(TypeError) as caught:
-            door(*arguments, asinc_save=True, **{typo: 1}, qux=1)
+            integration(*arguments, asinc_save=True, **{typo: 1}, qux=1)
         said = f"no setting 'asinc_save' (did you mean 'async_save'?), '{typo}' (did you mean '{meant}'?), 'qux'. "
         assert said in str(caught.value)
         listed = str(caught.value).partition("The settings are ")[2].rstrip(".").split(", ")
-        given = list(inspect.signature(door).parameters.values())[len(arguments) :]
+        given = list(inspect.signature(integration).parameters.values())[len(arguments) :]
         assert set(listed) >= {one.name for one in given if one.kind != one.VAR_KEYWORD} | {"config", "async_save"}

@@ -1,7 +1,7 @@
-"""What one door saved, every door loads: model and optimizer byte-equal, 36 pairs, on two ranks.
+"""What one integration saved, every integration loads: model and optimizer byte-equal, 36 pairs, on two ranks.
 
-The doors shard differently (see ``_LAYOUT``), so each pair reshards too. Lightning keeps the model as ``net`` of its
-module, under a prefix that the others do not have.
+The integrations shard differently (see ``_LAYOUT``), so each pair reshards too. Lightning keeps the model as ``net`` of
+its module, under a prefix that the others do not have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from tests import launch
 from tests.compare import assert_same, full_state
-from tests.doors import DOORS
+from tests.integrations import INTEGRATIONS
 from tests.launch import on_ranks
 
 SEED, OTHER_SEED = 0, 7
@@ -71,7 +71,7 @@ def _fully_shard(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
 
 
-# A door: train from a seed and save to a path, or load from it; returns model and optimizer by key, whole.
+# A integration: train from a seed and save to a path, or load from it; returns model and optimizer by key, whole.
 
 
 def _lightning(path: Path, load: bool) -> dict[str, Any]:
@@ -234,27 +234,27 @@ _DOOR = {
 }
 
 
-def _path(root: Path, door: str) -> Path:
-    return root / door / "checkpoint-2"  # what transformers calls it
+def _path(root: Path, integration: str) -> Path:
+    return root / integration / "checkpoint-2"  # what transformers calls it
 
 
-def _save(root: Path, door: str) -> None:
+def _save(root: Path, integration: str) -> None:
     warnings.simplefilter("ignore")
-    state = _DOOR[door](_path(root, door), load=False)
+    state = _DOOR[integration](_path(root, integration), load=False)
     if dist.get_rank() == 0:
-        torch.save(state, root / f"{door}.pt")
+        torch.save(state, root / f"{integration}.pt")
 
 
-def _load(root: Path, door: str) -> list[str]:
+def _load(root: Path, integration: str) -> list[str]:
     warnings.simplefilter("ignore")
     wrong = []
-    for source in DOORS:
-        found = _DOOR[door](_path(root, source), load=True)
+    for source in INTEGRATIONS:
+        found = _DOOR[integration](_path(root, source), load=True)
         saved = torch.load(root / f"{source}.pt", weights_only=True)
         try:
             assert_same(_comparable(saved), _comparable(found))
         except AssertionError as error:
-            wrong.append(f"{source} -> {door}: {error}")
+            wrong.append(f"{source} -> {integration}: {error}")
     return wrong
 
 
@@ -269,15 +269,15 @@ def _comparable(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("doors")
-    for door in DOORS:
-        launch.run(_save, 2, root, door)
+    root = tmp_path_factory.mktemp("integrations")
+    for integration in INTEGRATIONS:
+        launch.run(_save, 2, root, integration)
     return root
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_checkpoint_goes_through(saved: Path, door: str) -> None:
-    for wrong in launch.run(_load, 2, saved, door):
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_every_checkpoint_goes_through(saved: Path, integration: str) -> None:
+    for wrong in launch.run(_load, 2, saved, integration):
         assert wrong == []
 
 
@@ -286,7 +286,7 @@ def test_every_checkpoint_of_ours_is_found_under_other_names(saved: Path) -> Non
     import dcp_plugin as dcp
 
     warnings.simplefilter("ignore")
-    for source in DOORS:
+    for source in INTEGRATIONS:
         if source == "stock":  # it does not say what is a module
             continue
         model = Net(OTHER_SEED)
