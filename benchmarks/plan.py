@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_plugin.format import index_file
-from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.columns import Location, Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import encode
+from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import LocalInventory

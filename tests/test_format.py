@@ -20,8 +20,8 @@ import dcp_plugin as dcp
 from dcp_plugin.format import INDEX, SUMMARY, index_file, metadata, read, uncommitted_reason
 from dcp_plugin.format.foreign import detect
 from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.format.payload import ALIGNMENT, frame
 from dcp_plugin.format.summary import Summary
-from dcp_plugin.format.torch_zip import ALIGNMENT, frame
 from tests.compare import assert_same, same_bytes
 
 DTYPES = [

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import load as stock_load
 import dcp_plugin as dcp
 from dcp_plugin import events, host_memory
 from dcp_plugin.format import values
-from dcp_plugin.format.checksums import RunningCrc, block_size
 from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.format.payload import RunningCrc, block_size
 from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.media.disk import direct_io
 from dcp_plugin.media.disk.direct_io import BUFFER, BlockFile

@@ -22,6 +22,7 @@ Column = np.ndarray[Any, np.dtype[Any]]
 NO_TENSOR = 255
 """The number of the dtype of a value that is no tensor."""
 _NO_HASH = bytes(16)
+_JOINED = ("place", "frame_crc", "blocks", "block_crc", "hash")
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ class KeyColumns:
     def dtype_of(self, slot: int) -> torch.dtype | None:
         """None for a value that is no tensor."""
         number = self.columns["dtype"][slot]
-        return None if number == NO_TENSOR else self._known_dtypes[number]
+        return None if number == NO_TENSOR else self.torch_dtypes[number]
 
     @functools.cached_property
-    def _known_dtypes(self) -> list[torch.dtype]:
+    def torch_dtypes(self) -> list[torch.dtype]:
         return [dtype_named(name) for name in self.dtypes]
 
     def shape_of(self, slot: int) -> Shape:
@@ -101,29 +102,25 @@ class KeyColumns:
 
     def take(self, slots: Column, keys: list[str], paths: Mapping[str, KeyPath]) -> KeyColumns:
         """Some of the keys, under other names."""
-        ndim = self.columns["ndim"][slots].astype(np.int64)
-        counts = np.diff(self.chunk_starts)[slots]
+        ndim, counts = self.columns["ndim"][slots].astype(np.int64), np.diff(self.chunk_starts)[slots]
         columns = {
-            "dtype": self.columns["dtype"][slots],
-            "ndim": self.columns["ndim"][slots],
+            **{name: self.columns[name][slots] for name in ("dtype", "ndim")},
             "shape": self.columns["shape"][ranges(self.shape_starts[slots], ndim)],
             "chunk_ends": np.cumsum(counts),
             "box": self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)],
         }
-        return KeyColumns(
-            keys, self.dtypes, {key: path for key, path in paths.items() if path != default_path(key)}, columns
-        )
+        unusual = {key: path for key, path in paths.items() if path != default_path(key)}
+        return KeyColumns(keys, self.dtypes, unusual, columns)
 
     def with_added(self, other: KeyColumns) -> KeyColumns:
         """The keys of both, one after the other; those of ``other`` have none of these names."""
         dtypes = list(dict.fromkeys((*self.dtypes, *other.dtypes)))
         numbers = np.full(NO_TENSOR + 1, NO_TENSOR, np.uint8)
         numbers[: len(other.dtypes)] = [dtypes.index(name) for name in other.dtypes]
-        chunks = int(self.chunk_starts[-1])
         mine, theirs = self.columns, other.columns
         columns = {name: np.concatenate((mine[name], theirs[name])) for name in ("ndim", "shape", "box")}
         columns["dtype"] = np.concatenate((mine["dtype"], numbers[theirs["dtype"]]))
-        columns["chunk_ends"] = np.concatenate((mine["chunk_ends"], theirs["chunk_ends"] + chunks))
+        columns["chunk_ends"] = np.concatenate((mine["chunk_ends"], theirs["chunk_ends"] + self.chunk_starts[-1]))
         return KeyColumns([*self.keys, *other.keys], dtypes, {**other.paths, **self.paths}, columns)
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
@@ -165,10 +162,8 @@ class Places:
     def of(cls, locations: Sequence[Location]) -> Places:
         files = {name: number for number, name in enumerate(dict.fromkeys(where.file for where in locations))}
         crcs = [where.checksums for where in locations if where.checksums is not None]
-        place = [
-            (w.offset, w.length, -1 if w.payload_offset is None else w.payload_offset, w.payload_length)
-            for w in locations
-        ]
+        starts = [-1 if where.payload_offset is None else where.payload_offset for where in locations]
+        place = [(w.offset, w.length, start, w.payload_length) for w, start in zip(locations, starts, strict=True)]
         return cls(
             list(files),
             np.array([files[where.file] for where in locations], np.int32),
@@ -186,10 +181,7 @@ class Places:
         return cls(
             [name for part in parts for name in part.files],
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
-            *(
-                np.concatenate([getattr(part, name) for part in parts])
-                for name in ("place", "frame_crc", "blocks", "block_crc", "hash")
-            ),
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED),
         )
 
     def without_checksums(self) -> Places:
@@ -207,11 +199,6 @@ class Places:
 def hashes_of(hashes: Sequence[bytes | None]) -> Column:
     """Hashes as two numbers each, zeros for those that are not known."""
     return np.frombuffer(b"".join(known or _NO_HASH for known in hashes), np.uint64).reshape(len(hashes), 2)
-
-
-def hash_in(row: Column) -> bytes | None:
-    """The hash that these two numbers are."""
-    return row.tobytes() if row.any() else None
 
 
 def ranges(starts: Column, counts: Column) -> Column:

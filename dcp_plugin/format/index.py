@@ -23,19 +23,8 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.format.checksums import SMALLEST_BLOCK, block_counts
-from dcp_plugin.format.columns import (
-    NO_TENSOR,
-    Column,
-    KeyColumns,
-    Location,
-    Places,
-    default_path,
-    dtype_named,
-    hash_in,
-    partitioned,
-    ranges,
-)
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Location, Places, default_path, partitioned, ranges
+from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
 from dcp_plugin.types import KeyPath, Shape
 
 __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
@@ -143,14 +132,12 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def __getitem__(self, key: str) -> Entry:
         if key not in self._entries:
-            self._entries[key] = self._entry(self.slots[key])
+            slot = self.slots[key]
+            if (dtype := self.table.dtype_of(slot)) is None:
+                self._entries[key] = StoredValue(self.location(int(self.table.chunk_starts[slot])))
+            else:
+                self._entries[key] = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
         return self._entries[key]
-
-    def _entry(self, slot: int) -> Entry:
-        dtype = self.table.dtype_of(slot)
-        if dtype is None:
-            return StoredValue(self.location(int(self.table.chunk_starts[slot])))
-        return StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slots)
@@ -184,16 +171,9 @@ class CheckpointIndex(Mapping[str, Entry]):
         offset, length, payload_offset, payload_length = self.columns["place"][chunk].tolist()
         blocks = self.columns["block_crc"][self._block_starts[chunk] : self._block_starts[chunk + 1]]
         checked = len(blocks) > 0 or (payload_length == 0 and payload_offset >= 0)
-        return Location(
-            self.file_names[self.columns["file"][chunk]],
-            offset,
-            length,
-            payload_offset if payload_offset >= 0 else None,
-            payload_length,
-            int(self.columns["frame_crc"][chunk]),
-            blocks if checked else None,
-            self.hash_of(chunk),
-        )
+        name, frame_crc = self.file_names[self.columns["file"][chunk]], int(self.columns["frame_crc"][chunk])
+        start, checksums = payload_offset if payload_offset >= 0 else None, blocks if checked else None
+        return Location(name, offset, length, start, payload_length, frame_crc, checksums, self.hash_of(chunk))
 
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:
@@ -218,9 +198,10 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def hash_of(self, chunk: int) -> bytes | None:
         """The XXH3-128 of a chunk's payload, if its writer computed it."""
-        hashed = self.columns.get("hashed")
-        at = 0 if hashed is None else int(np.searchsorted(hashed, chunk))
-        return None if hashed is None or at == len(hashed) or hashed[at] != chunk else hash_in(self.columns["hash"][at])
+        hashed = self.columns.get("hashed", np.empty(0, np.int64))
+        at = int(np.searchsorted(hashed, chunk))
+        known = at < len(hashed) and hashed[at] == chunk and self.columns["hash"][at].any()
+        return self.columns["hash"][at].tobytes() if known else None
 
     def selected(self, names: Mapping[str, str], paths: Mapping[str, KeyPath], below: str = "") -> CheckpointIndex:
         """The index of some keys under other names.
@@ -243,11 +224,11 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def with_added(self, other: CheckpointIndex) -> CheckpointIndex:
         """The index of the keys of both, which have none in common, and neither have their files."""
-        places = self.places, other.places
+        added = other.places
         if other.smallest_block != self.smallest_block:  # its checksums are for other blocks than we would look for
-            places = self.places, other.places.without_checksums()
-        table = self.table.with_added(other.table)
-        both = CheckpointIndex.of(table, Places.joined(places), {**self.files, **other.files})
+            added = added.without_checksums()
+        places = Places.joined((self.places, added))
+        both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
         both.smallest_block = self.smallest_block
         both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
         both.left_out = self.left_out
@@ -327,13 +308,11 @@ class CheckpointIndex(Mapping[str, Entry]):
         outside = (offset < 0) | (length < 0) | (offset > sizes - length) | (payload_length < 0)
         outside |= np.maximum(payload_offset, 0) > length - payload_length
         blocks = np.diff(columns["block_ends"], prepend=0)
+        miscounted = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
         for bad, what in (
             (outside, "lies outside its file or item"),
             (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
-            (
-                (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block)),
-                "has a wrong number of checksums",
-            ),
+            (miscounted, "has a wrong number of checksums"),
         ):
             if bad.any():
                 chunk = int(np.argmax(bad))
@@ -361,7 +340,7 @@ def _check_boxes(table: KeyColumns, place: Column, where: str) -> None:
     if (no_tensor & (table.columns["ndim"] > 0)).any():
         raise CheckpointCorrupt(f"{where}: a value has dimensions")
     itemsizes = np.zeros(NO_TENSOR + 1, np.int64)
-    itemsizes[: len(table.dtypes)] = [dtype_named(name).itemsize for name in table.dtypes]
+    itemsizes[: len(table.dtypes)] = [dtype.itemsize for dtype in table.torch_dtypes]
     for slots, chunks, boxes in table.by_ndim():
         of = np.repeat(np.arange(len(slots)), counts[slots])
         ndim = boxes.shape[2]

@@ -36,12 +36,13 @@ from safetensors.numpy import save as save_columns
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format import values
-from dcp_plugin.format.checksums import LARGEST_BLOCK
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.payload import LARGEST_BLOCK
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
+_DAMAGE = (SafetensorError, LookupError, ValueError, TypeError, OverflowError, AttributeError, RecursionError)
 
 
 def encode(index: CheckpointIndex) -> bytes:
@@ -87,10 +88,7 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
                 f"file and dcp_plugin.json to read the checkpoint as a stock one."
             )
         index = _checked(columns, about)
-    except (
-        SafetensorError, KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError,
-        RecursionError,
-    ) as error:  # fmt: skip
+    except _DAMAGE as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
     index.validate(posixpath.dirname(where))
     return index
@@ -106,8 +104,7 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
         if columns[name].dtype != dtype or columns[name].ndim != (2 if name == "place" else 1):
             raise ValueError(f"column {name} is {columns[name].dtype}, {columns[name].ndim}-dimensional")
     count, chunks = len(columns["key_ends"]), len(columns["file"])
-    ends = (("key_ends", "keys"), ("chunk_ends", "file"), ("block_ends", "block_crc"))
-    for name, counted in ends:
+    for name, counted in (("key_ends", "keys"), ("chunk_ends", "file"), ("block_ends", "block_crc")):
         _check_ends(name, columns[name], len(columns[counted]))
     if not (len(columns["dtype"]) == len(columns["ndim"]) == len(columns["chunk_ends"]) == count):
         raise ValueError("columns of keys differ in length")
@@ -174,12 +171,9 @@ def path_to_json(path: KeyPath) -> list[Any]:
 def _path_from_json(parts: Any) -> KeyPath:
     path = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
     for part in path:
-        known = isinstance(part, (str, int)) or (
-            isinstance(part, tuple)
-            and len(part) == 2
-            and part[0] in ("t", "k")
-            and isinstance(part[1], (int, float, bool, str))
-        )
-        if not known:
-            raise ValueError(f"key path {parts!r}")
+        match part:
+            case str() | int() | ("t" | "k", str() | int() | float()):
+                pass
+            case _:
+                raise ValueError(f"key path {parts!r}")
     return path

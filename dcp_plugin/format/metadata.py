@@ -66,9 +66,8 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
         entry = index[key]
         if isinstance(entry, StoredValue):
             storage[MetadataIndex(key)] = storage_info(entry.location)
-            continue
-        for chunk in entry.chunks:
-            storage[MetadataIndex(key, torch.Size(chunk.offsets))] = storage_info(chunk.location)
+        else:
+            storage |= {MetadataIndex(key, torch.Size(c.offsets)): storage_info(c.location) for c in entry.chunks}
     said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
     return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
 
@@ -302,8 +301,7 @@ def read_index(files: Files, folder: str = "") -> CheckpointIndex:
 def index_of(metadata: Metadata, files: Files, folder: str = "") -> CheckpointIndex:
     """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
     try:
-        places = {item: _location(info) for item, info in metadata.storage_data.items()}
-        entries = list(entries_of(metadata, places))
+        entries = list(entries_of(metadata, {item: _location(info) for item, info in metadata.storage_data.items()}))
         names = sorted({info.relative_path for info in metadata.storage_data.values()})
         noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
         paths = {key: _key_path(path) for key, path in (noted or {}).items()}
@@ -353,10 +351,8 @@ def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> 
         if isinstance(stored, BytesStorageMetadata):
             yield key, StoredValue(places[MetadataIndex(key)])
         else:
-            chunks = tuple(
-                StoredChunk(tuple(c.offsets), tuple(c.sizes), places[MetadataIndex(key, c.offsets)])
-                for c in stored.chunks
-            )
+            located = ((c, places[MetadataIndex(key, c.offsets)]) for c in stored.chunks)
+            chunks = tuple(StoredChunk(tuple(c.offsets), tuple(c.sizes), where) for c, where in located)
             yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
 
 
@@ -391,12 +387,7 @@ def encoded_views(views: Views, index: CheckpointIndex, storage_meta: StorageMet
 
 
 def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:
-    keys: dict[str, str] = {}
-    paths: dict[str, KeyPath] = {}
-    for key in index:
-        name, dot, rest = key.partition(".")
-        if name in names:
-            new = f"{names[name]}{dot}{rest}"
-            keys[new] = key
-            paths[new] = (names[name], *index.path_of(key)[1:])
+    firsts = {key: key.partition(".")[0] for key in index}
+    keys = {names[first] + key.removeprefix(first): key for key, first in firsts.items() if first in names}
+    paths = {new: (names[firsts[key]], *index.path_of(key)[1:]) for new, key in keys.items()}
     return index.selected(keys, paths, below="..")

@@ -24,6 +24,7 @@ import decimal
 import enum
 import io
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -84,9 +85,7 @@ def load_with_stand_ins(file: IO[bytes], load: Callable[[], Any], kind: type[Sta
 def refused_in(value: Any) -> str:
     """What the first stand-in in a value stands for; empty if there is none."""
     for leaf in leaves_of(value):
-        if isinstance(leaf, StandIn):
-            return leaf.of
-        if isinstance(leaf, type) and issubclass(leaf, StandIn):
+        if isinstance(leaf, StandIn) or (isinstance(leaf, type) and issubclass(leaf, StandIn)):
             return leaf.of
     return ""
 
@@ -149,11 +148,13 @@ class _Rebuilding:
         kind = type(value)
         if isinstance(value, Described):
             return self._object(value, hashed)
-        if isinstance(value, type) and issubclass(value, Described):
-            return _class_itself(value.of)
+        if isinstance(value, type) and issubclass(value, Described):  # a class is a value as a defaultdict's factory
+            if value.of not in _FACTORIES:
+                raise Refused(value.of)
+            return _FACTORIES[value.of]
         if kind in (tuple, set):
             made = [self.of(child, hashed or kind is set) for child in value]
-            return value if all(map(_is, made, value)) else kind(made)
+            return value if all(map(operator.is_, made, value)) else kind(made)
         if kind in (list, dict, collections.OrderedDict, collections.Counter) and id(value) not in self._entered:
             self._entered.add(id(value))
             if kind is list:
@@ -215,13 +216,7 @@ class _Rebuilding:
         if state is not None and (args or not isinstance(state, dict)):
             raise Refused(f"{described.of}, which is not imported")
         self._notes.append(f"{described.of} is not imported")
-        if state is not None:
-            return state
-        return args[0] if len(args) == 1 else args
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+        return state if state is not None else args[0] if len(args) == 1 else args
 
 
 def _imported(name: str) -> type | None:
@@ -244,13 +239,6 @@ def _imported(name: str) -> type | None:
     return found
 
 
-def _class_itself(name: str) -> type:
-    """A class that is a value, as the factory of a defaultdict is."""
-    if name in _FACTORIES:
-        return _FACTORIES[name]
-    raise Refused(name)
-
-
 def _inherits(cls: type, *methods: str) -> bool:
     """Whether a class has these from Python itself."""
     owners = [next(one for one in cls.__mro__ if method in vars(one)) for method in methods]
@@ -261,8 +249,9 @@ def _is_plain_dataclass(cls: type) -> bool:
     """Whether objects of it are made of their fields alone, and nothing runs when one goes."""
     if type(cls) is not type or not dataclasses.is_dataclass(cls):
         return False
-    special = any(hasattr(cls, method) for method in ("__setstate__", "__del__"))
-    return not special and _inherits(cls, "__new__", "__reduce__", "__reduce_ex__", "__getattribute__")
+    if hasattr(cls, "__setstate__") or hasattr(cls, "__del__"):
+        return False
+    return _inherits(cls, "__new__", "__reduce__", "__reduce_ex__", "__getattribute__")
 
 
 def _fill(made: Any, state: Any) -> None:

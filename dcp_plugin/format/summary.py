@@ -83,8 +83,7 @@ class Summary:
         """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary."""
         try:
             said = json.loads(data)
-            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
-            summary = cls(**known)
+            summary = cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
             if not all(isinstance(text, str) for text in (*bound, *summary.kinds.values())):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, flat_start, partitioned, ragged, ranges
-from dcp_plugin.format.torch_zip import MAX_PAYLOAD
+from dcp_plugin.format.payload import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
 from dcp_plugin.ranks import pack, unpack

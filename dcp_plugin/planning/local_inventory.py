@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from dcp_plugin.format.checksums import hashes_of
 from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
 from dcp_plugin.format.index_file import path_to_json
+from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
 

@@ -25,8 +25,8 @@ import torch
 
 from dcp_plugin.config import CheckpointConfig, local_path
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
-from dcp_plugin.format.checksums import hashes_of
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
 from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.loading.key_map import find_prefix

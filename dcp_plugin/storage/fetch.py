@@ -137,12 +137,7 @@ def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, by
 
 
 def of_box(
-    key: str,
-    chunk: StoredChunk,
-    dtype: torch.dtype,
-    box: tuple[Shape, Shape],
-    target: torch.Tensor,
-    block: int | None,
+    key: str, chunk: StoredChunk, dtype: torch.dtype, box: tuple[Shape, Shape], target: torch.Tensor, block: int | None
 ) -> Iterator[Fetch]:
     """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape."""
     if target.numel() == 0:
@@ -239,9 +234,7 @@ def runs_of(sizes: Shape, offsets: Shape, lengths: Shape, itemsize: int) -> tupl
 
 def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Range]:
     """The range to read for one run of a payload that ends at ``end``; ``block`` is None without checksums."""
-    if block is None:
-        return [(start, stop)]
-    return [(start // block * block, min(-(-stop // block) * block, end))]
+    return [(start, stop) if block is None else (start // block * block, min(-(-stop // block) * block, end))]
 
 
 def covering(starts: Positions, length: int, block: int | None, end: int) -> list[Range]:

@@ -155,11 +155,9 @@ def open_alone(path: Path) -> Opened:
         )
     if reason:
         return _open_foreign(path, reason)
-    if exists(files, INDEX):
-        summary = read_summary(path)
-        if summary is not None:
-            index = _own_index(files, summary)
-            return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
+    if exists(files, INDEX) and (summary := read_summary(path)) is not None:
+        index = _own_index(files, summary)
+        return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if frameworks.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(read(files, METADATA))
@@ -275,17 +273,13 @@ def _open_foreign(path: Path, reason: str) -> Opened:
     else:
         files = _DISK.open(path.parent)
         contents = _read_one(files, path, reason)
-    return Opened(
-        path, files, contents.index(files.where), fingerprint_of(files, contents), contents.format, contents.kinds,
-        links=True,
-    )  # fmt: skip
+    index, said = contents.index(files.where), fingerprint_of(files, contents)
+    return Opened(path, files, index, said, contents.format, contents.kinds, links=True)
 
 
 def _read_one(files: Readable, path: Path, reason: str) -> Contents:
-    if not os.path.lexists(path):
-        raise detect.not_found(str(path), "nothing is there")
     if not path.exists():
-        raise detect.not_found(str(path), reason)
+        raise detect.not_found(str(path), reason if os.path.lexists(path) else "nothing is there")
     if is_own(path.name) and has_traces(files.names()):
         raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
     return detect.read_file(files, path.name)

@@ -7,7 +7,6 @@ target are checked there.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,9 +18,8 @@ import torch
 from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.format.checksums import RunningCrc, block_size
 from dcp_plugin.format.index import Location, StoredChunk
-from dcp_plugin.format.torch_zip import frame_if_possible
+from dcp_plugin.format.payload import RunningCrc, block_size, frame_if_possible
 from dcp_plugin.host_memory import BLOCK, Rings, memory_view
 from dcp_plugin.media import RangedFile, Readable
 from dcp_plugin.storage.fetch import Fetch
@@ -47,25 +45,20 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
     """
     batches = list(_batches(sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))))
     work = iter(batches)
-    failed = threading.Event()
 
     def read_some() -> Count:
         try:
-            return _read_batches(files, work, failed)
+            return _read_batches(files, work)
         except BaseException:
-            failed.set()
+            list(work)  # leaves nothing to read for the other threads
             raise
 
     threads = min(io_threads, len(batches))
     if threads <= 1:
         return read_some()
-    total = Count()
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
-        for job in [pool.submit(read_some) for _ in range(threads)]:
-            done = job.result()
-            total.read += done.read
-            total.unchecked += done.unchecked
-    return total
+        counts = [job.result() for job in [pool.submit(read_some) for _ in range(threads)]]
+    return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
 
 
 def _batches(fetches: list[Fetch]) -> Iterator[list[Fetch]]:
@@ -92,14 +85,12 @@ def _joins(fetch: Fetch, batch: list[Fetch]) -> bool:
     )
 
 
-def _read_batches(files: Readable, work: Iterator[list[Fetch]], failed: threading.Event) -> Count:
+def _read_batches(files: Readable, work: Iterator[list[Fetch]]) -> Count:
     """What one thread does: it takes batches until there are none. It keeps the last file open for the next batch."""
     rings, count = Rings(), Count()
     name, file = "", None
     try:
         for batch in work:
-            if failed.is_set():
-                break
             first = batch[0]
             if file is None or first.location.file != name:
                 if file is not None:

@@ -29,9 +29,9 @@ from torch.futures import Future
 from dcp_plugin._torch import undo_transforms
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
-from dcp_plugin.format.checksums import block_size
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
+from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.pickle_stubs import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
@@ -146,12 +146,10 @@ class ShardedReader(StorageReader):
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
         """
         if not self._check_files:
-            names = {self._find(item).location.file for item in plan.items}
             entries = (self.index[key] for key in keys)
-            names.update(
-                chunk.location.file for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks
-            )
-            self.opened.check_files(names)
+            chunks = (chunk for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks)
+            found = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in chunks))
+            self.opened.check_files({location.file for location in found})
 
     # torch.distributed.checkpoint.StorageReader
 
@@ -297,8 +295,7 @@ class ShardedReader(StorageReader):
 
     def _fetches_of_tensor(self, read: _Read, chunk: StoredChunk, target: torch.Tensor) -> Iterator[Fetch]:
         key = read.item.storage_index.fqn
-        if tuple(target.shape) != read.box[1]:
-            shape = tuple(target.shape)
+        if (shape := tuple(target.shape)) != read.box[1]:
             raise CheckpointMismatch(f"{self.path}: {key} is read as {read.box[1]} into a target of {shape}")
         if key in self.index.strides:
             yield from fetch.of_view(key, chunk.location, read.dtype, self.index.strides[key], read.box[0], target)
@@ -337,11 +334,9 @@ class ShardedReader(StorageReader):
 
     def _plain(self, item: bytearray, location: Location, limit: int = -1) -> bytes | bytearray:
         """An item as it was before stream transforms; of one that turns out larger, the first bytes."""
-        transforms = self.index.transforms.get((location.file, location.offset))
-        if not transforms:
-            return item
+        transforms = self.index.transforms.get((location.file, location.offset), ())
         try:
-            return undo_transforms(item, transforms, limit)
+            return undo_transforms(item, transforms, limit) if transforms else item
         except Exception as error:  # each transform has its own
             raise CheckpointCorrupt(
                 f"{self.path}: byte {location.offset} of {location.file} on is no {'+'.join(transforms)}: {error}"

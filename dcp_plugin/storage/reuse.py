@@ -14,27 +14,40 @@ nothing from another. Only files can be linked, so stable items lie in files of 
 A state in which all changes must cost little. So of an item that is not known to be stable only a few bytes are hashed
 (a *sample*). If these are the same at the next save, the item is written among the stable ones, with its hash, and
 linked from then on. An item that was taken for stable and then changed needs twice as many equal samples each time.
+
+A data file that another process has written is verified before it is linked: what its index says of it is only a claim.
+A load compares the checksums of the index with the bytes it reads. A link reads nothing, so a disk that lost bytes, or
+an attacker who stored other weights under the hash of those in memory, would put unseen bytes into the next checkpoint.
+Only the places of the items are taken from the index; their checksums are computed anew.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.format.checksums import hashes_of, sample_of
 from dcp_plugin.format.columns import Location
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.torch_zip import padded
-from dcp_plugin.host_memory import finish_device_work
+from dcp_plugin.format.payload import (
+    RunningCrc,
+    RunningHash,
+    block_size,
+    frame_if_possible,
+    hashes_of,
+    padded,
+    sample_of,
+)
+from dcp_plugin.host_memory import BLOCK, finish_device_work
 from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, free_name
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.storage.verify_link import verify_link
 from dcp_plugin.storage.write_items import Destination
 from dcp_plugin.types import Shape
 
@@ -77,10 +90,6 @@ class Findings:
     """Those to be written into files of their own, with their hashes, to be linked next time."""
     why_not: str = ""
     """Why not more was linked, in words; empty if nothing stood in the way."""
-
-    @property
-    def items(self) -> int:
-        return len(self.linked)
 
     @property
     def names(self) -> set[str]:
@@ -156,8 +165,7 @@ class Reuse:
         stable -= linked.keys()
         if sum(asked[slot].data.nbytes for slot in stable) < WORTH_LINKING:
             stable = set()
-        locations = {slot: location for slot, (_, location) in linked.items()}
-        return Findings(locations, frozenset(stable), why_not or reason)
+        return Findings({slot: at for slot, (_, at) in linked.items()}, frozenset(stable), why_not or reason)
 
     def wrote(self, locations: Mapping[Item, Location], directory: Path) -> None:
         """These stable items were written into ``directory``, and can be linked next time."""
@@ -170,12 +178,11 @@ class Reuse:
 
     def published(self, path: Path) -> None:
         """What was examined and written is a checkpoint now, and the base of the next one."""
-        homes: dict[str, LinkableFile] = {}
+        files: dict[str, LinkableFile] = {}
         for item, known in self._pending.items():
             if known.file is not None and known.location is not None:
                 name = known.location.file
-                file = homes.setdefault(name, known.file.published(path / name))
-                self._pending[item] = replace(known, file=file)
+                self._pending[item] = replace(known, file=files.setdefault(name, known.file.published(path / name)))
         self._known, self._pending = self._pending, {}
         self.base = path
 
@@ -242,8 +249,7 @@ def _link(
         name = free_name(to.rank, names, to.token, wanted=next(iter(locations.values())).file)
         try:
             if file.identity is None:
-                claims = {slot: (item_at[slot].dtype, item_at[slot].sizes, at) for slot, at in locations.items()}
-                file, locations = verify_link(file, claims)
+                file, locations = _verified(file, locations, item_at)
             there = file.link_to(to.directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)
@@ -268,3 +274,40 @@ def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
 def _keys_with_hash(index: CheckpointIndex) -> set[str]:
     slots = index.columns["chunk_ends"].searchsorted(index.columns.get("hashed", np.empty(0, np.int64)), "right")
     return {index.table.keys[slot] for slot in slots.tolist()}
+
+
+def _verified(
+    file: LinkableFile, locations: Mapping[int, Location], item_at: Mapping[int, Item]
+) -> tuple[LinkableFile, dict[int, Location]]:
+    """The file with its identity, and where its items are, with checksums of the bytes that are there.
+
+    Raises:
+        CannotLink: It has other bytes.
+    """
+    with file.open() as (fd, known):
+        memory = memoryview(bytearray(BLOCK))
+        return known, {slot: _verified_item(fd, item_at[slot], at, memory) for slot, at in locations.items()}
+
+
+def _verified_item(fd: int, item: Item, at: Location, memory: memoryview) -> Location:
+    around = frame_if_possible(item.dtype, item.sizes)
+    if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
+        raise CannotLink("another version of torch or of dcp_plugin has saved it")
+    head = os.pread(fd, len(around.head), at.offset)
+    checksum, running_hash = RunningCrc(block_size(around.payload_length)), RunningHash()
+    begin, end = at.offset + around.payload_offset, at.offset + around.payload_offset + around.payload_length
+    while begin < end:
+        count = os.preadv(fd, [memory[: end - begin]], begin)
+        if not count:
+            break
+        checksum.add(memory[:count])
+        running_hash.update(memory[:count])
+        begin += count
+    tail = os.pread(fd, around.length - around.payload_offset - around.payload_length, end)
+    framed = head == around.head and tail in (around.tail(checksum.crc), around.tail(0))  # saved without checksums: 0
+    if not framed or running_hash.digest() != at.hash:
+        raise CannotLink(f"what is in {at.file} are not the bytes that its index says; see dcp_plugin.verify")
+    frame_crc = crc32(tail, around.head_crc)
+    return replace(
+        at, payload_length=around.payload_length, frame_crc=frame_crc, checksums=np.array(checksum.ends, np.uint32)
+    )

@@ -22,9 +22,8 @@ from isal.isal_zlib import crc32
 
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format.checksums import RunningCrc, RunningHash, block_size
 from dcp_plugin.format.index import Location
-from dcp_plugin.format.torch_zip import frame, padded
+from dcp_plugin.format.payload import RunningCrc, RunningHash, block_size, frame, padded
 from dcp_plugin.host_memory import PIECE, Rings, finish_device_work
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
 from dcp_plugin.media.disk.hard_links import free_name
@@ -66,7 +65,7 @@ def write(
         OSError, SaveFailed: The files could not be written.
     """
     finish_device_work(data for data in items if isinstance(data, torch.Tensor))
-    lengths = [_item_length(data) for data in items]
+    lengths = list(map(_item_length, items))
     buckets = _files_of(lengths, frozenset(stable), to.io_threads)
     names: list[str] = []
     for _ in buckets:
@@ -97,10 +96,8 @@ def _item_length(data: Data) -> int:
 def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
     """Which items go to which file: the stable ones and the others apart, the largest files first."""
     files = []
-    for slots, share in (
-        ([slot for slot in range(len(lengths)) if slot not in stable], _buckets),
-        (sorted(stable), _runs),
-    ):
+    changing = [slot for slot in range(len(lengths)) if slot not in stable]
+    for slots, share in ((changing, _buckets), (sorted(stable), _runs)):
         files += [[slots[at] for at in bucket] for bucket in share([lengths[slot] for slot in slots], threads)]
     if stable:  # more files than threads
         files.sort(key=lambda bucket: sum(lengths[slot] for slot in bucket), reverse=True)
@@ -158,30 +155,21 @@ def _write_file(
     with to.medium.create(to.directory, name, size, meter.add) as file:
         for data, start in zip(items, starts, strict=True):
             file.write(bytes(start - file.tell()))
-            if hashed and isinstance(data, torch.Tensor):
-                running = RunningHash()
-                location = _write_item(file, name, data, to.checksum, rings, running.update)
-                locations.append(replace(location, hash=running.digest()))
-            else:
-                locations.append(_write_item(file, name, data, to.checksum, rings))
+            running = RunningHash() if hashed and isinstance(data, torch.Tensor) else None
+            location = _write_item(file, name, data, to.checksum, rings, running.update if running else None)
+            locations.append(replace(location, hash=running.digest()) if running else location)
         file.write(bytes(size - file.tell()))
     return locations
 
 
 def _write_item(
-    file: NewFile,
-    name: str,
-    data: Data,
-    checksum: bool,
-    rings: Rings,
-    also: Callable[[memoryview], object] | None = None,
+    file: NewFile, name: str, data: Data, checksum: bool, rings: Rings, also: Callable[[memoryview], object] | None
 ) -> Location:
     """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
     offset = file.tell()
     opaque = isinstance(data, WholeItem)
     if isinstance(data, WholeItem):
-        length = data.length
-        data = data.encode()
+        length, data = data.length, data.encode()
         if len(data) != length:
             raise SaveFailed(
                 "a tensor that torch.save writes has changed while it was saved; do not change it meanwhile"
@@ -214,8 +202,7 @@ class _Meter:
     """Counts what all threads of one save have written, and tells the world."""
 
     def __init__(self, path: Path, total: int) -> None:
-        self._path, self._total = path, total
-        self._written = 0
+        self._path, self._total, self._written = path, total, 0
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:

@@ -21,11 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -34,23 +30,12 @@ from dcp_plugin._torch import settled
 from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
+from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
-from dcp_plugin.format.index import (
-    CheckpointIndex,
-    Location,
-)
-from dcp_plugin.format.metadata import (
-    Aliases,
-    Views,
-    encoded_views,
-    entries_of,
-    planner_paths,
-    storage_info,
-    with_aliases,
-)
-from dcp_plugin.format.metadata import encode as encode_metadata
+from dcp_plugin.format.index import CheckpointIndex, Location
+from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
-from dcp_plugin.format.torch_zip import padded
 from dcp_plugin.media import Medium, Reservation
 from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.storage import write_items
@@ -58,6 +43,8 @@ from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
+
+_Items = list[tuple[WriteItem, write_items.Data]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +113,7 @@ class WrittenPart:
     @classmethod
     def of(cls, written: WrittenItems) -> WrittenPart:
         found = written.findings
-        return cls(Places.of(written.locations), written.nbytes, found.items, found.bytes, found.why_not)
+        return cls(Places.of(written.locations), written.nbytes, len(found.linked), found.bytes, found.why_not)
 
 
 @dataclass(frozen=True)
@@ -163,9 +150,7 @@ class PartWriter:
             raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
         return WrittenItems([locations[slot] for slot in first], nbytes, found)
 
-    def _write(
-        self, items: list[tuple[WriteItem, write_items.Data]], to: RankDirectory, frozen: Collection[str]
-    ) -> tuple[list[Location], int, Findings]:
+    def _write(self, items: _Items, to: RankDirectory, frozen: Collection[str]) -> tuple[list[Location], int, Findings]:
         reuse, found = self.reuse, NOTHING
         token = to.token if reuse is not None else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
@@ -266,7 +251,7 @@ class Publication:
                 f"cannot save {self.path}: the planner_data that the planner has put into the metadata is {error}. "
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
-        for_stock = encode_metadata(with_aliases(index, facts.aliases), self.storage_meta)
+        for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), self.storage_meta)
         names = self.medium.open(self._reservation.directory).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
@@ -290,7 +275,7 @@ class Publication:
             exclude=list(facts.exclude),
         )
         try:
-            views = encoded_views(facts.views, index, self.storage_meta)
+            views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
             files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
@@ -394,23 +379,21 @@ class ShardedWriter(StorageWriter):
         """Who this rank is in this save. A plan from a planner's cache has the directory of an earlier save."""
         planned: RankDirectory = plan.storage_data
         received, _of_this_thread.destination = _of_this_thread.destination, None
-        directory = self._publication.directory
-        if directory is not None:  # the coordinator; without a process group it receives nothing
-            return RankDirectory(planned.rank, directory)
-        return received or planned
+        directory = self._publication.directory  # the coordinator's; without a process group it receives nothing
+        return received or planned if directory is None else RankDirectory(planned.rank, directory)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, Location] = {r.index: r.storage_data for rank in results for r in rank}
         try:
-            entries = list(entries_of(metadata, places))
+            entries = list(dcp_metadata.entries_of(metadata, places))
         except KeyError as error:
             raise SaveFailed(f"cannot save {self.path}: no rank wrote {error}") from error
-        paths = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
+        paths = dcp_metadata.planner_paths(metadata.planner_data, metadata.state_dict_metadata)
         index = CheckpointIndex.build(entries, self._publication.file_sizes(), paths)
         if paths is None:
             index.planner_data = (metadata.planner_data,)
         self._publication.publish(index, replace(self._facts, world_size=len(results)))
-        metadata.storage_data = {item: storage_info(where) for item, where in places.items()}
+        metadata.storage_data = {item: dcp_metadata.storage_info(where) for item, where in places.items()}
         metadata.storage_meta = self.storage_meta()
 
     @property
@@ -446,25 +429,20 @@ def _storable(item: WriteItem, data: Any) -> write_items.Data:
     return cast(torch.Tensor, data)
 
 
-def _without_duplicates(
-    items: list[tuple[WriteItem, write_items.Data]],
-) -> tuple[list[tuple[WriteItem, write_items.Data]], list[int]]:
+def _without_duplicates(items: _Items) -> tuple[_Items, list[int]]:
     """The items to write, each once; and the position among these that stands for each of ``items``.
 
     The same are: equal bytes, and the same memory seen the same way.
     """
     position: dict[Any, int] = {}
-    unique: list[tuple[WriteItem, write_items.Data]] = []
+    unique: _Items = []
     first: list[int] = []
     for item, data in items:
-        if isinstance(data, bytes):
-            identity: Any = data
-        elif isinstance(data, WholeItem):
-            identity = memory_of(data.tensor)
-        else:
-            identity = memory_of(data) if data.numel() else item.index
-        if identity not in position:
-            position[identity] = len(unique)
+        identity: Any = data
+        if not isinstance(data, bytes):
+            tensor = data.tensor if isinstance(data, WholeItem) else data
+            identity = memory_of(tensor) if tensor is not data or tensor.numel() else item.index
+        first.append(position.setdefault(identity, len(unique)))
+        if first[-1] == len(unique):
             unique.append((item, data))
-        first.append(position[identity])
     return unique, first

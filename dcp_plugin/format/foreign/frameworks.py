@@ -262,8 +262,7 @@ def _examined_file(one: Saved) -> Saved | None:
     try:
         torch_file.check_records(files, name)
     except CheckpointCorrupt as error:
-        reason = str(error).removeprefix(f"{one.path} ").removeprefix(f"{one.path}: ")
-        return replace(one, tool=OTHERS, reason=reason)
+        return replace(one, tool=OTHERS, reason=str(error).removeprefix(f"{one.path} ").removeprefix(f"{one.path}: "))
     except CheckpointError:  # a module of TorchScript, or from a machine of another kind
         return None
     if torch_file.mentions(files, name, torch_file.LIGHTNING):

@@ -231,8 +231,7 @@ def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
         yield name, value
     elif id(value) not in seen:
         seen.add(id(value))
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, one in items:
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _named_leaves(f"{name}.{key}" if name else str(key), one, seen)
 
 

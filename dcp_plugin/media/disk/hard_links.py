@@ -98,8 +98,7 @@ class LinkableFile:
                     reason = f"the file system makes no hard links there ({error.strerror})"
                 continue
             if self._is_at(target):
-                linked = LinkableFile.written(target)
-                return replace(linked, homes=(target, *self.homes))
+                return replace(LinkableFile.written(target), homes=(target, *self.homes))
             target.unlink()  # another file has taken its name just now
         raise CannotLink(reason)
 

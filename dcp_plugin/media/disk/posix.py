@@ -57,11 +57,8 @@ def sync_tree(directory: Path, but: str) -> None:
     for parent, _, names in os.walk(directory):
         for name in names:
             if not name.endswith(but):
-                descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                with open(os.path.join(parent, name), "rb") as file:
+                    os.fsync(file.fileno())
         sync_directory(Path(parent))
 
 
