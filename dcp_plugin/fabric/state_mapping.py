@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
-from dcp_plugin.integration.sampler_state import data_rank, made_by
+from dcp_plugin.integration.lightning_packages import data_rank, made_by
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.state.names import joint_module, loose_module, module_of

@@ -27,8 +27,13 @@ from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.frameworks import OTHERS
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override, promoted_class
-from dcp_plugin.integration.sampler_state import make_resumable
+from dcp_plugin.integration.lightning_packages import (
+    SUPPORTED,
+    StrategyAdapter,
+    make_resumable,
+    override,
+    promoted_class,
+)
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 

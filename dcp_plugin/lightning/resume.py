@@ -29,9 +29,8 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
-from dcp_plugin.integration.lightning_packages import inside_distributed_sampler, package_behind
+from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import TYPES, Checkpoint

@@ -20,8 +20,14 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, has_base, override, promoted_class
-from dcp_plugin.integration.sampler_state import make_resumable
+from dcp_plugin.integration.lightning_packages import (
+    SUPPORTED,
+    StrategyAdapter,
+    has_base,
+    make_resumable,
+    override,
+    promoted_class,
+)
 from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
