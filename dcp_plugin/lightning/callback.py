@@ -23,8 +23,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
-from dcp_plugin.lightning.loggers import upload_directories
-from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks
+from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks, upload_directories
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
 
@@ -44,7 +43,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         Args:
             log_metrics: Give the loggers ``checkpoint/blocked_seconds`` and the like, see
-                :mod:`dcp_plugin.lightning.loggers`.
+                :mod:`dcp_plugin.lightning.io`.
         """
 
         def __init__(self, log_metrics: bool = True) -> None:
