@@ -27,13 +27,7 @@ from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.frameworks import OTHERS
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.lightning_packages import (
-    SUPPORTED,
-    StrategyAdapter,
-    make_resumable,
-    override,
-    promoted_class,
-)
+from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
@@ -231,7 +225,7 @@ class FabricAdapter(StrategyAdapter):
     @property
     def keeps_shards(self) -> bool:
         """Whether the full model may fit on no rank."""
-        return packages.keeps_shards(type(self.strategy))
+        return packages.has_base(type(self.strategy), *packages.SHARDED)
 
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
@@ -247,7 +241,7 @@ class FabricAdapter(StrategyAdapter):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = self.stock.process_dataloader(dataloader)
-        make_resumable(dataloader)
+        packages.make_resumable(dataloader)
         return dataloader
 
     @override
@@ -308,7 +302,7 @@ def dcp_strategy_class(base: type) -> type:
             f"{base.__name__} is not supported: it is no strategy of Fabric, or keeps or writes its state in a way of "
             f"its own. Use one of {', '.join(SUPPORTED)} or a subclass."
         )
-    return promoted_class(
+    return packages.promoted_class(
         base,
         FabricAdapter,
         __module__=__name__,

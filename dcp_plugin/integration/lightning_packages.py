@@ -32,7 +32,7 @@ from torch.utils.data import Sampler
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy")  # no rank may be able to hold the full model
 UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
@@ -104,11 +104,6 @@ def inside_distributed_sampler(sampler: Any) -> Any:
     return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
-def keeps_shards(cls: type) -> bool:
-    """Whether no rank of a strategy, of Lightning or of Fabric, may be able to hold the full model."""
-    return has_base(cls, *SHARDED)
-
-
 def is_supported(cls: type, has: Callable[..., bool] = has_base) -> bool:
     """Whether a class is a strategy whose state the core can take, as all of it is in modules and optimizers.
 
@@ -168,18 +163,11 @@ def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any
         adapter: Its marked methods become methods of the new class.
         attributes: More attributes of the new class.
     """
-    methods = {name: _forwarding(method) for name, method in vars(adapter).items() if _overrides(method)}
-    promoted: Any = type(
-        f"DCP{base.__name__}",
-        (base,),
-        {"promoted_by_dcp_plugin": True, "dcp_adapter": functools.cached_property(adapter), **methods, **attributes},
-    )
+    methods = {name: _forwarding(one) for name, one in vars(adapter).items() if hasattr(one, "overrides_strategy")}
+    ours = {"promoted_by_dcp_plugin": True, "dcp_adapter": functools.cached_property(adapter)}
+    promoted: Any = type(f"DCP{base.__name__}", (base,), {**ours, **methods, **attributes})
     promoted.promoted_class = promoted
     return promoted  # type: ignore[no-any-return]
-
-
-def _overrides(method: Any) -> bool:
-    return getattr(method, "overrides_strategy", False)
 
 
 def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:

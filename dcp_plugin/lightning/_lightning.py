@@ -279,9 +279,7 @@ def groups_are_restored(trainer: Any, groups_made: list[int]) -> None:
             for optimizer, count in zip(trainer.optimizers, groups_made, strict=True):
                 unfrozen = {id(one) for group in optimizer.param_groups[count:] for one in group["params"]}
                 modules = trainer.lightning_module.modules()
-                callback.make_trainable(
-                    [one for one in modules if unfrozen & {id(parameter) for parameter in one._parameters.values()}]
-                )
+                callback.make_trainable([one for one in modules if unfrozen & set(map(id, one._parameters.values()))])
 
 
 def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -74,17 +74,16 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
 def callbacks_for_new_trainer(name: str) -> list[Any]:
     """What the entry point of the package of this name gives to its Trainer under construction."""
-    package = next(one for one in PACKAGES if one.name == name)
     if not in_existence:
         return []
-    trainer = _lightning.trainer_under_construction()
-    if trainer is not None and not _has_plugin(trainer):
-        return []
-    if trainer is not None:
-        promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
-        if any(isinstance(callback, dcp_callback_class(package)) for callback in cast(Any, trainer).callbacks):
+    callback_class = dcp_callback_class(next(package for package in PACKAGES if package.name == name))
+    if (trainer := _lightning.trainer_under_construction()) is not None:
+        if not _has_plugin(trainer):
             return []
-    return [dcp_callback_class(package)()]
+        promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
+        if any(isinstance(callback, callback_class) for callback in cast(Any, trainer).callbacks):
+            return []
+    return [callback_class()]
 
 
 def io_of(trainer: Any) -> DCPCheckpointIO:
@@ -170,8 +169,7 @@ class OthersHooks:
         self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
         self._any = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
         self._saving_in = ""
-        waits = sorted(self._after_a_save.intersection(WHERE_IT_SAVES))
-        if waits:
+        if waits := sorted(self._after_a_save.intersection(WHERE_IT_SAVES)):
             rank_zero_info(
                 f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
                 f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
@@ -200,8 +198,7 @@ class OthersHooks:
 
 def tell(trainer: Any, name: str) -> None:
     """All hooks of this name are about to be called."""
-    others = io_of(trainer).others
-    if others is not None:
+    if (others := io_of(trainer).others) is not None:
         others.about_to_be_called(name)
 
 

@@ -30,6 +30,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import Package, package_of
@@ -95,7 +96,7 @@ def load(
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: model}
     if stock_format.is_directory_of_lightning(path):
-        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read_meta(path, weights_only))
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path / META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _allocate_like_parameters(path, keys[EXTRA], model, checkpoint)
@@ -324,7 +325,7 @@ def read_full(
     checkpointer.load(state, path)
     checkpoint = layout.from_state(state)
     if stock_format.is_directory_of_lightning(path):
-        return {**stock_format.read_meta(path, weights_only), **checkpoint}
+        return {**stock_format.read(path / META, weights_only), **checkpoint}
     return without_own_state(checkpoint)
 
 
