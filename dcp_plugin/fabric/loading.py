@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -244,10 +244,9 @@ def _load_made_by_fabric(
 
 def _read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
+        return cast(dict[str, Any], torch.load(path / META, "cpu", weights_only=weights_only is not False))
     except Exception as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    return found
 
 
 def _load_raw(adapter: FabricAdapter, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:

@@ -120,8 +120,7 @@ class Attachment(BaseAttachment):
     @property
     def checkpointer(self) -> Checkpointer:
         if self._checkpointer is None:
-            alone = getattr(self._strategy, "world_size", 1) == 1
-            self._checkpointer = Checkpointer(self.config, solo=alone)
+            self._checkpointer = Checkpointer(self.config, solo=getattr(self._strategy, "world_size", 1) == 1)
         return self._checkpointer
 
     def resume_or_init(
@@ -256,9 +255,8 @@ class FabricAdapter(StrategyAdapter):
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
         path = Path(as_local(self.strategy.broadcast(path)))
-        steps = [state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)]
-        named = state_mapping.named_state(self, state, filter or {})
-        self.checkpointer.save(named, path, steps[0] if steps else None)
+        step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
+        self.checkpointer.save(state_mapping.named_state(self, state, filter or {}), path, step)
 
     @override
     def load_checkpoint(
@@ -267,10 +265,10 @@ class FabricAdapter(StrategyAdapter):
         path = Path(as_local(self.strategy.broadcast(path)))
         self.attachment.wait()
         if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
-            remainder: dict[str, Any] = self.stock.load_checkpoint(
+            rest: dict[str, Any] = self.stock.load_checkpoint(
                 path, state=state, strict=strict, weights_only=weights_only
             )
-            return remainder
+            return rest
         return loading.load(self, path, state, strict, weights_only)
 
 
@@ -295,8 +293,6 @@ def dcp_strategy_class(base: type) -> type:
         >>> dcp_strategy_class(FSDPStrategy).__name__
         'DCPFSDPStrategy'
     """
-    if getattr(base, "promoted_by_dcp_plugin", False):
-        return base
     if not packages.is_supported(base, packages.has_fabric_base):
         raise CheckpointError(
             f"{base.__name__} is not supported: it is no strategy of Fabric, or keeps or writes its state in a way of "

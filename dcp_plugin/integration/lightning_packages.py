@@ -156,13 +156,15 @@ def override(method: Method) -> Method:
 
 
 def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any) -> type:
-    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own.
+    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own; itself if it is one.
 
     Args:
         base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
         adapter: Its marked methods become methods of the new class.
         attributes: More attributes of the new class.
     """
+    if getattr(base, "promoted_by_dcp_plugin", False):
+        return base
     methods = {name: _forwarding(one) for name, one in vars(adapter).items() if hasattr(one, "overrides_strategy")}
     ours = {"promoted_by_dcp_plugin": True, "dcp_adapter": functools.cached_property(adapter)}
     promoted: Any = type(f"DCP{base.__name__}", (base,), {**ours, **methods, **attributes})

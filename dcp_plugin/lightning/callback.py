@@ -149,8 +149,8 @@ _WRITE_NO_WEIGHTS = (
 
 def between_steps(package: Package) -> list[str]:
     """The hooks of callbacks in which weights may be written."""
-    names = [name for name in dir(package.pytorch.Callback) if name.startswith("on_")]
-    return [name for name in names if name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")]
+    others = {"on_save_checkpoint", "on_load_checkpoint", "on_exception"}
+    return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in others]
 
 
 class OthersHooks:

@@ -153,20 +153,6 @@ def _in_words(gigabytes: float) -> str:
     return f"{gigabytes:.2f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.1f} MB"
 
 
-def tell_when_published(loggers: list[Any], post_commit: PostCommit) -> None:
-    """Have loggers told of a checkpoint when it is published, until :func:`tell_at_once`. Some upload what they find at
-    the paths of a ``ModelCheckpoint``, or miss it."""
-    for logger in loggers:
-        if "after_save_checkpoint" not in vars(logger):
-            logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, post_commit)
-
-
-def tell_at_once(loggers: list[Any]) -> None:
-    for logger in loggers:
-        if isinstance(vars(logger).get("after_save_checkpoint"), _WhenPublished):
-            del logger.after_save_checkpoint
-
-
 @dataclass(frozen=True)
 class _WhenPublished:
     """Tells a logger of a callback as it was at the save.
@@ -288,9 +274,12 @@ class DCPCheckpointIO:
         return handle
 
     def hold_back(self, loggers: list[Any]) -> None:
-        """Until the teardown, have loggers told of a checkpoint only when it is there."""
+        """Until the teardown, have loggers told of a checkpoint only when it is published. Some upload what they find
+        at the paths of a ``ModelCheckpoint``, or miss it."""
         self._held_back = list(loggers)
-        tell_when_published(loggers, self.post_commit)
+        for logger in loggers:
+            if "after_save_checkpoint" not in vars(logger):
+                logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
         report = Report.of(event)
@@ -363,7 +352,9 @@ class DCPCheckpointIO:
             checkpointer, self._checkpointer = self._checkpointer, None
             self.post_commit.settle()
             self.post_commit.follow(None)
-            tell_at_once(self._held_back)
+            for logger in self._held_back:
+                if isinstance(vars(logger).get("after_save_checkpoint"), _WhenPublished):
+                    del logger.after_save_checkpoint
             self._held_back, self.on_saved = [], None
             if checkpointer is not None:
                 checkpointer.close()

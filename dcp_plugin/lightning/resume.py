@@ -40,10 +40,9 @@ from dcp_plugin.planning.save import encode_state
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
-MADE_IN = "dataloaders_made_in"
-OF_HOOKS = "of_hooks"
-"""What a user's ``on_save_checkpoint`` had put where one of our keys is."""
+DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
+PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
+"""The last is what a user's ``on_save_checkpoint`` had put where one of our keys is."""
 _OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
 
 
@@ -66,8 +65,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
     fit_loop = checkpoint["loops"]["fit_loop"]
     loaders = _lightning.train_dataloaders(trainer)
     if states := _lightning.take_dataloader_states(fit_loop):
-        rank, _ = data_rank(trainer)
-        checkpoint[DATALOADERS] = {str(rank): states}
+        checkpoint[DATALOADERS] = {str(data_rank(trainer)[0]): states}
         checkpoint[MADE_BY] = [made_by(loader) for loader in loaders if hasattr(loader, "load_state_dict")]
     if metrics := _lightning.plateau_metrics(trainer):
         checkpoint[PLATEAU] = metrics

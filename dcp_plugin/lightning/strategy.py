@@ -230,8 +230,7 @@ class LightningAdapter(StrategyAdapter):
             self._load_optimizers(loaded)
         _lightning.groups_are_restored(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
-            strict = self.module.strict_loading
-            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict)
+            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, self.module.strict_loading)
 
     # The start of a fit.
 
@@ -322,8 +321,6 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         >>> dcp_strategy_class(FSDPStrategy).__name__
         'DCPFSDPStrategy'
     """
-    if getattr(base, "promoted_by_dcp_plugin", False):
-        return base
     if not packages.is_supported(base):
         raise CheckpointError(
             f"DCPCheckpointIO does not support {base.__name__}: it keeps or writes its state in a way of its own. "
