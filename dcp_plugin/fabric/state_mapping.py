@@ -137,8 +137,7 @@ def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callback
 
 def _extra(adapter: FabricAdapter, value: Any, wanted: Filter | None) -> Any:
     if has_position(value):
-        rank, _ = data_rank(adapter.strategy)
-        return {str(rank): Callbacks(partial(position_of, value))}
+        return {str(data_rank(adapter.strategy)[0]): Callbacks(partial(position_of, value))}
     if wanted is not None and isinstance(value, Stateful):
         return Callbacks(lambda: _passing(value.state_dict(), wanted))
     if wanted is not None and isinstance(value, dict):

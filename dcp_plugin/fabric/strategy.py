@@ -93,8 +93,7 @@ class Attachment(BaseAttachment):
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
         self._strategy = strategy
         self._config = config
-        made_promoted = getattr(type(strategy), "promoted_by_dcp_plugin", False)
-        self._class_before = None if made_promoted else type(strategy)
+        self._class_before = None if getattr(strategy, "promoted_by_dcp_plugin", False) else type(strategy)
         self._checkpointer: Checkpointer | None = None
         self.fabric: Any = None
         """What :func:`attach` was given; None for a strategy that its user has made."""
@@ -220,11 +219,6 @@ class FabricAdapter(StrategyAdapter):
     @property
     def world_size(self) -> int:
         return getattr(self.strategy, "world_size", 1)
-
-    @property
-    def keeps_shards(self) -> bool:
-        """Whether the full model may fit on no rank."""
-        return packages.has_base(type(self.strategy), *packages.SHARDED)
 
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:

@@ -32,7 +32,7 @@ from torch.utils.data import Sampler
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy")  # no rank may be able to hold the full model
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 UNSUPPORTED = ("DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
@@ -144,6 +144,11 @@ class StrategyAdapter:
         self.strategy = strategy
 
     @property
+    def keeps_shards(self) -> bool:
+        """Whether the full model may fit on no rank."""
+        return has_base(type(self.strategy), *SHARDED)
+
+    @property
     def stock(self) -> Any:
         """The strategy's own methods, as ``super()`` gives them in a subclass."""
         return super(self.strategy.promoted_class, self.strategy)
@@ -224,8 +229,7 @@ def made_by(dataloader: Any) -> str:
 def make_resumable(dataloader: Any) -> None:
     """Give a stateful dataloader a sampler with a position, where Lightning has put one without."""
     batches = getattr(dataloader, "batch_sampler", None)
-    inner = inside_distributed_sampler(getattr(batches, "sampler", None))
-    generator = getattr(inner, "generator", None)
+    generator = getattr(inside_distributed_sampler(getattr(batches, "sampler", None)), "generator", None)
     if hasattr(dataloader, "load_state_dict") and isinstance(generator, torch.Generator):
         batches.sampler = ResumableSampler(batches.sampler, generator)  # type: ignore[union-attr]
 

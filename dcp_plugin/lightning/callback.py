@@ -88,8 +88,7 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
 
 def io_of(trainer: Any) -> DCPCheckpointIO:
     """The plugin of a promoted strategy."""
-    adapter: LightningAdapter = trainer.strategy.dcp_adapter
-    return adapter.io
+    return cast(LightningAdapter, trainer.strategy.dcp_adapter).io
 
 
 def _has_plugin(trainer: Trainer) -> bool:

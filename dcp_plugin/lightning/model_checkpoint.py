@@ -127,9 +127,7 @@ def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
     """Whether ranks have to meet before the callback's hook: one that is not Lightning's may do anything. An exception
     of one rank alone waits long for the others."""
     owner = next(cls for cls in base.__mro__ if "on_exception" in vars(cls))
-    if home_of(owner) is None:
-        return True
-    return owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True)
+    return home_of(owner) is None or (owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True))
 
 
 def _adapter_of(trainer: Any) -> LightningAdapter | None:
@@ -182,8 +180,8 @@ def _reason_to_pass_over(path: Path) -> str:
 def upload_directories(loggers: list[Any]) -> None:
     """Have the loggers of W&B and MLflow take checkpoints that are directories, too."""
     for logger in loggers:
-        if name := next((name for name in _UPLOADS if has_base(type(logger), name)), None):
-            _lightning.replace_scan(logger, functools.partial(_scan, logger, _UPLOADS[name]))
+        if upload := next((upload for name, upload in _UPLOADS.items() if has_base(type(logger), name)), None):
+            _lightning.replace_scan(logger, functools.partial(_scan, logger, upload))
 
 
 @dataclass(frozen=True)

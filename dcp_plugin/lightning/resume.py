@@ -224,9 +224,8 @@ def _keeps_its_own_position(trainer: Trainer) -> bool:
 
 def _generators(dataloader: Any) -> list[torch.Generator]:
     """The loader's own random generators: what it draws from instead of the global one, and its samplers'."""
-    sampler = getattr(dataloader, "sampler", None)
     inner = inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in (dataloader, sampler, inner)]
+    found = [getattr(owner, "generator", None) for owner in (dataloader, getattr(dataloader, "sampler", None), inner)]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 

@@ -171,11 +171,9 @@ def _names_in_model(model: nn.Module) -> list[str]:
 def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
     """Slots have the shape of their parameter, or are made of its sizes (factored ones). If none is, they are
     another's."""
-    for name, slots in state.items():
-        if name not in model:
-            continue
+    for name in [name for name in state if name in model]:
         shape = sharded_value(model[name]).shape
-        shapes = [tuple(slot.shape) for slot in slots.values() if is_tensor(slot) and slot.ndim > 0]
+        shapes = [tuple(slot.shape) for slot in state[name].values() if is_tensor(slot) and slot.ndim > 0]
         if shapes and not any(set(of_slot) <= {1, *shape} for of_slot in shapes):
             raise CheckpointMismatch(
                 f"the checkpoint's optimizer state for {name} has shape {shapes[0]}, the parameter {shape}: it is that "

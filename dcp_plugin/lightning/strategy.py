@@ -154,7 +154,7 @@ class LightningAdapter(StrategyAdapter):
         if not path.is_file():
             self.io.wait()
             return self._load_directory(path, weights_only)
-        if packages.has_base(type(self.strategy), *packages.SHARDED):
+        if self.keeps_shards:
             self.io.wait()
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)
