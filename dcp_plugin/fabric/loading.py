@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,8 +24,8 @@ from dcp_plugin.fabric import state_mapping
 from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, names_for, of_kind, trained_modules
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
+from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.integration.sampler_state import data_rank
 from dcp_plugin.runs.inspect import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter
 
 logger = logging.getLogger("dcp_plugin")
+
+OPTIMIZER_KEYS = {"state", "param_groups"}
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,7 @@ class Contents:
             wanted: Names in ``extra`` that may have dots.
         """
         info = inspect(path)
-        keys: dict[str, list[str]] = {}
-        for key in (*(tensor.key for tensor in info.tensors), *info.values):
-            top, _, rest = key.partition(".")
-            keys.setdefault(top, []).append(rest)
+        keys = keys_by_name(info)
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
         extras: dict[str, list[int]] = {}
         for key in keys.pop(EXTRA, []):
@@ -80,7 +79,7 @@ class Contents:
         return cls(
             path,
             tops=list(keys),
-            optimizers=[top for top, rest in keys.items() if all(map(_is_of_optimizer, rest))],
+            optimizers=[top for top, rest in keys.items() if {key.partition(".")[0] for key in rest} <= OPTIMIZER_KEYS],
             sharded=[top for top in keys if top in with_tensors],
             extras=extras,
             names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
@@ -142,13 +141,9 @@ def _places(state: dict[str, Any], found: Contents, strict: bool) -> dict[str, s
     """
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
     places = {**_live_places(MODEL, modules, found), **_live_places(OPTIM, optimizers, found)}
-    for name in state:
-        if name in modules or name in optimizers:
-            continue
-        if name in found.extras:
-            places[name] = f"{EXTRA}.{name}"
-        elif name in found.tops:
-            places[name] = name
+    plain = {name: name for name in found.tops} | {name: f"{EXTRA}.{name}" for name in found.extras}
+    live = modules.keys() | optimizers.keys()
+    places.update({name: plain[name] for name in state if name in plain and name not in live})
     missing = [name for name in state if name not in places]
     if strict and missing:
         there = [*(found.names.get(top, top) for top in found.tops), *(name for name in found.extras if name != RNG)]
@@ -210,11 +205,8 @@ def _is_replaced(value: Any) -> bool:
 def _remainder(adapter: FabricAdapter, found: Contents, taken: set[str]) -> dict[str, str]:
     """Where the remainder is, by the name under which the user gets it."""
     tops = [top for top in found.tops if top not in taken and not (adapter.keeps_shards and top in found.sharded)]
-    extras = {name: f"{EXTRA}.{name}" for name in found.extras if name != RNG}
-    return {
-        **{found.names.get(top, top): top for top in tops},
-        **{name: place for name, place in extras.items() if place not in taken},
-    }
+    extras = {name: f"{EXTRA}.{name}" for name in found.extras if name != RNG and f"{EXTRA}.{name}" not in taken}
+    return {found.names.get(top, top): top for top in tops} | extras
 
 
 def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
@@ -252,10 +244,9 @@ def _load_made_by_fabric(
 
 def _read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=weights_only is not False)
+        return cast(dict[str, Any], torch.load(path / META, "cpu", weights_only=weights_only is not False))
     except Exception as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    return found
 
 
 def _load_raw(adapter: FabricAdapter, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:
@@ -284,7 +275,3 @@ def _only(what: str, path: Path, found: list[str]) -> str:
     raise CheckpointMismatch(
         f"load_raw takes the only {what} of a checkpoint, and {path} has {there}: use fabric.load."
     )
-
-
-def _is_of_optimizer(key: str) -> bool:
-    return key.partition(".")[0] in ("state", "param_groups")

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
-from dcp_plugin.integration.sampler_state import data_rank, made_by
+from dcp_plugin.integration.lightning_packages import data_rank, made_by
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.state.names import joint_module, loose_module, module_of
@@ -137,8 +137,7 @@ def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callback
 
 def _extra(adapter: FabricAdapter, value: Any, wanted: Filter | None) -> Any:
     if has_position(value):
-        rank, _ = data_rank(adapter.strategy)
-        return {str(rank): Callbacks(partial(position_of, value))}
+        return {str(data_rank(adapter.strategy)[0]): Callbacks(partial(position_of, value))}
     if wanted is not None and isinstance(value, Stateful):
         return Callbacks(lambda: _passing(value.state_dict(), wanted))
     if wanted is not None and isinstance(value, dict):

@@ -27,8 +27,7 @@ from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.frameworks import OTHERS
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override, promoted_class
-from dcp_plugin.integration.sampler_state import make_resumable
+from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
@@ -94,8 +93,7 @@ class Attachment(BaseAttachment):
     def __init__(self, strategy: Any, config: CheckpointConfig | None) -> None:
         self._strategy = strategy
         self._config = config
-        made_promoted = getattr(type(strategy), "promoted_by_dcp_plugin", False)
-        self._class_before = None if made_promoted else type(strategy)
+        self._class_before = None if getattr(strategy, "promoted_by_dcp_plugin", False) else type(strategy)
         self._checkpointer: Checkpointer | None = None
         self.fabric: Any = None
         """What :func:`attach` was given; None for a strategy that its user has made."""
@@ -121,8 +119,7 @@ class Attachment(BaseAttachment):
     @property
     def checkpointer(self) -> Checkpointer:
         if self._checkpointer is None:
-            alone = getattr(self._strategy, "world_size", 1) == 1
-            self._checkpointer = Checkpointer(self.config, solo=alone)
+            self._checkpointer = Checkpointer(self.config, solo=getattr(self._strategy, "world_size", 1) == 1)
         return self._checkpointer
 
     def resume_or_init(
@@ -223,11 +220,6 @@ class FabricAdapter(StrategyAdapter):
     def world_size(self) -> int:
         return getattr(self.strategy, "world_size", 1)
 
-    @property
-    def keeps_shards(self) -> bool:
-        """Whether the full model may fit on no rank."""
-        return packages.keeps_shards(type(self.strategy))
-
     @functools.cached_property
     def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
         """What was set up since, in that order: an optimizer that is loaded alone belongs to one of these."""
@@ -242,7 +234,7 @@ class FabricAdapter(StrategyAdapter):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = self.stock.process_dataloader(dataloader)
-        make_resumable(dataloader)
+        packages.make_resumable(dataloader)
         return dataloader
 
     @override
@@ -257,9 +249,8 @@ class FabricAdapter(StrategyAdapter):
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
         path = Path(as_local(self.strategy.broadcast(path)))
-        steps = [state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)]
-        named = state_mapping.named_state(self, state, filter or {})
-        self.checkpointer.save(named, path, steps[0] if steps else None)
+        step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
+        self.checkpointer.save(state_mapping.named_state(self, state, filter or {}), path, step)
 
     @override
     def load_checkpoint(
@@ -268,10 +259,10 @@ class FabricAdapter(StrategyAdapter):
         path = Path(as_local(self.strategy.broadcast(path)))
         self.attachment.wait()
         if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
-            remainder: dict[str, Any] = self.stock.load_checkpoint(
+            rest: dict[str, Any] = self.stock.load_checkpoint(
                 path, state=state, strict=strict, weights_only=weights_only
             )
-            return remainder
+            return rest
         return loading.load(self, path, state, strict, weights_only)
 
 
@@ -296,14 +287,12 @@ def dcp_strategy_class(base: type) -> type:
         >>> dcp_strategy_class(FSDPStrategy).__name__
         'DCPFSDPStrategy'
     """
-    if getattr(base, "promoted_by_dcp_plugin", False):
-        return base
     if not packages.is_supported(base, packages.has_fabric_base):
         raise CheckpointError(
             f"{base.__name__} is not supported: it is no strategy of Fabric, or keeps or writes its state in a way of "
             f"its own. Use one of {', '.join(SUPPORTED)} or a subclass."
         )
-    return promoted_class(
+    return packages.promoted_class(
         base,
         FabricAdapter,
         __module__=__name__,

@@ -19,6 +19,7 @@ import numpy as np
 from dcp_plugin.config import PathLike
 from dcp_plugin.format import values
 from dcp_plugin.runs.inspect import inspect
+from dcp_plugin.types import CheckpointInfo
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"
 
@@ -34,9 +35,9 @@ def among(name: str, names: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda one: int(one.removeprefix(name).removeprefix("_") or 0))
 
 
-def keys_by_name(path: PathLike) -> dict[str, list[str]]:
+def keys_by_name(checkpoint: PathLike | CheckpointInfo) -> dict[str, list[str]]:
     """The keys of a checkpoint by name, without the name."""
-    info = inspect(path)
+    info = checkpoint if isinstance(checkpoint, CheckpointInfo) else inspect(checkpoint)
     keys: dict[str, list[str]] = {}
     for key in (*(tensor.key for tensor in info.tensors), *info.values):
         name, _, rest = key.partition(".")

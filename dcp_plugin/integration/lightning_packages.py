@@ -7,6 +7,12 @@ object (``DCPCallback``) go by what the program has imported.
 
 A promoted strategy is a subclass of the user's own strategy class, with one base: Python changes the class of an
 instance only to one of the same memory layout. Its methods forward to a :class:`StrategyAdapter`.
+
+On several ranks, Lightning 2.6 wraps the shuffling sampler of ``StatefulDataLoader(dataset, shuffle=True)`` in one
+that has no state: each time it is iterated it draws a new order from the inner sampler's generator. Resumed in the
+middle of an epoch, such a loader would skip the right number of samples of the wrong order, without a word.
+:class:`ResumableSampler` yields what Lightning's sampler yields, and has a position: it remembers which state of the
+generator the order of this epoch came from.
 """
 
 from __future__ import annotations
@@ -15,9 +21,13 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Sampler
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -94,11 +104,6 @@ def inside_distributed_sampler(sampler: Any) -> Any:
     return sampler.dataset._sampler if has_base(type(sampler), "DistributedSamplerWrapper") else None
 
 
-def keeps_shards(cls: type) -> bool:
-    """Whether no rank of a strategy, of Lightning or of Fabric, may be able to hold the full model."""
-    return has_base(cls, *SHARDED)
-
-
 def is_supported(cls: type, has: Callable[..., bool] = has_base) -> bool:
     """Whether a class is a strategy whose state the core can take, as all of it is in modules and optimizers.
 
@@ -139,6 +144,11 @@ class StrategyAdapter:
         self.strategy = strategy
 
     @property
+    def keeps_shards(self) -> bool:
+        """Whether the full model may fit on no rank."""
+        return has_base(type(self.strategy), *SHARDED)
+
+    @property
     def stock(self) -> Any:
         """The strategy's own methods, as ``super()`` gives them in a subclass."""
         return super(self.strategy.promoted_class, self.strategy)
@@ -151,30 +161,20 @@ def override(method: Method) -> Method:
 
 
 def promoted_class(base: type, adapter: type[StrategyAdapter], **attributes: Any) -> type:
-    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own.
+    """A subclass of a strategy class whose instances forward to an ``adapter`` of their own; itself if it is one.
 
     Args:
         base: A strategy class of Lightning or of Fabric, or the user's subclass of one.
         adapter: Its marked methods become methods of the new class.
         attributes: More attributes of the new class.
     """
-    methods = {name: _forwarding(method) for name, method in vars(adapter).items() if _overrides(method)}
-    promoted: Any = type(
-        f"DCP{base.__name__}",
-        (base,),
-        {
-            "promoted_by_dcp_plugin": True,
-            "dcp_adapter": functools.cached_property(adapter),
-            **methods,
-            **attributes,
-        },
-    )
+    if getattr(base, "promoted_by_dcp_plugin", False):
+        return base
+    methods = {name: _forwarding(one) for name, one in vars(adapter).items() if hasattr(one, "overrides_strategy")}
+    ours = {"promoted_by_dcp_plugin": True, "dcp_adapter": functools.cached_property(adapter)}
+    promoted: Any = type(f"DCP{base.__name__}", (base,), {**ours, **methods, **attributes})
     promoted.promoted_class = promoted
     return promoted  # type: ignore[no-any-return]
-
-
-def _overrides(method: Any) -> bool:
-    return getattr(method, "overrides_strategy", False)
 
 
 def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,3 +183,61 @@ def _forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(strategy.dcp_adapter, *args, **kwargs)
 
     return forward
+
+
+class ResumableSampler(Sampler[int]):
+    """A sampler whose order comes from ``generator`` when it is iterated; ``StatefulDataLoader`` saves its position."""
+
+    def __init__(self, sampler: Any, generator: torch.Generator) -> None:
+        self._sampler = sampler
+        self._generator = generator
+        self._order_from = generator.get_state()
+        self._yielded = 0
+        self._to_skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._yielded, self._to_skip = self._to_skip, 0
+        self._order_from = self._generator.get_state()
+        return self._counted(islice(iter(self._sampler), self._yielded, None))
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order_from": self._order_from, "yielded": self._yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["order_from"])
+        self._to_skip = state["yielded"]
+
+    def _counted(self, order: Iterator[int]) -> Iterator[int]:
+        for index in order:
+            self._yielded += 1
+            yield index
+
+
+def made_by(dataloader: Any) -> str:
+    """What has to be the same for a stateful dataloader to take a position: its sampler, which Lightning and Fabric
+    wrap for strategies of several ranks, and the number of workers. Given another one, it fails without a reason."""
+    sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
+    return f"{type(sampler).__name__} and num_workers={getattr(dataloader, 'num_workers', 0)}"
+
+
+def make_resumable(dataloader: Any) -> None:
+    """Give a stateful dataloader a sampler with a position, where Lightning has put one without."""
+    batches = getattr(dataloader, "batch_sampler", None)
+    generator = getattr(inside_distributed_sampler(getattr(batches, "sampler", None)), "generator", None)
+    if hasattr(dataloader, "load_state_dict") and isinstance(generator, torch.Generator):
+        batches.sampler = ResumableSampler(batches.sampler, generator)  # type: ignore[union-attr]
+
+
+def data_rank(owner: Any) -> tuple[int, int]:
+    """This rank's number among the ranks that see different data, and how many those are.
+
+    ``owner`` is what a framework keeps its ``distributed_sampler_kwargs`` on: a trainer, a strategy.
+    """
+    kwargs = getattr(owner, "distributed_sampler_kwargs", None)
+    return (0, 1) if kwargs is None else (kwargs["rank"], kwargs["num_replicas"])

@@ -90,10 +90,8 @@ class SavedStreams:
 def capture(device: torch.device) -> RngState:
     """The state of every generator that training code commonly draws from. Draws nothing."""
     version, words, gauss = random.getstate()
-    state: RngState = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-    }
+    python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    state: RngState = {"torch": torch.get_rng_state(), "python": python}
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
         words = torch.from_numpy(keys.astype("int64"))

@@ -17,16 +17,8 @@ from dcp_plugin.lightning.io import DCPCheckpointIO  # noqa: E402
 from dcp_plugin.lightning.loading import load_from_checkpoint  # noqa: E402
 from dcp_plugin.lightning.strategy import dcp_strategy_class  # noqa: E402
 
-__all__ = [
-    "DCPCallback",
-    "DCPCheckpointIO",
-    "DCPDDPStrategy",
-    "DCPFSDPStrategy",
-    "DCPModelParallelStrategy",
-    "DCPSingleDeviceStrategy",
-    "dcp_strategy_class",
-    "load_from_checkpoint",
-]
+__all__ = ["DCPCallback", "DCPCheckpointIO", "dcp_strategy_class", "load_from_checkpoint"]
+__all__ += [f"DCP{name}" for name in lightning_packages.SUPPORTED]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
 
@@ -77,8 +77,7 @@ def set_epoch(trainer: Any, dataloader: Any) -> None:
 
 def take_dataloader_states(state: FitLoopState) -> list[Any]:
     """Remove the states of the train dataloaders, so that Lightning neither stores nor loads rank 0's for all."""
-    states: list[Any] = state["state_dict"].pop("combined_loader", [])
-    return states
+    return cast(list[Any], state["state_dict"].pop("combined_loader", []))
 
 
 def put_dataloader_states(state: FitLoopState, states: list[Any]) -> None:
@@ -223,8 +222,7 @@ def replace_scan(logger: Any, scan: Callable[[Any], None]) -> None:
 def logged_times(logger: Any, callback: Any) -> dict[str, float]:
     """When each path that the logger has uploaded was made; after it has uploaded the files that it finds itself."""
     type(logger)._scan_and_log_checkpoints(logger, callback)
-    times: dict[str, float] = logger._logged_model_time
-    return times
+    return cast(dict[str, float], logger._logged_model_time)
 
 
 def scored_paths(callback: Any) -> dict[str, Any]:
@@ -279,9 +277,7 @@ def groups_are_restored(trainer: Any, groups_made: list[int]) -> None:
             for optimizer, count in zip(trainer.optimizers, groups_made, strict=True):
                 unfrozen = {id(one) for group in optimizer.param_groups[count:] for one in group["params"]}
                 modules = trainer.lightning_module.modules()
-                callback.make_trainable(
-                    [one for one in modules if unfrozen & {id(parameter) for parameter in one._parameters.values()}]
-                )
+                callback.make_trainable([one for one in modules if unfrozen & set(map(id, one._parameters.values()))])
 
 
 def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -292,8 +288,7 @@ def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], opt
 def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     """A checkpoint of an older Lightning as this one would have made it; Lightning does it to every one it reads."""
     migration = package.module("utilities.migration.utils")
-    found: dict[str, Any] = migration._pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
-    return found
+    return cast(dict[str, Any], migration._pl_migrate_checkpoint(checkpoint, checkpoint_path=path))
 
 
 def place_in_configuration(config: Any) -> tuple[Any, list[Any]]:

@@ -23,8 +23,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
-from dcp_plugin.lightning.loggers import upload_directories
-from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks
+from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks, upload_directories
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
 
@@ -44,7 +43,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
         Args:
             log_metrics: Give the loggers ``checkpoint/blocked_seconds`` and the like, see
-                :mod:`dcp_plugin.lightning.loggers`.
+                :mod:`dcp_plugin.lightning.io`.
         """
 
         def __init__(self, log_metrics: bool = True) -> None:
@@ -75,23 +74,21 @@ def dcp_callback_class(package: Package) -> type[Any]:
 
 def callbacks_for_new_trainer(name: str) -> list[Any]:
     """What the entry point of the package of this name gives to its Trainer under construction."""
-    package = next(one for one in PACKAGES if one.name == name)
     if not in_existence:
         return []
-    trainer = _lightning.trainer_under_construction()
-    if trainer is not None and not _has_plugin(trainer):
-        return []
-    if trainer is not None:
-        promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
-        if any(isinstance(callback, dcp_callback_class(package)) for callback in cast(Any, trainer).callbacks):
+    callback_class = dcp_callback_class(next(package for package in PACKAGES if package.name == name))
+    if (trainer := _lightning.trainer_under_construction()) is not None:
+        if not _has_plugin(trainer):
             return []
-    return [dcp_callback_class(package)()]
+        promote_callbacks(trainer)  # a resume from "last" asks them before any hook is called
+        if any(isinstance(callback, callback_class) for callback in cast(Any, trainer).callbacks):
+            return []
+    return [callback_class()]
 
 
 def io_of(trainer: Any) -> DCPCheckpointIO:
     """The plugin of a promoted strategy."""
-    adapter: LightningAdapter = trainer.strategy.dcp_adapter
-    return adapter.io
+    return cast(LightningAdapter, trainer.strategy.dcp_adapter).io
 
 
 def _has_plugin(trainer: Trainer) -> bool:
@@ -151,8 +148,8 @@ _WRITE_NO_WEIGHTS = (
 
 def between_steps(package: Package) -> list[str]:
     """The hooks of callbacks in which weights may be written."""
-    names = [name for name in dir(package.pytorch.Callback) if name.startswith("on_")]
-    return [name for name in names if name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")]
+    others = {"on_save_checkpoint", "on_load_checkpoint", "on_exception"}
+    return [name for name in dir(package.pytorch.Callback) if name.startswith("on_") and name not in others]
 
 
 class OthersHooks:
@@ -171,8 +168,7 @@ class OthersHooks:
         self._after_a_save = after | {name for name in names if any(_has_own(other, name) for other in savers)}
         self._any = after | {name for name in names if any(_has_own(other, name) for other in callbacks)}
         self._saving_in = ""
-        waits = sorted(self._after_a_save.intersection(WHERE_IT_SAVES))
-        if waits:
+        if waits := sorted(self._after_a_save.intersection(WHERE_IT_SAVES)):
             rank_zero_info(
                 f"staging='lazy': a save in {' or '.join(waits)} returns when the state is copied, since code of "
                 f"{type(module).__name__}, or of a callback that saves, comes after it and may write weights."
@@ -201,8 +197,7 @@ class OthersHooks:
 
 def tell(trainer: Any, name: str) -> None:
     """All hooks of this name are about to be called."""
-    others = io_of(trainer).others
-    if others is not None:
+    if (others := io_of(trainer).others) is not None:
         others.about_to_be_called(name)
 
 

@@ -6,6 +6,16 @@ the work: it holds the configuration and the checkpointer, and the trainer's str
 
 Called directly, by the user or by ``ddp_spawn`` to bring the weights home, it does what a ``CheckpointIO`` is asked
 to do: this process alone saves the dictionary it got, and loads it back.
+
+People and loggers are told of a save on rank 0, in the training's thread, when the checkpoint is published:
+
+- Each save is a line of text, and one call of ``log_metrics`` with ``checkpoint/blocked_seconds`` (what the training
+  waited for), ``checkpoint/seconds`` (until it was on disk), ``checkpoint/gigabytes`` (of the complete checkpoint) and
+  ``checkpoint/gb_per_second`` (of what was written, not of what was linked). These do not pass through the trainer's
+  own metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is the one at
+  which loggers are told, which with saves in the background is a few after the one that was saved: many loggers want
+  steps in order.
+- ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun: this is delayed, too.
 """
 
 from __future__ import annotations
@@ -15,28 +25,32 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local, fields_in_signature, local_path
+from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import lightning_packages
 from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import read_full
-from dcp_plugin.lightning.loggers import Report, tell_at_once, tell_when_published
 from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.storage.open import summary_of
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -94,6 +108,74 @@ class PostCommit:
         """In the training's thread: do what became due."""
         while self._due:
             self._due.popleft()()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a published save cost."""
+
+    event: SaveFinished
+    gigabytes: float
+    linked: float = 0.0
+    """Gigabytes of these that have not changed since the last checkpoint."""
+
+    @classmethod
+    def of(cls, event: SaveFinished) -> Report:
+        try:
+            summary = summary_of(LocalDisk().open(event.path))
+        except CheckpointError:  # deleted already: then this rank's share
+            return cls(event, event.bytes / 1e9)
+        return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9)
+
+    @property
+    def gb_per_second(self) -> float:
+        return max(0.0, self.gigabytes - self.linked) / self.event.seconds if self.event.seconds else 0.0
+
+    def say(self) -> None:
+        linked = f", {_in_words(self.linked)} of it linked," if self.linked else ""
+        rank_zero_info(
+            f"Saved {self.event.path}: {_in_words(self.gigabytes)}{linked} in {self.event.seconds:.2f} s "
+            f"({_in_words(self.gb_per_second)}/s). The training waited {self.event.blocked_seconds:.2f} s."
+        )
+
+    def log(self, loggers: list[Any], step: int) -> None:
+        figures = {
+            "checkpoint/blocked_seconds": self.event.blocked_seconds,
+            "checkpoint/seconds": self.event.seconds,
+            "checkpoint/gigabytes": self.gigabytes,
+            "checkpoint/gb_per_second": self.gb_per_second,
+        }
+        for logger in loggers:
+            logger.log_metrics(figures, step=step)
+
+
+def _in_words(gigabytes: float) -> str:
+    return f"{gigabytes:.2f} GB" if gigabytes >= 1 else f"{gigabytes * 1000:.1f} MB"
+
+
+@dataclass(frozen=True)
+class _WhenPublished:
+    """Tells a logger of a callback as it was at the save.
+
+    ``ModelCheckpoint`` hands out a weak proxy of itself. When the logger looks at it, its ``best_model_path`` may be of
+    the next save, which is not there yet.
+    """
+
+    tell: Callable[[Any], None]
+    post_commit: PostCommit
+    copies: dict[int, Any] = field(default_factory=dict)
+    """One for each callback: loggers keep what they are told of until the end, by its identity."""
+
+    def __call__(self, callback: Any) -> None:
+        at_save = {name: dict(v) if isinstance(v, dict) else v for name, v in callback.__dict__.items()}
+        kind, whose = callback.__class__, id(callback.__dict__)  # of what is behind the proxy
+
+        def tell(event: SaveFinished) -> None:
+            copy = self.copies.setdefault(whose, kind.__new__(kind))
+            copy.__dict__.update(at_save)
+            self.tell(copy)
+
+        self.post_commit.in_training(tell)
 
 
 class DCPCheckpointIO:
@@ -192,9 +274,12 @@ class DCPCheckpointIO:
         return handle
 
     def hold_back(self, loggers: list[Any]) -> None:
-        """Until the teardown, have loggers told of a checkpoint only when it is there."""
+        """Until the teardown, have loggers told of a checkpoint only when it is published. Some upload what they find
+        at the paths of a ``ModelCheckpoint``, or miss it."""
         self._held_back = list(loggers)
-        tell_when_published(loggers, self.post_commit)
+        for logger in loggers:
+            if "after_save_checkpoint" not in vars(logger):
+                logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
         report = Report.of(event)
@@ -267,7 +352,9 @@ class DCPCheckpointIO:
             checkpointer, self._checkpointer = self._checkpointer, None
             self.post_commit.settle()
             self.post_commit.follow(None)
-            tell_at_once(self._held_back)
+            for logger in self._held_back:
+                if isinstance(vars(logger).get("after_save_checkpoint"), _WhenPublished):
+                    del logger.after_save_checkpoint
             self._held_back, self.on_saved = [], None
             if checkpointer is not None:
                 checkpointer.close()

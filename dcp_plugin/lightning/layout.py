@@ -73,10 +73,9 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
     """The state with what DDP keeps equal marked, so that its ranks share the writing."""
     marked = {MODEL: mark_parameters(model, state[MODEL])} if MODEL in state else {}
     names = among(OPTIM, state)
-    if len(names) != len(optimizers):  # a hook has changed the list: nobody knows whose state it is
-        return {**state, **marked}
-    slots = {name: mark_slots(model, one, state[name]) for name, one in zip(names, optimizers, strict=True)}
-    return {**state, **marked, **slots}
+    if len(names) == len(optimizers):  # else a hook has changed the list: nobody knows whose state it is
+        marked |= {name: mark_slots(model, one, state[name]) for name, one in zip(names, optimizers, strict=True)}
+    return {**state, **marked}
 
 
 def from_state(state: dict[str, Any]) -> Checkpoint:
@@ -142,8 +141,7 @@ def made_of(value: Any) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
         return None
     how = {**_how_made(value), "root": None, "keys": []}
-    items: dict[str, Any] = omegaconf.OmegaConf.to_container(value)
-    return items, lambda others: _make(others, how)
+    return omegaconf.OmegaConf.to_container(value), lambda others: _make(others, how)
 
 
 def _how_made(value: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import Package, package_of
@@ -72,9 +73,8 @@ class Loaded:
     @classmethod
     def of_file(cls, path: Path, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
         """A file of Lightning's: nothing is given to anybody before the hooks have seen it."""
-        known = gather_module(model)
-        names = {key: key if key in known else without_wrappers(key) for key in checkpoint["state_dict"]}
-        state_dict = {names[key]: value for key, value in checkpoint["state_dict"].items()}
+        known, given = gather_module(model), checkpoint["state_dict"]
+        state_dict = {key if key in known else without_wrappers(key): value for key, value in given.items()}
         return cls(path, {**checkpoint, "state_dict": state_dict}, model=None, optimizers=[])
 
 
@@ -91,17 +91,14 @@ def load(
     Raises:
         CheckpointMismatch: The checkpoint does not fit the model.
     """
-    keys = keys_by_name(path)
+    keys, unapplied = keys_by_name(path), Unapplied(model)
     checkpoint: Checkpoint = {}
-    state: dict[str, Any] = {MODEL: model}
+    state: dict[str, Any] = {MODEL: unapplied if hooked else model}
     if stock_format.is_directory_of_lightning(path):
-        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read_meta(path, weights_only))
+        checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path / META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _allocate_like_parameters(path, keys[EXTRA], model, checkpoint)
-    unapplied = Unapplied(model)
-    if hooked:
-        state[MODEL] = unapplied
     report = checkpointer.load(state, path, strict=strict and not hooked)
     made_again(checkpoint)
     given = None
@@ -324,7 +321,7 @@ def read_full(
     checkpointer.load(state, path)
     checkpoint = layout.from_state(state)
     if stock_format.is_directory_of_lightning(path):
-        return {**stock_format.read_meta(path, weights_only), **checkpoint}
+        return {**stock_format.read(path / META, weights_only), **checkpoint}
     return without_own_state(checkpoint)
 
 

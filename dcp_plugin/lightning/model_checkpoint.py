@@ -6,14 +6,22 @@ checkpoint. They also save when an exception ends the training, on whichever ran
 
 A promoted callback is a subclass of the user's own class, like a promoted strategy. Its state, its name in a
 checkpoint, and what it decides to save and to delete are Lightning's.
+
+W&B and MLflow, with ``log_model``, look for files among the paths of a ``ModelCheckpoint`` and ignore directories. Each
+checkpoint of ours becomes one artifact, under the names and with the aliases that its file would have: a directory
+``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import json
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +29,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.format import SUMMARY
 from dcp_plugin.integration.lightning_packages import has_base, home_of
-from dcp_plugin.lightning._lightning import replace_link_and_search, unwrapped
+from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.runs import catalog
 
@@ -95,7 +104,7 @@ def _promoted(base: type[Any]) -> type[Any]:
     promoted = DCPCheckpoint
     if has_base(base, "ModelCheckpoint"):
         promoted = DCPModelCheckpoint
-        replace_link_and_search(promoted, _link, _committed)
+        _lightning.replace_link_and_search(promoted, _link, _committed)
     # A callback's name is the key of its state in the checkpoint.
     promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
     return promoted
@@ -118,9 +127,7 @@ def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:
     """Whether ranks have to meet before the callback's hook: one that is not Lightning's may do anything. An exception
     of one rank alone waits long for the others."""
     owner = next(cls for cls in base.__mro__ if "on_exception" in vars(cls))
-    if home_of(owner) is None:
-        return True
-    return owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True)
+    return home_of(owner) is None or (owner.__name__ != "Callback" and getattr(callback, "save_on_exception", True))
 
 
 def _adapter_of(trainer: Any) -> LightningAdapter | None:
@@ -146,7 +153,7 @@ def _committed(trainer: Any, found: set[str]) -> set[str]:
         CheckpointNotFound: Something was saved and nothing can be resumed from. To train from scratch without a word
             would be wrong then.
     """
-    if not isinstance(unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO):
+    if not isinstance(_lightning.unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO):
         return found
     passed_over = {path: reason for path in sorted(found) if (reason := _reason_to_pass_over(Path(path)))}
     if not passed_over:
@@ -168,3 +175,67 @@ def _reason_to_pass_over(path: Path) -> str:
     if not path.exists():
         return f"it is a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "it is gone"
     return "" if path.is_file() else catalog.reason_to_pass_over(path)
+
+
+def upload_directories(loggers: list[Any]) -> None:
+    """Have the loggers of W&B and MLflow take checkpoints that are directories, too."""
+    for logger in loggers:
+        if upload := next((upload for name, upload in _UPLOADS.items() if has_base(type(logger), name)), None):
+            _lightning.replace_scan(logger, functools.partial(_scan, logger, upload))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint that a logger does not have yet."""
+
+    time: float
+    path: str
+    metadata: dict[str, Any]
+    aliases: list[str]
+
+
+def _scan(logger: Any, upload: Callable[[Any, _Found, Any], None], callback: Any) -> None:
+    """Replaces the logger's own method that looks for new files."""
+    logged = _lightning.logged_times(logger, callback)
+    for found in sorted(_directories(callback), key=lambda found: found.time):
+        if logged.get(found.path, float("-inf")) < found.time:
+            upload(logger, found, callback)
+            logged[found.path] = found.time
+
+
+def _directories(callback: Any) -> list[_Found]:
+    found = []
+    for path, score in _lightning.scored_paths(callback).items():
+        summary = Path(path, SUMMARY)
+        if path and summary.is_file():
+            score = score.item() if hasattr(score, "item") else score
+            metadata = {"score": score, "original_filename": os.path.basename(path)}
+            aliases = ["latest", "best"] if path == getattr(callback, "best_model_path", "") else ["latest"]
+            found.append(_Found(summary.stat().st_mtime, path, metadata, aliases))
+    return found
+
+
+def _to_wandb(logger: Any, found: _Found, callback: Any) -> None:
+    wandb: Any = importlib.import_module("wandb")
+    metadata = {**found.metadata, callback.__class__.__name__: _settings(callback)}  # of a weak proxy
+    artifact = wandb.Artifact(name=_lightning.artifact_name(logger), type="model", metadata=metadata)
+    artifact.add_dir(os.path.realpath(found.path), name="model.ckpt", policy=logger.add_file_policy)
+    logger.experiment.log_artifact(artifact, aliases=found.aliases)
+
+
+def _to_mlflow(logger: Any, found: _Found, callback: Any) -> None:
+    artifact = Path(found.path).stem
+    directory = os.path.realpath(found.path)
+    logger.experiment.log_artifacts(logger.run_id, directory, f"{artifact}/{os.path.basename(found.path)}")
+    with tempfile.TemporaryDirectory() as beside:
+        metadata = {**found.metadata, "Checkpoint": _settings(callback)}
+        Path(beside, "metadata.yaml").write_text(json.dumps(metadata, indent=2))  # which is YAML
+        Path(beside, "aliases.txt").write_text(str(found.aliases))
+        logger.experiment.log_artifacts(logger.run_id, beside, artifact)
+
+
+def _settings(callback: Any) -> dict[str, Any]:
+    return {name: getattr(callback, name) for name in _lightning.SETTINGS_LOGGED if hasattr(callback, name)}
+
+
+_UPLOADS: dict[str, Callable[[Any, _Found, Any], None]] = {"WandbLogger": _to_wandb, "MLFlowLogger": _to_mlflow}

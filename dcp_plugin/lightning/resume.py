@@ -29,9 +29,8 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
-from dcp_plugin.integration.lightning_packages import inside_distributed_sampler, package_behind
+from dcp_plugin.integration.lightning_packages import data_rank, inside_distributed_sampler, made_by, package_behind
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.integration.sampler_state import data_rank, made_by
 from dcp_plugin.lightning import _lightning, layout
 from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import TYPES, Checkpoint
@@ -41,10 +40,9 @@ from dcp_plugin.planning.save import encode_state
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-DATALOADERS, MADE_BY, PLATEAU = "dataloaders", "dataloaders_made_by", "plateau_metrics"
-MADE_IN = "dataloaders_made_in"
-OF_HOOKS = "of_hooks"
-"""What a user's ``on_save_checkpoint`` had put where one of our keys is."""
+DATALOADERS, MADE_BY, MADE_IN = "dataloaders", "dataloaders_made_by", "dataloaders_made_in"
+PLATEAU, OF_HOOKS = "plateau_metrics", "of_hooks"
+"""The last is what a user's ``on_save_checkpoint`` had put where one of our keys is."""
 _OURS = (RNG, DATALOADERS, MADE_BY, PLATEAU, MADE_IN, TYPES, OF_HOOKS)
 
 
@@ -67,8 +65,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
     fit_loop = checkpoint["loops"]["fit_loop"]
     loaders = _lightning.train_dataloaders(trainer)
     if states := _lightning.take_dataloader_states(fit_loop):
-        rank, _ = data_rank(trainer)
-        checkpoint[DATALOADERS] = {str(rank): states}
+        checkpoint[DATALOADERS] = {str(data_rank(trainer)[0]): states}
         checkpoint[MADE_BY] = [made_by(loader) for loader in loaders if hasattr(loader, "load_state_dict")]
     if metrics := _lightning.plateau_metrics(trainer):
         checkpoint[PLATEAU] = metrics
@@ -227,9 +224,8 @@ def _keeps_its_own_position(trainer: Trainer) -> bool:
 
 def _generators(dataloader: Any) -> list[torch.Generator]:
     """The loader's own random generators: what it draws from instead of the global one, and its samplers'."""
-    sampler = getattr(dataloader, "sampler", None)
     inner = inside_distributed_sampler(getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in (dataloader, sampler, inner)]
+    found = [getattr(owner, "generator", None) for owner in (dataloader, getattr(dataloader, "sampler", None), inner)]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 

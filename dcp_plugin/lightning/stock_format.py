@@ -20,7 +20,7 @@ import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,13 +62,8 @@ def is_directory_of_lightning(path: Path) -> bool:
     return (path / META).is_file() and read_summary(path) is None
 
 
-def read_meta(directory: Path, weights_only: bool | None) -> Checkpoint:
-    """What a sharded strategy saved beside model and optimizers; raises as :func:`read` does."""
-    return read(directory / META, weights_only)
-
-
 def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
-    """A file of Lightning's, in host memory unless ``map_location`` says otherwise.
+    """A file of Lightning's, also ``meta.pt``, in host memory unless ``map_location`` says otherwise.
 
     Args:
         weights_only: Whether to refuse what only executing code from the file restores. None: torch's default, which
@@ -79,13 +74,12 @@ def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Ch
     """
     try:
         mapped = zipfile.is_zipfile(path)
-        checkpoint: Checkpoint = torch.load(path, map_location, mmap=mapped, weights_only=weights_only)
+        return cast(Checkpoint, torch.load(path, map_location, mmap=mapped, weights_only=weights_only))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpoint(
             f"{path} holds something that is not loaded without executing code from the file: "
             f"{_refused(error)}. If you trust its origin: DCPCheckpointIO(weights_only=False)."
         ) from error
-    return checkpoint
 
 
 def _refused(error: Exception) -> str:
@@ -152,12 +146,8 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
             f"{max(numbers)}; this {'optimizer' if of_optimizer else 'model'} has {len(names)}. Make it with the "
             "parameters that it was saved with."
         )
-    return {
-        "state": {names[number]: slots for number, slots in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[number]: slots for number, slots in state["state"].items()}, "param_groups": groups}
 
 
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -181,11 +171,9 @@ def _names_in_model(model: nn.Module) -> list[str]:
 def _refuse_state_of_others(state: dict[str, dict[str, Any]], model: dict[str, Any]) -> None:
     """Slots have the shape of their parameter, or are made of its sizes (factored ones). If none is, they are
     another's."""
-    for name, slots in state.items():
-        if name not in model:
-            continue
+    for name in [name for name in state if name in model]:
         shape = sharded_value(model[name]).shape
-        shapes = [tuple(slot.shape) for slot in slots.values() if is_tensor(slot) and slot.ndim > 0]
+        shapes = [tuple(slot.shape) for slot in state[name].values() if is_tensor(slot) and slot.ndim > 0]
         if shapes and not any(set(of_slot) <= {1, *shape} for of_slot in shapes):
             raise CheckpointMismatch(
                 f"the checkpoint's optimizer state for {name} has shape {shapes[0]}, the parameter {shape}: it is that "
@@ -224,23 +212,20 @@ def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) 
         checkpoint: The dictionary of Lightning's.
         state: What is stored of it, see :func:`dcp_plugin.lightning.layout.to_state`.
     """
-    names = [name for strategy_class, name in MODEL_NAMES.items() if has_base(type(strategy), strategy_class)]
-    if not names:
+    model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
+    if model is None:
         return None
     aliases: dict[str, tuple[str, KeyPath]] = {}
-    if names[0] != MODEL:
-        aliases = {f"{MODEL}.{key}": (f"{names[0]}.{key}", (names[0], key)) for key in state.get(MODEL, ())}
+    if model != MODEL:
+        aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
     optimizers = [one for one in checkpoint.get("optimizer_states", ()) if layout.is_keyed_by_name(one)]
     for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
         if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
             state[name] = {**state[name], GROUPS: nested[GROUPS]}
-            aliases.update(_of_optimizer(name, f"{OPTIMIZER}_{number}", nested))
+            stock_name = f"{OPTIMIZER}_{number}"
+            for key, path in flatten(nested)[1].items():
+                aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
     return ForStock(aliases, _meta(state[EXTRA]) if strategy.is_global_zero else None)
-
-
-def _of_optimizer(name: str, stock_name: str, nested: Nested) -> dict[str, tuple[str, KeyPath]]:
-    _, paths = flatten(nested)
-    return {f"{name}.{key}": (f"{stock_name}.{key}", (stock_name, *path)) for key, path in paths.items()}
 
 
 def _meta(extra: Checkpoint) -> Checkpoint:

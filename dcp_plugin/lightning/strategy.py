@@ -20,8 +20,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration import lightning_packages as packages
-from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, has_base, override, promoted_class
-from dcp_plugin.integration.sampler_state import make_resumable
+from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
@@ -155,7 +154,7 @@ class LightningAdapter(StrategyAdapter):
         if not path.is_file():
             self.io.wait()
             return self._load_directory(path, weights_only)
-        if packages.keeps_shards(type(self.strategy)):
+        if self.keeps_shards:
             self.io.wait()
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)
@@ -170,7 +169,7 @@ class LightningAdapter(StrategyAdapter):
 
     def _load_directory(self, path: Path, weights_only: bool | None) -> Checkpoint:
         strategy, pytorch = self.strategy, packages.package_behind(self.strategy).pytorch
-        if not self._set_up and has_base(type(strategy.precision_plugin), "DoublePrecision"):
+        if not self._set_up and packages.has_base(type(strategy.precision_plugin), "DoublePrecision"):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # or the load would round
         self._loaded = loaded = loading.load(
             path,
@@ -231,8 +230,7 @@ class LightningAdapter(StrategyAdapter):
             self._load_optimizers(loaded)
         _lightning.groups_are_restored(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
-            strict = self.module.strict_loading
-            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, strict)
+            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, self.module.strict_loading)
 
     # The start of a fit.
 
@@ -257,7 +255,7 @@ class LightningAdapter(StrategyAdapter):
         """See :mod:`dcp_plugin.lightning.resume` for this moment and the next."""
         dataloader = self.stock.process_dataloader(dataloader)
         if self.trainer.training:
-            make_resumable(dataloader)
+            packages.make_resumable(dataloader)
             if self._resume is not None:
                 self._resume.prepare(self.trainer, dataloader)
         return dataloader
@@ -323,15 +321,13 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         >>> dcp_strategy_class(FSDPStrategy).__name__
         'DCPFSDPStrategy'
     """
-    if getattr(base, "promoted_by_dcp_plugin", False):
-        return base
     if not packages.is_supported(base):
         raise CheckpointError(
             f"DCPCheckpointIO does not support {base.__name__}: it keeps or writes its state in a way of its own. "
             f"Use one of {', '.join(SUPPORTED)} or a subclass, or take the plugin out."
         )
     home = packages.home_of(base) if base.__name__ in SUPPORTED else None
-    return promoted_class(
+    return packages.promoted_class(
         base,
         LightningAdapter,
         __module__=__name__ if home is None else home.classes,  # where pickle finds it
@@ -342,5 +338,5 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
 
 
 def _unwrapped_optimizer(optimizer: Any) -> Optimizer:
-    inner: Optimizer = optimizer.optimizer if has_base(type(optimizer), "LightningOptimizer") else optimizer
+    inner: Optimizer = optimizer.optimizer if packages.has_base(type(optimizer), "LightningOptimizer") else optimizer
     return inner

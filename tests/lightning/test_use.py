@@ -88,7 +88,7 @@ def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> 
 
 
 def test_what_was_linked_is_told_and_does_not_count_as_written(tmp_path: Path) -> None:
-    from dcp_plugin.lightning.loggers import Report
+    from dcp_plugin.lightning.io import Report
 
     model = torch.nn.Linear(600, 600).requires_grad_(False)
     finished: list[events.SaveFinished] = []
