@@ -1,4 +1,4 @@
-"""The one place for torch's private names, each with the reason why no public one does.
+"""The private names of torch and of Python itself that are in use, each with the reason why no public one does.
 
 ``tests/test_torch_canary.py`` fails loudly when one of them moves or changes its meaning.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
@@ -328,3 +329,11 @@ def record_offset(tensor: torch.Tensor) -> int | None:
     does not tell where a tensor lies, and ``PyTorchFileReader`` not which record a tensor has.
     """
     return tensor.untyped_storage()._checkpoint_offset
+
+
+def before_threads_end(work: Callable[[], None]) -> None:
+    """Call ``work`` when the program ends, while threads can still be started.
+
+    ``atexit`` comes too late for a save in the background: by then no pool starts a thread any more, and it fails.
+    """
+    threading._register_atexit(work)  # type: ignore[attr-defined]

@@ -19,15 +19,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from dcp_plugin._torch import sharded_value
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
-from dcp_plugin.messages import first, some
-from dcp_plugin.planning.broadcast_read import BroadcastRead
 from dcp_plugin.planning.flatten import join
-from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.load import BroadcastRead, ShardedLoadPlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise

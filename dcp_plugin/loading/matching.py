@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dcp_plugin._torch import is_tensor, sharded_value
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
@@ -33,7 +33,6 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
-from dcp_plugin.messages import first, some
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.state.adapters import StateAdapter

@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_plugin._torch import DTensor, version_of
-from dcp_plugin.errors import CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.host_memory import address_of, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE
-from dcp_plugin.messages import some
 from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
