@@ -135,24 +135,22 @@ class ShardedLoadPlanner(LoadPlanner):
             CheckpointMismatch: Naming all targets that are missing (if strict) or of another shape or kind.
         """
         self.missing = [key for key in self._targets if key not in self._stored]
-        self.misfits = [
-            problem
-            for key, stored in self._stored.items()
-            for problem in _misfit(key, self._targets[key], stored, self._scales_of(key))
-        ]
+        problems = (_misfit(key, self._targets[key], each, self._scales_of(key)) for key, each in self._stored.items())
+        self.misfits = list(filter(None, problems))
         if self._strict:
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
         if self.misfits:
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
         items: list[ReadItem] = []
         for key, stored in self._stored.items():
-            target = self._targets[key]
-            if isinstance(target, ShardedValue):
-                if target.dtype != stored.dtype:
-                    self.cast.append(key)
-                items.extend(_reads(key, self._names.get(key, key), target, stored))
-            else:
-                items.append(_read_of_value(key, self._names.get(key, key)))
+            target, name, none = self._targets[key], self._names.get(key, key), torch.Size()
+            if not isinstance(target, ShardedValue):
+                value = MetadataIndex(key), none, MetadataIndex(name), none, none
+                items.append(ReadItem(LoadItemType.BYTE_IO, *value))
+                continue
+            if target.dtype != stored.dtype:
+                self.cast.append(key)
+            items.extend(_reads(key, name, target, stored))
         return LoadPlan(items)
 
     def _scales_of(self, key: str) -> str:
@@ -174,9 +172,8 @@ class ShardedLoadPlanner(LoadPlanner):
         if self.plain and self._tree is not self._targets:  # DCP drives the load, and does not ask for :attr:`plain`
             warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
         if self._strict and isinstance(target, Mapping) and isinstance(loaded, Mapping):
-            lacking = [name for name in target if name not in loaded]
-            if lacking:
-                raise CheckpointMismatch(f"{key}.{lacking[0]} is not in the checkpoint")
+            for lacking in (name for name in target if name not in loaded):
+                raise CheckpointMismatch(f"{key}.{lacking} is not in the checkpoint")
         _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -209,9 +206,8 @@ class _Stored:
     def of_metadata(cls, stored: Any) -> _Stored:
         if isinstance(stored, BytesStorageMetadata):
             return cls(None, (), np.empty((1, 0), np.int64), np.empty((1, 0), np.int64))
-        width = len(stored.size)
-        offsets = filled_rows([chunk.offsets for chunk in stored.chunks], width, 0)
-        sizes = filled_rows([chunk.sizes for chunk in stored.chunks], width, 0)
+        offsets = filled_rows([chunk.offsets for chunk in stored.chunks], len(stored.size), 0)
+        sizes = filled_rows([chunk.sizes for chunk in stored.chunks], len(stored.size), 0)
         return cls(stored.properties.dtype, tuple(stored.size), offsets, sizes)
 
     @classmethod
@@ -227,13 +223,10 @@ class _Stored:
             CheckpointCorrupt: All together do not cover it.
         """
         wanted = prod(chunk.sizes)
-        for numbers in (self._near(chunk), self._touching(chunk)):
-            found = []
-            for number in numbers:
-                offsets = self.offsets[number].tolist()
-                shared = _intersection(chunk, offsets, self.sizes[number].tolist())
-                if shared is not None:
-                    found.append((number, offsets, *shared))
+        for near in (self._near, self._touching):
+            boxes = ((number, self.offsets[number].tolist(), self.sizes[number].tolist()) for number in near(chunk))
+            shared = ((number, offsets, _intersection(chunk, offsets, sizes)) for number, offsets, sizes in boxes)
+            found = [(number, offsets, *both) for number, offsets, both in shared if both is not None]
             if sum(prod(lengths) for *_, lengths in found) == wanted:
                 return found
         raise CheckpointCorrupt(f"the checkpoint does not have all {wanted} elements of a part")
@@ -251,32 +244,26 @@ class _Stored:
         return np.flatnonzero(touching.all(axis=1)).tolist()
 
 
-def _misfit(key: str, target: Any, stored: _Stored, scales: str = "") -> Iterator[str]:
+def _misfit(key: str, target: Any, stored: _Stored, scales: str) -> str:
+    """Why a target cannot be filled; empty if it can."""
     if not isinstance(target, ShardedValue):
-        if stored.dtype is not None:
-            yield f"{key} is a {type(target).__name__} here and a tensor in the checkpoint"
-    elif stored.dtype is None:
-        yield f"{key} is a tensor here and another value in the checkpoint"
-    elif target.shape != stored.shape:
-        yield f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
-    elif not torch.can_cast(stored.dtype, target.dtype):
-        yield f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
-    elif scales and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
-        yield (
+        kind = type(target).__name__
+        return "" if stored.dtype is None else f"{key} is a {kind} here and a tensor in the checkpoint"
+    if stored.dtype is None:
+        return f"{key} is a tensor here and another value in the checkpoint"
+    if target.shape != stored.shape:
+        return f"{key} has shape {target.shape} here and {stored.shape} in the checkpoint"
+    if not torch.can_cast(stored.dtype, target.dtype):
+        return f"{key} is {target.dtype} here, which cannot hold the checkpoint's {stored.dtype}"
+    if scales and stored.dtype.itemsize == 1 and target.dtype != stored.dtype:
+        return (
             f"{key} is {target.dtype} here and quantized in the checkpoint: {stored.dtype}, to be multiplied with "
             f"{scales}, as torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader does"
         )
-    elif any(_is_expanded(chunk.tensor) for chunk in target.chunks):
-        yield f"{key} has several elements in the same memory, as expand() makes them: load into a clone() of it"
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _read_of_value(key: str, name: str) -> ReadItem:
-    none = torch.Size()
-    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(key), none, MetadataIndex(name), none, none)
+    edges = (zip(chunk.tensor.stride(), chunk.tensor.shape, strict=True) for chunk in target.chunks)
+    if any(stride == 0 and size > 1 for stride, size in itertools.chain.from_iterable(edges)):
+        return f"{key} has several elements in the same memory, as expand() makes them: load into a clone() of it"
+    return ""
 
 
 def _reads(key: str, name: str, target: ShardedValue, stored: _Stored) -> Iterator[ReadItem]:

@@ -169,8 +169,7 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
     for adapter in adapters:
         mine, unusual = adapter.gather()
         here = {join(adapter.name, key): leaf for key, leaf in mine.items()}
-        twice = leaves.keys() & here.keys()
-        if twice:
+        if twice := leaves.keys() & here.keys():
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
         leaves |= here
         above = tuple(adapter.name.split("."))
@@ -232,9 +231,7 @@ class ModuleAdapter:
     kind = "module"
 
     def __init__(self, name: str, module: nn.Module, unapplied: Unapplied | None = None) -> None:
-        self.name = name
-        self.module: nn.Module = module
-        self._unapplied = unapplied
+        self.name, self.module, self._unapplied = name, module, unapplied
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         state = mark_parameters(self.module, gather_module(self.module))
@@ -268,10 +265,8 @@ class OptimizerAdapter:
     kind = "optimizer"
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
-        self.name = name
-        self.module = module
-        self._optimizer = optimizer
-        self._stock_aliases = stock_aliases
+        self.name, self.module = name, module
+        self._optimizer, self._stock_aliases = optimizer, stock_aliases
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         nested = gather_optimizer(self.module, self._optimizer)
@@ -310,8 +305,9 @@ class TreeAdapter:
     may_grow = False
     """Whether a tensor may have another shape than in the checkpoint."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, value: Any) -> None:
         self.name = name
+        self._value = value
         self._paths: dict[str, KeyPath] = {}
         self._empty: dict[str, Any] = {}
         """The empty mappings that the object has now and of which nothing is stored: stock never stores them."""
@@ -326,8 +322,8 @@ class TreeAdapter:
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         current, mine_at = self.gather(walked_as_stored(stored))
         needed = {key: value for key, value in current.items() if key in stored or not is_empty_mapping(value)}
-        wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
         self._order = list(current)
+        wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
         self._empty = {
             key: value
             for key, value in current.items()
@@ -384,11 +380,6 @@ class StatefulAdapter(TreeAdapter):
     kind = "stateful"
     may_grow = True
 
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__(name)
-        self._value = value
-        self._current: Any = {}
-
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         self._current = self._value.state_dict()
         return _flatten_or_empty(self._current, walks)
@@ -398,10 +389,6 @@ class StatefulAdapter(TreeAdapter):
 
 
 class MappingAdapter(TreeAdapter):
-    def __init__(self, name: str, value: Mapping[str, Any]) -> None:
-        super().__init__(name)
-        self._value = value
-
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         return _flatten_or_empty(self._value, walks)
 
@@ -453,18 +440,14 @@ class ValueAdapter(TreeAdapter):
     """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
 
     def __init__(self, name: str, owner: Any, key: Any) -> None:
-        super().__init__(name)
-        self._owner = owner
+        super().__init__(name, owner)
         self._key = key
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        leaves, paths = flatten({"it": self._owner[self._key]}, lambda key, value: walks(key[3:], value))
+        leaves, paths = flatten({"it": self._value[self._key]}, lambda key, value: walks(key[3:], value))
         return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
-        filled = self.with_empty(filled)
-        if not filled:
-            return
-        paths = {key: ("it", *self._paths[key]) for key in filled}
-        loaded = unflatten(filled, paths)["it"]
-        self._owner[self._key] = values.on_devices_of(self._owner[self._key], loaded)
+        if filled := self.with_empty(filled):
+            loaded = unflatten(filled, {key: ("it", *self._paths[key]) for key in filled})["it"]
+            self._value[self._key] = values.on_devices_of(self._value[self._key], loaded)
