@@ -143,10 +143,10 @@ class ShardedLoadPlanner(LoadPlanner):
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
         items: list[ReadItem] = []
         for key, stored in self._stored.items():
-            target, name, none = self._targets[key], self._names.get(key, key), torch.Size()
+            target, name = self._targets[key], self._names.get(key, key)
             if not isinstance(target, ShardedValue):
-                value = MetadataIndex(key), none, MetadataIndex(name), none, none
-                items.append(ReadItem(LoadItemType.BYTE_IO, *value))
+                where = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
+                items.append(ReadItem(LoadItemType.BYTE_IO, *where))
                 continue
             if target.dtype != stored.dtype:
                 self.cast.append(key)
@@ -172,8 +172,9 @@ class ShardedLoadPlanner(LoadPlanner):
         if self.plain and self._tree is not self._targets:  # DCP drives the load, and does not ask for :attr:`plain`
             warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
         if self._strict and isinstance(target, Mapping) and isinstance(loaded, Mapping):
-            for lacking in (name for name in target if name not in loaded):
-                raise CheckpointMismatch(f"{key}.{lacking} is not in the checkpoint")
+            lacking = [name for name in target if name not in loaded]
+            if lacking:
+                raise CheckpointMismatch(f"{key}.{lacking[0]} is not in the checkpoint")
         _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:

@@ -189,7 +189,7 @@ class HostCopy:
     def release(self) -> None:
         """Let go on what waits to change the state."""
         if self._guard is not None:
-            self._guard.release()
+            self._guard.copied.set()
 
 
 class SavePipeline:
