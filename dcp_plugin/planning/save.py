@@ -110,9 +110,8 @@ class ShardedSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self._state.items() for item in _items(key, value)]
-        stored_whole = frozenset(
-            key for key, value in self._state.items() if isinstance(value, ShardedValue) and value.stored_whole
-        )
+        tensors = {key: value for key, value in self._state.items() if isinstance(value, ShardedValue)}
+        stored_whole = frozenset(key for key, value in tensors.items() if value.stored_whole)
         return SavePlan(items, planner_data=LocalFacts(self._paths, ties_of(self._state), stored_whole))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
