@@ -42,7 +42,7 @@ from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import LocalInventory
-from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
+from dcp_plugin.planning.save import PlanExchange, RankPlan, in_table_order
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 

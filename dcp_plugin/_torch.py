@@ -1,4 +1,4 @@
-"""The one place for torch's private names, each with the reason why no public one does.
+"""The private names of torch and of Python itself that are in use, each with the reason why no public one does.
 
 ``tests/test_torch_canary.py`` fails loudly when one of them moves or changes its meaning.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from operator import add
@@ -16,23 +17,19 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what collectives return under no_grad
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # FSDP1 state dicts consist of these
+from torch.distributed._shard.sharded_tensor.api import (
+    ShardedTensor as ShardedTensor,
+)  # FSDP1 state dicts consist of these
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.distributed_c10d import _get_object_coll_device  # no public one tells a group's device
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory, require_parts
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
-
-__all__ = [
-    "DTensor", "ShardedTensor", "StorageInfo", "is_tensor", "laid_out_like",
-    "load_structure", "pickled_tensor", "record_offset", "settled", "shape_of", "sharded_like", "sharded_value",
-    "with_memory",
-]  # fmt: skip
 
 StorageInfo = _StorageInfo
 
@@ -236,13 +233,10 @@ def _check_placements(value: DTensor) -> None:
         raise CheckpointMismatch(f"{what}, of which each rank has a summand: redistribute() it to Shard or Replicate")
     for number, placement in enumerate(value.placements):
         split = getattr(placement, "split_factor", 1)  # _StridedShard: the dimension was cut that often before
-        within = (at for at, other in enumerate(value.placements) if at > number and _same_dim(other, placement))
+        dim = getattr(placement, "dim", None)
+        within = (at for at, other in enumerate(value.placements) if at > number and getattr(other, "dim", -1) == dim)
         if split != 1 and split != prod(value.device_mesh.size(at) for at in within):
             raise CheckpointMismatch(f"{what}, of which each rank has several boxes: redistribute() it to Shard")
-
-
-def _same_dim(one: Any, other: Any) -> bool:
-    return hasattr(one, "dim") and one.dim == other.dim
 
 
 _MOST_BOXES = 10_000
@@ -328,3 +322,11 @@ def record_offset(tensor: torch.Tensor) -> int | None:
     does not tell where a tensor lies, and ``PyTorchFileReader`` not which record a tensor has.
     """
     return tensor.untyped_storage()._checkpoint_offset
+
+
+def before_threads_end(work: Callable[[], None]) -> None:
+    """Call ``work`` when the program ends, while threads can still be started.
+
+    ``atexit`` comes too late for a save in the background: by then no pool starts a thread any more, and it fails.
+    """
+    threading._register_atexit(work)  # type: ignore[attr-defined]

@@ -221,9 +221,8 @@ class _Counter:
     count = 0
 
     def write(self, data: Any) -> int:
-        size = len(data)
-        self.count += size
-        return size
+        self.count += len(data)
+        return len(data)
 
     def flush(self) -> None:
         """Nothing to do."""
@@ -268,17 +267,13 @@ _one_at_a_time = threading.Lock()
 def _classes(tensor: torch.Tensor) -> list[type]:
     if type(tensor) in EXACTLY_TENSORS:
         return []
-    classes: list[type] = [type(tensor)]
-    if _is_wrapper(tensor):
-        for part in _parts(tensor).values():
-            classes += _classes(part)
-    return classes
+    parts = _parts(tensor).values() if _is_wrapper(tensor) else ()
+    return [type(tensor), *(cls for part in parts for cls in _classes(part))]
 
 
 def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = {name: getattr(tensor, name) for name in names}
-    return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    return {name: part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)}
 
 
 def _unknown_globals(data: bytes | bytearray) -> list[str]:
@@ -356,9 +351,3 @@ def _memory(tensor: torch.Tensor) -> set[int]:
 
 def _line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-__all__ = [
-    "EXACTLY_TENSORS", "OF_ITS_OWN_CLASS", "WholeItem", "copied", "decode", "fill", "is_stored_whole", "narrowed",
-    "require_memory", "require_parts", "size_of",
-]  # fmt: skip

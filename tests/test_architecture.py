@@ -14,8 +14,8 @@ import dcp_plugin as dcp
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *("config", "errors", "types", "tensors", "events", "ranks", "messages", "host_memory"),
-        *("_torch", "_torch_modules", "_python", "_entry_points"),
+        *("config", "errors", "types", "tensors", "events", "ranks", "host_memory"),
+        *("_torch", "_torch_modules", "_entry_points"),
     ),
     ("format",),
     ("media",),

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import PathLike, as_local
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
@@ -39,7 +39,6 @@ from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.messages import some
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin._torch import is_tensor, sharded_value
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format import values
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
@@ -37,7 +37,6 @@ from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
-from dcp_plugin.messages import some
 from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state import flatten_optimizer, gather_module
 from dcp_plugin.state.module import flat_parameter_names

@@ -50,7 +50,7 @@ def _prefixes(inner: dict[str, None], outer: dict[str, None]) -> list[str]:
     if not inner:
         return []
     first = next(iter(inner))
-    candidates = [name.removesuffix(first) for name in outer if name.endswith(f".{first}")]
+    candidates = (name.removesuffix(first) for name in outer if name.endswith(f".{first}"))
     return [prefix for prefix in candidates if all(prefix + name in outer for name in inner)]
 
 
@@ -69,10 +69,8 @@ class Rename:
 
     def by_pattern(self, key: str) -> str | None:
         """What the first regular expression that matches the whole key makes of it."""
-        for pattern, template in self.patterns:
-            if found := pattern.fullmatch(key):
-                return found.expand(template)
-        return None
+        found = ((pattern.fullmatch(key), template) for pattern, template in self.patterns)
+        return next((match.expand(template) for match, template in found if match), None)
 
     @property
     def without_empty(self) -> Rename:
@@ -81,10 +79,9 @@ class Rename:
 
     def idle(self, keys: Collection[str]) -> list[str]:
         """The renames, as they were given, that match none of these keys."""
+        patterns = [pattern for pattern, _ in self.patterns if not any(map(pattern.fullmatch, keys))]
         idle = [here for here, _ in self.prefixes if not any(key.startswith(here) for key in keys)]
-        return idle + [
-            PATTERN + pattern.pattern for pattern, _ in self.patterns if not any(pattern.fullmatch(key) for key in keys)
-        ]
+        return idle + [PATTERN + pattern.pattern for pattern in patterns]
 
 
 def prefixes_of(name: str, source: str, rename: Rename) -> Prefixes:
@@ -187,10 +184,8 @@ class KeyMap:
 
     def _own_path(self, key: str) -> KeyPath | None:
         """The path of a key if the stored one does not tell; data knows its own paths."""
-        if key == "":
-            return ()
-        if self._is_data:
-            return None
+        if not key or self._is_data:
+            return None if key else ()
         return tuple(key.split(".")) if self.is_renamed else default_path(key)
 
     def _rules_in_use(self) -> Prefixes:
@@ -274,8 +269,8 @@ class KeyMaps:
                 rules, special = self._following(adapter.module, rules, names)
         else:
             rules = prefixes_of(adapter.name, source, self._rename)
-            places = {key: self._rename.by_pattern(join(adapter.name, key)) for key in names}
-            special = {key: place for key, place in places.items() if place is not None}
+            places = ((key, self._rename.by_pattern(join(adapter.name, key))) for key in names)
+            special = {key: place for key, place in places if place is not None}
             if prefix is not None:
                 here, there = prefix
                 rules = _longest_first({"": f"{source}.", here: f"{source}.{there}"})
@@ -291,9 +286,8 @@ class KeyMaps:
         Prefixes that are about the optimizer's own keys go before those of the module.
         """
         name, followed = self._followed[module]
-        known = [name, *self._modules]
-        if not self._modules:  # keys of a stock checkpoint have one name in front
-            known += [there.partition(".")[0] for _, there in followed]
+        # Keys of a stock checkpoint have one name in front.
+        known = [name, *(self._modules or (there.partition(".")[0] for _, there in followed))]
         rules, (_, front) = dict(own), own[-1]
         if len(own) == 1:
             for here, there in followed:
@@ -303,8 +297,7 @@ class KeyMaps:
         special = {}
         for key in names:
             kind, _, fqn = key.removesuffix(".").partition(".")
-            place = self._rename.by_pattern(join(name, fqn))
-            if place is not None:
+            if (place := self._rename.by_pattern(join(name, fqn))) is not None:
                 special[key] = f"{front}{kind}.{_without_name(place, known)}."
         return _longest_first(rules), special
 

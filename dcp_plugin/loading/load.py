@@ -19,15 +19,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from dcp_plugin._torch import sharded_value
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
-from dcp_plugin.messages import first, some
-from dcp_plugin.planning.broadcast_read import BroadcastRead
 from dcp_plugin.planning.flatten import join
-from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.load import BroadcastRead, ShardedLoadPlanner
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
@@ -51,11 +49,8 @@ class Loading:
     def __init__(
         self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
     ) -> None:
-        self._ranks = ranks
-        self._config = config
-        self._partial = partial
-        self._strict = strict
-        self._path = path
+        self._ranks, self._config, self._path = ranks, config, path
+        self._partial, self._strict = partial, strict
         self._reader = ShardedReader(
             path,
             io_threads=config.io_threads,
@@ -158,9 +153,7 @@ class Loading:
         if match.problems or len(other) != len(self._planner.misfits) or 2 * len(other) > len(match.targets):
             return []
         modules = {
-            adapter.name: [
-                one.name for one in self._adapters if one.kind == "optimizer" and one.module is adapter.module
-            ]
+            adapter.name: [o.name for o in self._adapters if o.kind == "optimizer" and o.module is adapter.module]
             for adapter in self._adapters
             if adapter.kind == "module"
         }
@@ -198,10 +191,7 @@ class Loading:
         for adapter in self._adapters:
             targets = match.wanted[adapter.name].targets
             if targets or match.wanted[adapter.name].empty:
-                filled = {
-                    key: self._targets[join(adapter.name, key)] if target is None else target
-                    for key, target in targets.items()
-                }
+                filled = {k: self._targets[join(adapter.name, k)] if t is None else t for k, t in targets.items()}
                 strict = self._strict and self._partial is None
                 found = adapter.take(filled, partial(self._read_deferred, adapter, match), strict)
                 if found is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dcp_plugin._torch import is_tensor, sharded_value
-from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
@@ -33,7 +33,6 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
-from dcp_plugin.messages import first, some
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.state.adapters import StateAdapter
@@ -127,6 +126,7 @@ class Matching:
         self._kinds = kinds
         self._given = partial
         self._partial = partial or PartialLoad()
+        self._of_submodule = self._partial.of is not None
         self._rename = Rename.of(self._partial.rename)
         self._key_maps = KeyMaps(self._rename, [name for name, kind in kinds.items() if kind == "module"])
         self._strict = strict
@@ -153,15 +153,11 @@ class Matching:
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """The name in the checkpoint for each object: its own, or that of the only one of its kind."""
-        names = {adapter.name for adapter in adapters}
         for adapter in adapters:
-            name = adapter.name
-            if (
-                adapter.kind in ("module", "optimizer")
-                and name not in self._kinds
-                and not self._key_maps.is_about(adapter)
-            ):
-                alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in names]
+            name, here = adapter.name, self._names_here
+            named = adapter.kind in ("module", "optimizer") and name not in self._kinds
+            if named and not self._key_maps.is_about(adapter):
+                alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in here]
                 if len(alike) == 1 and sum(other.kind == adapter.kind for other in adapters) == 1:
                     name = alike[0]
                     self._warn(f"{self._path} has no {adapter.name!r}; its only {adapter.kind}, {name!r}, is loaded.")
@@ -314,8 +310,7 @@ class Matching:
     def _judge_keys(self) -> None:
         """Missing and unexpected keys, as the policies say."""
         before = len(self._match.problems)
-        lines = self._about_wrapper()
-        if lines:
+        if lines := self._about_wrapper():
             self._missing.clear()
         else:
             lines = list(self._absent)
@@ -326,14 +321,12 @@ class Matching:
         if lines:
             self._apply(self._partial.missing, lines, "they keep their values")
         found = self._found | taken_by(renames, self._missing)
-        unexpected = [key for key in self._unexpected if key not in found]
-        if unexpected:
+        if unexpected := [key for key in self._unexpected if key not in found]:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
         if len(self._match.problems) > before:
-            policies = 'missing="ignore" and unexpected="ignore" load what fits'
-            if self._given is None:
-                policies = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
-            self._match.problems.append(policies)
+            everything = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
+            a_part = 'missing="ignore" and unexpected="ignore" load what fits'
+            self._match.problems.append(everything if self._given is None else a_part)
         elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
             advice = some(lines, 3, "; ")
             self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
@@ -356,10 +349,6 @@ class Matching:
             self._warn(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
             self._match.problems.extend(first(lines))
-
-    @property
-    def _of_submodule(self) -> bool:
-        return self._partial.of is not None
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
         """Renames that would help. A sub-module has one prefix, and only its source can be changed."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import islice, zip_longest
 
+from dcp_plugin.errors import MAX_CANDIDATES, nearest, some
 from dcp_plugin.format.summary import Summary
-from dcp_plugin.messages import MAX_CANDIDATES, nearest, some
 
 _SAMPLE = 200
 _SPELLED_OUT = 4

@@ -75,8 +75,7 @@ def flatten(tree: Mapping[str, Any], walks: Walks = walked_by_us) -> tuple[dict[
     for key, path, leaf in _walk("", (), tree, walks):
         if key in leaves:
             raise CheckpointMismatch(f"two values of the state have the key {key!r} (paths {paths[key]} and {path})")
-        leaves[key] = leaf
-        paths[key] = path
+        leaves[key], paths[key] = leaf, path
     return leaves, paths
 
 
@@ -84,13 +83,12 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
     """The inverse of :func:`flatten`."""
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
-        node = root
-        path = paths[key]
-        for part in path[:-1]:
+        node, (*above, last) = root, paths[key]
+        for part in above:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise CheckpointMismatch(f"{key} lies inside of another value")
-        node[path[-1]] = _Leaf(leaf)
+        node[last] = _Leaf(leaf)
     return {(part[1] if isinstance(part, tuple) else str(part)): _restore(node) for part, node in root.items()}
 
 
@@ -143,11 +141,10 @@ def _restore(node: Any) -> Any:
     """The tree below a node, with lists and tuples for nodes whose keys are positions."""
     if isinstance(node, _Leaf):
         return node.value
-    parts = list(node)
-    if all(isinstance(part, int) for part in parts):
-        return [_restore(node[part]) for part in sorted(parts)]
-    if all(isinstance(part, tuple) and part[0] == "t" for part in parts):
-        return tuple(_restore(node[part]) for part in sorted(parts, key=lambda part: int(part[1])))
+    if all(isinstance(part, int) for part in node):
+        return [_restore(node[part]) for part in sorted(node)]
+    if all(isinstance(part, tuple) and part[0] == "t" for part in node):
+        return tuple(_restore(node[part]) for part in sorted(node, key=lambda part: int(part[1])))
     return {step_of(part): _restore(child) for part, child in node.items()}
 
 
@@ -188,11 +185,8 @@ def holds_sharded(value: Any) -> bool:
 def _mapping_part(key: Any) -> Any:
     if isinstance(key, str):
         return key
-    if isinstance(key, np.integer):
-        return ("k", int(key))
-    if isinstance(key, (bool, int, float)):
-        return ("k", key)
-    return None
+    key = int(key) if isinstance(key, np.integer) else key
+    return ("k", key) if isinstance(key, (bool, int, float)) else None
 
 
 def _is_walked_list(value: Any) -> bool:

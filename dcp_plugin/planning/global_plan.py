@@ -7,7 +7,7 @@ hold the same box are neighbours, and every later step is one pass of numpy over
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -82,7 +82,8 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     keys = _Keys(inventories)
     everything = _Rows.of(inventories, keys)
     everything.check(keys)
-    rows = everything.only_writers()
+    may_write = everything.new | everything.any_rank  # without those that hold what only an earlier rank may write
+    rows = everything.take(may_write, everything.new[may_write])
     ties = _common_ties(everything, rows)
     held = rows.held(keys)
     parts = _balance_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
@@ -204,8 +205,7 @@ class _Rows:
 
     def take(self, rows: Column, new: Column) -> _Rows:
         """A selection of the rows, with other marks."""
-        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "new"}
-        return _Rows(**columns, new=new)
+        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
     def check(self, keys: _Keys) -> None:
         """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
@@ -225,11 +225,6 @@ class _Rows:
                 f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {needed}: a part "
                 f"is missing, or parts overlap. Is every rank of the mesh saving?"
             )
-
-    def only_writers(self) -> _Rows:
-        """The rows of ranks that may write: without those that hold what only an earlier rank may write."""
-        kept = self.new | self.any_rank
-        return self.take(kept, self.new[kept])
 
     def held(self, keys: _Keys) -> HeldBoxes:
         first = np.flatnonzero(self.new)

@@ -179,12 +179,12 @@ def _cut(held: HeldBoxes, tape: Ints, edges: np.ndarray[Any, Any], holder: Ints)
         position = int(starts[at])
         rest = [_entire(held, int(tape[at]))]
         taken: list[tuple[int, BoxPart]] = []
-        for number in np.flatnonzero(inside == at).tolist():
+        numbers = np.flatnonzero(inside == at).tolist()
+        for number in numbers:
             mine, rest = _divide(rest, round(edges[number]) - position)
             position += sum(part.nbytes for part in mine)
             taken += [(number, part) for part in mine]
-        taken += [(int(np.flatnonzero(inside == at)[-1]) + 1, part) for part in rest]
-        cuts[int(tape[at])] = taken
+        cuts[int(tape[at])] = taken + [(numbers[-1] + 1, part) for part in rest]
     return cuts
 
 

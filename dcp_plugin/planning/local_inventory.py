@@ -205,8 +205,7 @@ class LocalSlot:
 
 def without_rank(key: str) -> str:
     """A key without the rank and the part that it may be for."""
-    found = LocalSlot.parse(key)
-    return found.slot if found else key
+    return found.slot if (found := LocalSlot.parse(key)) else key
 
 
 Shards = Mapping[str, Mapping[str, Box]]
@@ -306,10 +305,9 @@ def _hashes(state: Flat) -> dict[str, bytes]:
     """A hash of each tensor or value, with dtype and shape."""
     tensors = {key: value for key, value in state.items() if isinstance(value, ShardedValue)}
     bytes_of = dict(zip(tensors, hashes_of([value.chunks[0].tensor for value in tensors.values()], 1), strict=True))
-    hashes = {}
-    for key, value in state.items():
-        if isinstance(value, ShardedValue):
-            hashes[key] = bytes_of[key] + f"{value.dtype}{value.shape}".encode()
-        else:
-            hashes[key] = hashlib.blake2b(value.data, digest_size=16).digest()
-    return hashes
+    return {
+        key: bytes_of[key] + f"{value.dtype}{value.shape}".encode()
+        if isinstance(value, ShardedValue)
+        else hashlib.blake2b(value.data, digest_size=16).digest()
+        for key, value in state.items()
+    }

@@ -1,18 +1,34 @@
-"""The save planner: what each rank holds, and from all of that, what each rank writes.
+"""The plan of a save: what each rank holds, and from all of that, what each rank writes.
 
-A real DCP ``SavePlanner``; ``torch.distributed.checkpoint.save(sd, planner=ShardedSavePlanner())`` works with any
-writer.
+:class:`ShardedSavePlanner` is a real DCP ``SavePlanner``;
+``torch.distributed.checkpoint.save(sd, planner=ShardedSavePlanner())`` works with any writer.
+
+Our own saves make the same plan with :class:`PlanExchange`, for a few bytes per rank, and for one digest per rank when
+nothing has changed:
+
+1. Each rank sends digests: of the plan it remembers, of the description of what it holds, of all it holds, and of what
+   should be equal on all ranks (:class:`~dcp_plugin.planning.local_inventory.RankLocal`). If that differs, they compare
+   it key by key and begin again. A plan follows from the digests of all ranks. If every rank remembers the plan that
+   follows now, that is all.
+2. Otherwise rank 0 names one rank for each description, these send it, and all ranks send their offsets. Each gets
+   back what it has to write.
+
+A digest covers everything that the metadata depends on: keys and their paths, dtypes, shapes, boxes, kinds, ties. It
+does not cover the bytes of values, whose lengths may change from save to save.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -36,8 +52,9 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, default_path
 from dcp_plugin.format.metadata import state_metadata
 from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping, walked_by_stock
-from dcp_plugin.planning.global_plan import Share, make_global_plan
-from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
+from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
+from dcp_plugin.ranks import Ranks, pack, unpack
 from dcp_plugin.tensors import narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
@@ -57,8 +74,8 @@ _NO_FACTS = LocalFacts({}, {}, frozenset())
 class ShardedSavePlanner(SavePlanner):
     """Planner of one save.
 
-    DCP drives it with plans of write items. Our own saves use :mod:`dcp_plugin.planning.plan_exchange` instead,
-    which takes a few bytes per rank; who writes what is decided by the same code.
+    DCP drives it with plans of write items. Our own saves use :class:`PlanExchange` instead; who writes what is decided
+    by the same code.
 
     Args:
         allow_pickle: Keys (globs) whose values may be stored although only unpickling code restores them.
@@ -93,9 +110,8 @@ class ShardedSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self._state.items() for item in _items(key, value)]
-        stored_whole = frozenset(
-            key for key, value in self._state.items() if isinstance(value, ShardedValue) and value.stored_whole
-        )
+        tensors = {key: value for key, value in self._state.items() if isinstance(value, ShardedValue)}
+        stored_whole = frozenset(key for key, value in tensors.items() if value.stored_whole)
         return SavePlan(items, planner_data=LocalFacts(self._paths, ties_of(self._state), stored_whole))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -242,3 +258,126 @@ def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
             data = TensorWriteData(box, properties[dtype], shapes[key])
             items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
     return items
+
+
+T = TypeVar("T")
+_DIGEST = 16
+
+
+class _Digests(NamedTuple):
+    """The digests that a rank sends first."""
+
+    plan: bytes
+    description: bytes
+    inventory: bytes
+    doubtful: bytes
+    """Of what should be the same on all ranks that have it; empty where there is nothing of that."""
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Digests:
+        return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A plan as one rank knows it; ``global_plan`` is on rank 0 alone."""
+
+    digest: bytes
+    inventory: LocalInventory
+    share: Share
+    global_plan: GlobalPlan | None
+
+    @functools.cached_property
+    def items(self) -> list[WriteItem]:
+        """What this rank writes, for DCP's interfaces."""
+        return items_of(self.share, self.inventory)
+
+
+@dataclass(frozen=True)
+class _Reply(Generic[T]):
+    """The answer of rank 0: the plan that all remember, or the ranks that have to send their description."""
+
+    digest: bytes
+    describers: list[int] | None
+    differ: bool
+    prepared: T
+
+
+class PlanExchange:
+    """Plans the saves of a group of ranks, and remembers the last plan."""
+
+    def __init__(self) -> None:
+        self._last: RankPlan | None = None
+        self.repeated = False
+        """Whether the last call found the plan remembered."""
+
+    def plan(
+        self,
+        step: str,
+        ranks: Ranks,
+        hold: Callable[[], LocalInventory],
+        prepare: Callable[[], T],
+        local: RankLocal | None = None,
+    ) -> tuple[RankPlan, T]:
+        """The plan for what ``hold`` returns on all ranks, and what ``prepare`` returned on rank 0. Collective.
+
+        Args:
+            local: Knows, when ``hold`` has returned, what should be the same on all ranks. If it is not, ``hold`` and
+                ``prepare`` are called once more.
+        """
+        mine: list[LocalInventory] = []
+
+        def claim() -> bytes:
+            mine[:] = [hold()]
+            last = self._last.digest if self._last else bytes(_DIGEST)
+            doubtful = local.digest(ranks.rank) if local else b""
+            return b"".join(_Digests(last, mine[0].description.digest, mine[0].digest, doubtful))
+
+        def answer(claims: list[bytes]) -> _Reply[T]:
+            decoded = list(map(_Digests.decode, claims))
+            differ = ranks.size > 1 and len({claim.doubtful for claim in decoded if claim.doubtful}) > 1
+            return _Reply(*self._answer(decoded), differ, prepare())
+
+        reply = ranks.combine(step, claim, answer)
+        if reply.differ and local is not None and local.compare(step, ranks):
+            reply = ranks.combine(step, claim, answer)
+        describers = reply.describers
+        self.repeated = describers is None
+        if describers is not None:
+            made: list[GlobalPlan] = []
+
+            def tell() -> tuple[bytes, bytes]:
+                return (pack(mine[0].description) if ranks.rank in describers else b"", mine[0].pack_offsets())
+
+            def deal(told: list[tuple[bytes, bytes]]) -> list[bytes]:
+                made.append(make_global_plan(self._inventories(told)))
+                return [share.encode() for share in made[0].shares(ranks.size)]
+
+            share = Share.decode(ranks.scatter(step, tell, deal))
+            self._last = RankPlan(reply.digest, mine[0], share, made[0] if made else None)
+        assert self._last is not None
+        return self._last, reply.prepared
+
+    def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
+        """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
+        remember that plan."""
+        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()
+        if self._last is not None and all(claim.plan == digest for claim in claims):
+            return digest, None
+        first: dict[bytes, int] = {}
+        self._described_by = [first.setdefault(claim.description, rank) for rank, claim in enumerate(claims)]
+        return digest, list(first.values())
+
+    def _inventories(self, told: list[tuple[bytes, bytes]]) -> list[LocalInventory]:
+        """What all ranks hold, from the descriptions that some have sent, and the offsets of all."""
+        descriptions = {rank: unpack(told[rank][0]) for rank in dict.fromkeys(self._described_by)}
+        pairs = zip(self._described_by, told, strict=True)
+        return [LocalInventory.unpack(descriptions[rank], offsets) for rank, (_, offsets) in pairs]
+
+
+def in_table_order(global_plan: GlobalPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """For each chunk of the table, the position of its result among the results of all ranks, end to end."""
+    order = global_plan.order
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
+    return position

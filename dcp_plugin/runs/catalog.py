@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, some
 from dcp_plugin.format import METADATA, SUMMARY
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
-from dcp_plugin.messages import some
 from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointState

@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from dcp_plugin.config import CheckpointConfig, local_path
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import MAX_CANDIDATES, CheckpointError, CheckpointMismatch, SaveFailed, nearest, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
 from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.loading.key_map import find_prefix
-from dcp_plugin.messages import MAX_CANDIDATES, nearest, some
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.ranks import Attempt, Ranks, pack, unpack

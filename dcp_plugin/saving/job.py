@@ -33,8 +33,7 @@ from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
-from dcp_plugin.planning.plan_exchange import PlanExchange, RankPlan, in_table_order
-from dcp_plugin.planning.save import data_of, encode_state
+from dcp_plugin.planning.save import PlanExchange, RankPlan, data_of, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.saving.base import KeySelection, LeftOut
@@ -190,7 +189,7 @@ class HostCopy:
     def release(self) -> None:
         """Let go on what waits to change the state."""
         if self._guard is not None:
-            self._guard.release()
+            self._guard.copied.set()
 
 
 class SavePipeline:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin import events
-from dcp_plugin._python import before_threads_end
+from dcp_plugin._torch import before_threads_end
 from dcp_plugin.errors import CheckpointError, SaveFailed
 
 logger = logging.getLogger("dcp_plugin")

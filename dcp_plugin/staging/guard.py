@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread th
 
 
 class Guard:
-    """One copy under way. Until :meth:`release`, what would change the state waits.
+    """One copy under way. Until :attr:`copied` is set, what would change the state waits.
 
     Args:
         modules: To load into one of them, alone or as a part of another, waits, too.
@@ -41,36 +41,26 @@ class Guard:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         _hold_back_steps()
         take_off_hooks()
-        self._copied = threading.Event()
+        self.copied = threading.Event()
+        """Set when the copy is made, or will never be: what was held back goes on."""
         self.hooks: list[RemovableHandle] = [
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
             for module in modules
         ]
         _under_way.append(self)
 
-    def release(self) -> None:
-        """Let what was held back go on: the copy is made, or will never be."""
-        self._copied.set()
-
-    @property
-    def released(self) -> bool:
-        return self._copied.is_set()
-
-    def wait(self) -> None:
-        self._copied.wait()
-
 
 def wait_until_copied() -> None:
     """Wait for every copy under way in this process, before parameters are changed."""
     for guard in tuple(_under_way):
-        guard.wait()
+        guard.copied.wait()
     take_off_hooks()
 
 
 def take_off_hooks() -> None:
     """Remove the hooks of finished copies. Called by the thread that trains."""
     for guard in tuple(_under_way):
-        if guard.released:
+        if guard.copied.is_set():
             for hook in guard.hooks:
                 hook.remove()
             _under_way.remove(guard)
@@ -104,4 +94,4 @@ def _and_wait(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def _before_load(module: nn.Module, *args: Any) -> None:
     for guard in tuple(_under_way):
-        guard.wait()  # its hooks are not removed here: this one is being called
+        guard.copied.wait()  # its hooks are not removed here: this one is being called

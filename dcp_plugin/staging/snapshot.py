@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_plugin._torch import DTensor, version_of
-from dcp_plugin.errors import CheckpointMismatch, SaveFailed
+from dcp_plugin.errors import CheckpointMismatch, SaveFailed, some
 from dcp_plugin.host_memory import address_of, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE
-from dcp_plugin.messages import some
 from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
 
@@ -46,10 +45,6 @@ class _Later(NamedTuple):
     memory: tuple[torch.Tensor, ...]
     """Its memory on this rank, as it was at the call."""
     versions: tuple[int | None, ...]
-
-    @property
-    def counted_up(self) -> bool:
-        return _versions_of(self.leaf, self.memory) != self.versions
 
 
 class Snapshot:
@@ -132,7 +127,8 @@ class Snapshot:
                 _copy_later(copies[identity], tensor)
         self._streams.synchronize()
         written = self._sample.differs(self._streams)
-        self.changed = [one.key for one in later if one.counted_up or one.key in written]
+        written.update(one.key for one in later if _versions_of(one.leaf, one.memory) != one.versions)
+        self.changed = [one.key for one in later if one.key in written]
         if self.changed:
             raise SaveFailed(
                 f"{some(self.changed, 5)} changed while being copied, by something else than a step of an "
@@ -216,9 +212,8 @@ def _memory_on_this_rank(leaf: Any) -> tuple[torch.Tensor, ...]:
             return ()
     if isinstance(leaf, ShardedValue):
         return () if leaf.stored_whole else tuple(chunk.tensor for chunk in leaf.chunks)
-    if isinstance(leaf, DTensor):
-        local = leaf.to_local()
-        return (local,) if type(local) in EXACTLY_TENSORS else ()
+    if isinstance(leaf, DTensor) and type(local := leaf.to_local()) in EXACTLY_TENSORS:
+        return (local,)
     return ()
 
 
@@ -259,11 +254,9 @@ class _Sample:
 
     def __init__(self, later: Iterable[_Later]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
-        for one in later:
-            for tensor in one.memory:
-                places = _samples_of(tensor)
-                if places is not None:
-                    groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
+        for key, tensor in ((one.key, tensor) for one in later for tensor in one.memory):
+            if (places := _samples_of(tensor)) is not None:
+                groups.setdefault((tensor.device, tensor.dtype), []).append((key, places))
         self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
 
     def differs(self, streams: _Streams) -> set[str]:
@@ -352,7 +345,8 @@ class HostPool:
         """A place for each tensor. All places given out before, by either method, are used again."""
         held = sum(slab.memory.nbytes for (later, _), slab in self._slabs.items() if not later)
         if sum(tensor.nbytes for tensor in tensors) > held:
-            self._free(later=True)  # what comes here now may have been there before
+            for pinned in (False, True):
+                self._slabs[True, pinned].free()  # what comes here now may have been there before
         return self._places(tensors, later=False)
 
     def places_for_later(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
@@ -380,12 +374,8 @@ class HostPool:
         return sum(slab.nbytes for slab in self.slabs)
 
     def free(self) -> None:
-        self._free(later=False)
-        self._free(later=True)
-
-    def _free(self, later: bool) -> None:
-        for pinned in (False, True):
-            self._slabs[later, pinned].free()
+        for slab in self._slabs.values():
+            slab.free()
 
 
 class _Slab:
@@ -401,16 +391,11 @@ class _Slab:
             memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
             memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
             if self._pinned and nbytes:  # to register nothing is an error
-                _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory
         return self.memory
 
     def free(self) -> None:
         if self._pinned and self.memory.nbytes:
-            _check(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))  # type: ignore[no-untyped-call]
         self.memory = torch.empty(0, dtype=torch.uint8)
-
-
-def _check(code: int) -> None:
-    """Raise the error of a CUDA runtime call."""
-    torch.cuda.check_error(code)

@@ -36,24 +36,17 @@ from dcp_plugin.types import ShardedValue
 def mark_parameters(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a module with the replicated and the frozen parameters marked."""
     shapes, frozen = _replicated(module), frozen_names(module)
-    if shapes:
-        state = {key: _marked(value) if _is_replica(value, shapes.get(key)) else value for key, value in state.items()}
-    if frozen:
-        state = {key: _as_frozen(value) if key in frozen else value for key, value in state.items()}
-    return state
+    state = state | {key: _marked(state[key]) for key in shapes if _is_replica(state.get(key), shapes[key])}
+    return state | {key: _as_frozen(state[key]) for key in frozen & state.keys()}
 
 
 def frozen_names(module: nn.Module) -> set[str]:
     """The clean FQNs of the parameters that are not trained, tied ones under each of their names."""
     if all(parameter.requires_grad for _, child in named_modules(module) for _, parameter in own_parameters(child)):
         return set()
-    names = flat_parameter_names(module)
-    clean = CleanNames(module)
-    frozen: set[str] = set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
-            frozen.update((clean(name), *names[id(parameter)]))
-    return frozen
+    names, clean = flat_parameter_names(module), CleanNames(module)
+    named = module.named_parameters(remove_duplicate=False)
+    return {one for name, p in named if not p.requires_grad for one in (clean(name), *names[id(p)])}
 
 
 def layout_of(leaf: Any) -> str:
@@ -80,12 +73,9 @@ def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
     shapes = _replicated(module) if is_of_torch(optimizer) else {}
     if not shapes:
         return state
-    marked = {}
-    for key, value in state.items():
-        if key.startswith("state.") and _is_replica(value, shapes.get(key[6:].rpartition(".")[0])):
-            value = _marked(value)
-        marked[key] = value
-    return marked
+    fqn_of = {key: key[6:].rpartition(".")[0] for key in state if key.startswith("state.")}
+    replicas = (key for key, fqn in fqn_of.items() if _is_replica(state[key], shapes.get(fqn)))
+    return state | {key: _marked(state[key]) for key in replicas}
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
@@ -131,10 +121,11 @@ class StepStableMemory:
                 self.modules += [child for child in children if next(own_parameters(child), None) is not None]
                 parameters = [parameter for child in children for _, parameter in own_parameters(child)]
                 trained.update(_memory(parameter for parameter in parameters if parameter.requires_grad))
-                self._unstable.update(_memory(parameter for parameter in parameters if not parameter.requires_grad))
-                self._unstable.update(_memory(buffer for child in children for _, buffer in own_buffers(child)))
-                for averaged in (child for child in children if isinstance(child, AveragedModel)):
-                    self._unstable.update(_memory(averaged.parameters()))
+                unstable = [parameter for parameter in parameters if not parameter.requires_grad]
+                unstable += [
+                    parameter for c in children if isinstance(c, AveragedModel) for parameter in c.parameters()
+                ]
+                self._unstable.update(_memory((*unstable, *(b for child in children for _, b in own_buffers(child)))))
             elif isinstance(one, torch.optim.Optimizer):
                 slots = (slot for slots in one.state.values() for slot in _tensors(slots))
                 self._slots.update((id(slot), slot) for slot in slots)

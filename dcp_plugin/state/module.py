@@ -14,6 +14,7 @@ That goes through the public ``torch.distributed.checkpoint.state_dict`` functio
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -152,20 +153,16 @@ def materialise(module: nn.Module) -> list[str]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         for child in module.modules():
-            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
-                if tensor.is_meta:
-                    value: Any = tensor
-                    sharded = isinstance(value, DTensor)
-                    device = value.device_mesh.device_type if sharded else torch.get_default_device()
-                    child.to_empty(device=device, recurse=False)
-                    break
+            own: Iterator[Any] = itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False))
+            if (meta := next((tensor for tensor in own if tensor.is_meta), None)) is not None:
+                sharded = isinstance(meta, DTensor)
+                device = meta.device_mesh.device_type if sharded else torch.get_default_device()
+                child.to_empty(device=device, recurse=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     if lost:
-        warnings.warn(
-            f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them",
-            stacklevel=2,
-        )
+        message = f"buffers that were on the meta device and are in no checkpoint: {', '.join(lost)}; initialise them"
+        warnings.warn(message, stacklevel=2)
     return waiting
 
 
@@ -173,8 +170,7 @@ def same_parameter(module: nn.Module) -> dict[str, str]:
     """For each name of a parameter that has several (tied weights), the first of them. All by clean FQN."""
     first: dict[int, str] = {}
     named = [(name, first.setdefault(id(tensor), name)) for name, tensor in own_tensors(module).items()]
-    same = {name: other for name, other in named if other != name}
-    same.update(same_flat_parameter(module))
+    same = {name: other for name, other in named if other != name} | same_flat_parameter(module)
     return same | {name: name for name in same.values()}
 
 

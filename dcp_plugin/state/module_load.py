@@ -98,9 +98,9 @@ class ModuleLoad:
         if not apply or self._overridden:
             self._hooked = {""}
         elif not self._fsdp1:  # FSDP1 is loaded through load_state_dict
-            self._hooked = set(_topmost_that_take_a_state_dict(module, ""))
+            self._hooked = set(_prefixes(module, takes_state_dict, topmost=True))
         values, clean = self.state.values, self.state.clean_prefix
-        self._free = {key for key, value in values.items() if not is_tensor(value) or _is_extra(key)}
+        self._free = {k for k, value in values.items() if not is_tensor(value) or k.rpartition(".")[2] == _EXTRA_STATE}
         self._below = set(map(clean, self._hooked))
         """The clean prefixes of what is handed over."""
         sharded = {
@@ -112,7 +112,8 @@ class ModuleLoad:
         # Where a submodule is sharded its hooks get what the module has, sharded as it is. What else is stored stays
         # unread, since its distribution is not known.
         self._judging = {below for below in self._below if not apply or below not in sharded}
-        self._forgiving = set(map(clean, _with_post_hooks(module, ""))) if apply and not self._fsdp1 else set()
+        forgiving = _prefixes(module, has_post_load_hooks, topmost=False) if apply and not self._fsdp1 else ()
+        self._forgiving = set(map(clean, forgiving))
         self._apart = self._tied_to_hooked()
         self._paths: Mapping[str, KeyPath] = {}
         self._parts: dict[str, list[str]] = {}
@@ -128,7 +129,8 @@ class ModuleLoad:
         self._paths, values = paths, self.state.values
         self._parts = defaultdict(list)
         for name in stored:
-            if name not in values and (tree := next((one for one in _trees(name) if one in self._free), None)):
+            tree = next((p[:-1] for p in _parents(name) if p[:-1] in self._free), "") if name not in values else ""
+            if tree:  # the outermost that the name may be a part of
                 self._parts[tree].append(name)
         targets: dict[str, Any] = {}
         absent: list[str] = []
@@ -142,7 +144,8 @@ class ModuleLoad:
                 targets[key] = _target_for(stored[key], value)
             elif names:
                 targets[key] = value
-            if not names and not _is_empty(value):  # stock DCP stores nothing for an empty container
+            is_empty = isinstance(value, (dict, list, tuple)) and not value
+            if not names and not is_empty:  # stock DCP stores nothing for an empty container
                 absent.append(key)
         judged = [key for key in stored if key not in targets and _is_below(key, self._judging)]
         targets |= {key: _target_for(stored[key], None) for key in judged}
@@ -179,7 +182,9 @@ class ModuleLoad:
             apply_module(self._module, {**self.state.values, **self._values_below("")}, strict=False)
         elif self._overridden:
             unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
-            found = call_load_state_dict(self._module, self._full_state_dict(), strict) or unsaid
+            state: OrderedDict[str, Any] = self._handed_to("")
+            state._metadata = self.state.metadata  # type: ignore[attr-defined]
+            found = call_load_state_dict(self._module, state, strict) or unsaid
         else:
             self._walk(self._module, "", None, found)
         clean = self.state.clean
@@ -221,11 +226,7 @@ class ModuleLoad:
                 self._keys_below[below].append(key)
                 continue
             free = key in self._free
-            here = (
-                key in self._filled
-                or key in self._tied
-                or (free and any(name in self._filled for name in self._parts[key]))
-            )
+            here = self._is_filled(key) or (free and any(name in self._filled for name in self._parts[key]))
             apart = free or key in self._apart or key not in own
             if here and (apart or not same_memory(own[key], value)):
                 self._copies[_above(key)][key.rpartition(".")[2]] = key
@@ -259,12 +260,6 @@ class ModuleLoad:
             self._walk(child, below, part, found)
         call_post_load_hooks(module, found, of_torch_too=state is not None)
 
-    def _full_state_dict(self) -> OrderedDict[str, Any]:
-        """The full state dict of the module, for a ``load_state_dict`` of its own."""
-        state: OrderedDict[str, Any] = self._handed_to("")
-        state._metadata = self.state.metadata  # type: ignore[attr-defined]
-        return state
-
     def _values_below(self, below: str) -> dict[str, Any]:
         """Read everything below a clean prefix, by clean FQN."""
         keys, names = self._keys_below[below], self._names_below[below]
@@ -288,7 +283,8 @@ class ModuleLoad:
         owners = {_above(key): _above(raw[key]) for key in self._keys_below[below] if key in raw}
         handed: OrderedDict[str, Any] = OrderedDict()
         for key, value in self._values_below(below).items():
-            owner = next((one for one in _owners(key) if one in owners), None)  # of what is only stored: the nearest
+            # Of what is only stored: the nearest.
+            owner = next((one for one in reversed(list(_parents(key))) if one in owners), None)
             name = raw.get(key) or (owners[owner] + key[len(owner) :] if owner is not None else "")
             handed[prefix + (name[len(above) :] if name.startswith(above) and name else key[len(below) :])] = value
         return handed
@@ -297,15 +293,14 @@ class ModuleLoad:
         """A state dict for one module without its children, if something of it was not filled in place. What was, is
         in it as itself, and copying it onto itself does nothing."""
         own = own_state(module)
-        extra = has_extra_state(module)
-        mine = {name: key for name, key in copies.items() if name in own or (extra and name == _EXTRA_STATE)}
+        taken = own.keys() | ({_EXTRA_STATE} if has_extra_state(module) else set())
+        mine = {name: key for name, key in copies.items() if name in taken}
         if not mine:
             return None
         trees = [name for key in mine.values() if key in self._free for name in self._parts[key]]
         found = self._read_now([name for name in (*mine.values(), *trees) if name in self._filled])
-        values = {name: self._assembled(key, found) for name, key in mine.items()}
-        values = {name: value for name, value in values.items() if value is not _NOTHING}
-        return {f"{prefix}{name}": value for name, value in {**own, **values}.items()}
+        read = {name: value for name, key in mine.items() if (value := self._assembled(key, found)) is not _NOTHING}
+        return {f"{prefix}{name}": value for name, value in {**own, **read}.items()}
 
     def _read_now(self, names: list[str]) -> dict[str, Any]:
         """The values of some names; what was deferred is allocated and read now."""
@@ -331,12 +326,12 @@ class ModuleLoad:
 _NOTHING = object()
 
 
-def _topmost_that_take_a_state_dict(module: nn.Module, prefix: str) -> Iterator[str]:
-    if takes_state_dict(module):
+def _prefixes(module: nn.Module, has: Callable[[nn.Module], bool], topmost: bool, prefix: str = "") -> Iterator[str]:
+    """The prefixes of the submodules that have something; with ``topmost``, of none below another."""
+    if found := has(module):
         yield prefix
-        return
-    for name, child in own_modules(module):
-        yield from _topmost_that_take_a_state_dict(child, f"{prefix}{name}.")
+    for name, child in () if found and topmost else own_modules(module):
+        yield from _prefixes(child, has, topmost, f"{prefix}{name}.")
 
 
 def _target_for(entry: Entry, like: Any) -> Any:
@@ -349,21 +344,6 @@ def _target_for(entry: Entry, like: Any) -> Any:
     return Deferred(entry, like) if plain or isinstance(like, (DTensor, ShardedTensor)) else like
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple)) and not value
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _with_post_hooks(module: nn.Module, prefix: str) -> Iterator[str]:
-    if has_post_load_hooks(module):
-        yield prefix
-    for name, child in own_modules(module):
-        yield from _with_post_hooks(child, f"{prefix}{name}.")
-
-
 def _parents(key: str) -> Iterator[str]:
     """The prefixes that a key is below: of the root and of each module around it, the outermost first."""
     yield ""
@@ -371,16 +351,6 @@ def _parents(key: str) -> Iterator[str]:
     while at >= 0:
         yield key[: at + 1]
         at = key.find(".", at + 1)
-
-
-def _owners(key: str) -> Iterator[str]:
-    """:func:`_parents`, the innermost first."""
-    return reversed(list(_parents(key)))
-
-
-def _trees(name: str) -> Iterator[str]:
-    """The keys that a name may be a part of the tree of, the outermost first."""
-    return (parent[:-1] for parent in _parents(name) if parent)
 
 
 def _above(key: str) -> str:

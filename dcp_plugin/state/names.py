@@ -175,8 +175,7 @@ def joint_module(
     wanted = {id(parameter) for parameter in loose.values()}
     members: dict[str, nn.Module] = {}
     for member, module in modules.items():
-        found = wanted & {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}
-        if found:
+        if found := wanted & {id(p) for _, child in named_modules(module) for _, p in own_parameters(child)}:
             members[member] = module
             wanted -= found
     if not members and wanted.isdisjoint(map(id, _tensors(state))):

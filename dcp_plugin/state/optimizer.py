@@ -176,7 +176,7 @@ class LiveState:
         own = (
             isinstance(found, Mapping)
             and {"state", "param_groups"} <= found.keys()
-            and list(map(_size, found["param_groups"])) == list(map(_size, optimizer.param_groups))
+            and [len(g["params"]) for g in found["param_groups"]] == [len(g["params"]) for g in optimizer.param_groups]
         )
         state, groups = (found["state"], found["param_groups"]) if own else (optimizer.state, optimizer.param_groups)
         known = {
@@ -187,7 +187,9 @@ class LiveState:
         if not own:  # there may be state of a parameter that is in no group any more
             known |= {key: names[id(key)] for key in state if isinstance(key, torch.Tensor)}
         slots = {
-            known[key]: _laid_out(slots, key) if hasattr(key, "global_shape") else dict(slots)
+            known[key]: {slot: laid_out_like(value, key) for slot, value in slots.items()}
+            if hasattr(key, "global_shape")
+            else dict(slots)
             for key, slots in state.items()
             if key in known
         }
@@ -222,14 +224,6 @@ class LiveState:
                 current, value = group.get(field), _of_type(group.get(field), value)
                 # Captured graphs and schedulers hold a learning rate that is a tensor: it stays the same object.
                 group[field] = current.copy_(value) if isinstance(current, torch.Tensor) else value
-
-
-def _laid_out(slots: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    return {slot: laid_out_like(value, parameter) for slot, value in slots.items()}
-
-
-def _size(group: Mapping[str, Any]) -> int:
-    return len(group["params"])
 
 
 def _of_type(current: Any, value: Any) -> Any:

@@ -19,7 +19,7 @@ from dcp_plugin._torch_modules import is_of_torch
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import unflatten
-from dcp_plugin.planning.local_inventory import Box, LocalSlot
+from dcp_plugin.planning.local_inventory import LocalSlot
 from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.state.optimizer import GLOBAL, LiveState, fields_of, group_names, split_key
@@ -94,7 +94,8 @@ class OptimizerLoad:
     def _take_local(self, fqn: str, slot: str, found: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]) -> None:
         """What this rank itself had for its part of a parameter, else what another rank had for the same part."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        box = shard_of(self._layouts.get(fqn)) or _full_box_of(self._layouts[fqn])
+        shape = sharded_value(self._layouts[fqn]).shape
+        box = shard_of(self._layouts[fqn]) or ((0,) * len(shape), shape)
         fitting = [(local.rank != rank, key) for local, key in found if local.box == box]
         if fitting:
             _, self.wanted.stored_as[f"state.{fqn}.{slot}"] = min(fitting)
@@ -172,9 +173,7 @@ class OptimizerLoad:
             return dict(filled[GLOBAL])
         read = {key: filled[key] for key in self._global if key in filled}
         tree: dict[Any, Any] = unflatten(read, self._paths)[GLOBAL] if read else {}
-        if len(read) < len(self._global):
-            return _merged(self._live.others, tree)
-        return tree
+        return _merged(self._live.others, tree) if len(read) < len(self._global) else tree
 
     def _sort(self, filled: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """Slots and hyper-parameters by FQN."""
@@ -223,37 +222,27 @@ class OptimizerLoad:
 
     def _steps_on_device(self, fqn: str) -> bool:
         """Optimizers keep scalars such as ``step`` on the host, unless they are fused or capturable."""
-        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
-            if fqn in names:
-                return bool(group.get("fused") or group.get("capturable"))
-        return False
+        groups = zip(self._optimizer.param_groups, self._groups, strict=True)
+        return any(group.get("fused") or group.get("capturable") for group, names in groups if fqn in names)
 
     @staticmethod
     def _group_fields(number: int, names: list[str], fields: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        source: dict[str, str] = {}
+        merged: dict[str, tuple[str, Any]] = {}
         for fqn in names:
             for field, value in fields.get(fqn, {}).items():
-                if field in merged and repr(merged[field]) != repr(value):
+                source, known = merged.setdefault(field, (fqn, value))
+                if repr(known) != repr(value):
                     raise CheckpointMismatch(
-                        f"param group {number} holds {source[field]} and {fqn}, which had different {field} in the "
-                        f"checkpoint ({merged[field]} and {value}). Give the optimizer the groups it was saved with."
+                        f"param group {number} holds {source} and {fqn}, which had different {field} in the "
+                        f"checkpoint ({known} and {value}). Give the optimizer the groups it was saved with."
                     )
-                merged.setdefault(field, value)
-                source.setdefault(field, fqn)
-        return merged
+        return {field: value for field, (_, value) in merged.items()}
 
 
 _HAVE_STATE = (
     "let the optimizer take one step first (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(module, "
     "optimizer) lets it take one that changes nothing)"
 )
-
-
-def _full_box_of(value: Any) -> Box:
-    """The box of all of a tensor."""
-    shape = sharded_value(value).shape
-    return (0,) * len(shape), shape
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
