@@ -84,11 +84,7 @@ class ReadOptions:
 
 
 def load(
-    accelerator: Accelerator,
-    checkpointer: Checkpointer,
-    path: Path,
-    training: Training,
-    options: ReadOptions,
+    accelerator: Accelerator, checkpointer: Checkpointer, path: Path, training: Training, options: ReadOptions
 ) -> int:
     """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
 

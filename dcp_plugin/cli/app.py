@@ -104,8 +104,7 @@ def load_plan(
     include: Annotated[list[str] | None, typer.Option(help="Globs of the target's keys to load. Repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Globs to leave out. Repeatable.")] = None,
     rename: Annotated[
-        list[str] | None,
-        typer.Option(help="TARGET_PREFIX=CHECKPOINT_PREFIX, or re:PATTERN=TEMPLATE. Repeatable."),
+        list[str] | None, typer.Option(help="TARGET_PREFIX=CHECKPOINT_PREFIX, or re:PATTERN=TEMPLATE. Repeatable.")
     ] = None,
     missing: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
     unexpected: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
