@@ -22,8 +22,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format.columns import dtype_named
 from dcp_plugin.loading.load import plan_load
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.runs.catalog import list_checkpoints
-from dcp_plugin.runs.inspect import inspect, verify
+from dcp_plugin.runs.catalog import inspect, list_checkpoints, verify
 from dcp_plugin.types import PlannedLoad
 
 app = typer.Typer(

@@ -37,7 +37,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.runs import catalog
-from dcp_plugin.runs.inspect import inspect
+from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 
