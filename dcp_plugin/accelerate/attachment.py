@@ -296,8 +296,7 @@ class Attachment(BaseAttachment):
             warnings.warn(
                 f"this save is in the middle of gradient accumulation, after {within} of "
                 f"{accelerator.gradient_accumulation_steps} batches. Gradients are not saved: a resumed training "
-                f"starts with the first batch of the window. To continue exactly, save if "
-                f"accelerator.sync_gradients.",
+                "starts with the first batch of the window. To continue exactly, save if accelerator.sync_gradients.",
                 stacklevel=3,
             )
         for tracker in self._tracked():

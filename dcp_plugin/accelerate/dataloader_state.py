@@ -37,8 +37,7 @@ class TrackedSampler(Sampler[int]):
 
     def __init__(self, sampler: Any) -> None:
         self.inside = sampler
-        self.order: torch.Tensor | None = None
-        """The state of the generator that gave the order of this epoch."""
+        self.order: torch.Tensor | None = None  # the state of the generator that gave the order of this epoch
         self._next: tuple[torch.Tensor | None, int] = (None, 0)
 
     def resume(self, order: torch.Tensor | None, skip: int) -> None:
@@ -125,8 +124,7 @@ class _Iteration:
 
     loader: Any
     skipped: int
-    with_gradients: bool
-    """Whether it trains; an evaluation does not."""
+    with_gradients: bool  # whether it trains; an evaluation does not
     delivered: int = 0
     exhausted: bool = False
     running: bool = True
@@ -146,10 +144,8 @@ class Tracker:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self.loader = loader
-        self.step_back = 0
-        """Batches handed out that have to come again: their gradients are not saved."""
-        self._iteration: _Iteration | None = None
-        """The last one, whether it goes on or not."""
+        self.step_back = 0  # batches handed out that have to come again: their gradients are not saved
+        self._iteration: _Iteration | None = None  # the last one, whether it goes on or not
         self._skipping: Any = None
         self._to_skip = 0
         self._resumed: _Resumed | None = None

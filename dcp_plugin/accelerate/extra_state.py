@@ -46,8 +46,7 @@ class Training:
     optimizers: dict[str, torch.optim.Optimizer]
     registered: list[Any]
     """Given to ``register_for_checkpointing``, and neither a model nor an optimizer of the training."""
-    sharded: bool
-    """Accelerate itself shards the models (FSDP), and then saves them in formats of its own."""
+    sharded: bool  # Accelerate itself shards the models (FSDP), and then saves them in formats of its own
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Training:

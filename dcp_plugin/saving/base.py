@@ -42,8 +42,7 @@ logger = logging.getLogger("dcp_plugin")
 
 _BATCH = 256 << 20  # bytes of a base that are read at a time to compare
 
-_Hashes = tuple[tuple[Shape, Shape, bytes], ...]
-"""Offsets, sizes and hash of each chunk of a tensor on this rank."""
+_Hashes = tuple[tuple[Shape, Shape, bytes], ...]  # offsets, sizes and hash of each chunk of a tensor on this rank
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Source:
 class LeftOut:
     """What all ranks leave out of a save, and the base that has it."""
 
-    keys: Mapping[str, str]
-    """Our key -> the key in the base."""
+    keys: Mapping[str, str]  # our key -> the key in the base
     base: Source | None = None
 
     def summary_of_base(self, checkpoint: Path) -> dict[str, str]:
@@ -75,24 +73,18 @@ class _Origin:
     """Where the values of a parameter came from, and what they were on this rank."""
 
     source: Source
-    key: str
-    """In the source."""
-    hashes: _Hashes | None
-    """None if they were rounded on the way, so that the source has other values."""
+    key: str  # in the source
+    hashes: _Hashes | None  # None if they were rounded on the way, so that the source has other values
 
 
 @dataclass(frozen=True)
 class _Frozen:
     """What one rank tells of a frozen parameter."""
 
-    source: Source | None
-    """None if nobody knows where it came from."""
-    key: str
-    """In the source."""
-    same: bool
-    """Whether the parameter still is what the source has."""
-    nbytes: int
-    """On this rank: the source that has most is the base."""
+    source: Source | None  # None if nobody knows where it came from
+    key: str  # in the source
+    same: bool  # whether the parameter still is what the source has
+    nbytes: int  # on this rank: the source that has most is the base
 
 
 @dataclass(frozen=True)
@@ -233,8 +225,7 @@ class Provenance:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._origins: dict[str, _Origin] = {}
-        self.named: Source | None = None
-        """The base that was named, when it has been read."""
+        self.named: Source | None = None  # the base that was named, when it has been read
 
     def loaded(self, state: Flat, names: Mapping[str, str], opened: Opened) -> None:
         """Remember what was loaded.

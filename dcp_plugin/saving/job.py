@@ -54,13 +54,10 @@ logger = logging.getLogger("dcp_plugin")
 class SaveRequest:
     """What a call asks for, beside the state. See :meth:`dcp_plugin.Checkpointer.save`."""
 
-    publication: Publication
-    """The checkpoint in the making; reserved on rank 0 if files were put into it already."""
+    publication: Publication  # the checkpoint in the making; reserved on rank 0 if files were put into it already
     step: int | None
-    began: float
-    """When the call began: seconds of ``time.monotonic``."""
-    blocked_seconds: float | None = None
-    """How long the caller waited; None if until the end."""
+    began: float  # when the call began: seconds of ``time.monotonic``
+    blocked_seconds: float | None = None  # how long the caller waited; None if until the end
     views: Views = field(default_factory=dict)
     aliases: Aliases = field(default_factory=dict)
 
@@ -73,12 +70,9 @@ class SaveRequest:
 class LiveState:
     """The objects to save. No record of a later stage refers to them, so that they can be freed meanwhile."""
 
-    state: Mapping[str, Any]
-    """Name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these."""
-    kinds: Mapping[str, str]
-    """Which names are state dicts of a ``"module"`` or an ``"optimizer"``."""
-    owners: Sequence[Any]
-    """Modules and optimizers whose state dicts are in ``state`` without themselves."""
+    state: Mapping[str, Any]  # name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these
+    kinds: Mapping[str, str]  # which names are state dicts of a ``"module"`` or an ``"optimizer"``
+    owners: Sequence[Any]  # modules and optimizers whose state dicts are in ``state`` without themselves
 
     def objects(self) -> list[Any]:
         """The modules and optimizers, at any depth."""
@@ -89,44 +83,33 @@ class LiveState:
 class GatheredState:
     """This rank's part of the state, in live memory that training may change."""
 
-    leaves: Mapping[str, Any]
-    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
-    paths: dict[str, KeyPath]
-    """Where each key sits in the nested state."""
-    kinds: Mapping[str, str]
-    """Name of the state -> ``"module"`` or ``"optimizer"``, for the summary."""
-    shards: Shards
-    """The parts of the sharded parameters of each optimizer that this rank has."""
+    leaves: Mapping[str, Any]  # key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value
+    paths: dict[str, KeyPath]  # where each key sits in the nested state
+    kinds: Mapping[str, str]  # name of the state -> ``"module"`` or ``"optimizer"``, for the summary
+    shards: Shards  # the parts of the sharded parameters of each optimizer that this rank has
 
 
 @dataclass(frozen=True)
 class StagedState:
     """This rank's part of the state as it will be written: nothing changes it any more."""
 
-    state: Flat
-    """Key -> chunks of a tensor in memory, or the bytes of a value."""
+    state: Flat  # key -> chunks of a tensor in memory, or the bytes of a value
     paths: dict[str, KeyPath]
     kinds: Mapping[str, str]
     shards: Shards
-    layouts: list[str]
-    """How the tensors are distributed, in words, for the summary."""
-    copy_seconds: float = 0.0
-    """What the copy to host memory took."""
+    layouts: list[str]  # how the tensors are distributed, in words, for the summary
+    copy_seconds: float = 0.0  # what the copy to host memory took
 
 
 @dataclass(frozen=True)
 class PlannedState:
     """What one rank writes, and where."""
 
-    path: Path
-    """The checkpoint, as rank 0 names it."""
+    path: Path  # the checkpoint, as rank 0 names it
     directory: RankDirectory
-    state: Flat
-    """Key -> memory or bytes, under the keys that the plan has."""
-    plan: RankPlan
-    """This rank's items; on rank 0 the plan of all ranks, too."""
-    left_out: LeftOut
-    """Keys that are not in the plan, because another checkpoint has them."""
+    state: Flat  # key -> memory or bytes, under the keys that the plan has
+    plan: RankPlan  # this rank's items; on rank 0 the plan of all ranks, too
+    left_out: LeftOut  # keys that are not in the plan, because another checkpoint has them
 
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
@@ -150,8 +133,7 @@ class HostCopy:
         self._begun: tuple[GatheredState, Snapshot] | None = None
         self._guard: Guard | None = None
         self._seconds = 0.0
-        self.changed = False
-        """Whether something changed the state before it was copied: what no optimizer announces."""
+        self.changed = False  # whether something changed the state before it was copied: what no optimizer announces
 
     @property
     def complete(self) -> bool:

@@ -191,8 +191,7 @@ class SaveQueue:
         self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
-        self.warns_at_exit = True
-        """Whether this rank warns at the end of a program that does not wait."""
+        self.warns_at_exit = True  # whether this rank warns at the end of a program that does not wait
 
     def __reduce__(self) -> tuple[type[SaveQueue], tuple[()]]:
         """A copy has no saves in flight."""
@@ -363,8 +362,7 @@ def first_untold(ended: list[SaveHandle]) -> Exception | None:
     return first
 
 
-_unattended: set[SaveQueue] = set()
-"""Those with saves that nobody has waited for yet."""
+_unattended: set[SaveQueue] = set()  # those with saves that nobody has waited for yet
 
 
 def _leave_all_to_the_parent() -> None:

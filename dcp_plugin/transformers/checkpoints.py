@@ -140,8 +140,7 @@ class Found:
     """A checkpoint to resume from."""
 
     path: Path
-    stock: bool = True
-    """transformers alone has written it."""
+    stock: bool = True  # transformers alone has written it
     names: frozenset[str] = frozenset()
     """What is in it, by name: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
     world_size: int | None = None
