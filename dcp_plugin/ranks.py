@@ -257,9 +257,8 @@ class Ranks:
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.gather(length, lengths, group=self._group, group_dst=0)
         buffers = [torch.empty(int(count), dtype=torch.uint8) for count in lengths[1:]]
-        arriving = [
-            dist.irecv(buffer, group=self._group, group_src=rank) for rank, buffer in enumerate(buffers, start=1)
-        ]
+        senders = enumerate(buffers, start=1)
+        arriving = [dist.irecv(buffer, group=self._group, group_src=rank) for rank, buffer in senders]
         for work in arriving:
             assert work is not None
             work.wait()

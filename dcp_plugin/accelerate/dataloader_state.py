@@ -211,8 +211,7 @@ class Tracker:
         if now is not None and not over and not self._was_left(now, others_run):
             within, consumed = True, max(0, now.skipped + now.delivered - self._ahead(now) - self.step_back)
         sampler = self._sampler
-        in_use = self.loader.gradient_state.dataloader_references
-        in_last_batch = over and any(one is self.loader for one in in_use)
+        in_last_batch = over and any(one is self.loader for one in self.loader.gradient_state.dataloader_references)
         return {
             "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
             "batches": consumed,
@@ -270,8 +269,7 @@ class Tracker:
     # What _TrackedIter calls
 
     def begin(self, base: Any) -> _Iteration:
-        skips = self._skipping is not None and base is self._skipping.base_dataloader
-        loader = self._skipping if skips else self.loader
+        loader = self._skipping if base is getattr(self._skipping, "base_dataloader", None) else self.loader
         self._iteration = _Iteration(loader, self._to_skip, torch.is_grad_enabled())
         resumed, self._resumed, self._to_skip = self._resumed, None, 0
         self._at_first_batch = resumed.restore_rng if resumed is not None else None

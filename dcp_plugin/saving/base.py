@@ -109,16 +109,11 @@ class KeySelection:
 
     def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state without the keys that the configuration excludes."""
-        globs = self._config.exclude
-        if not globs:
+        if not (globs := self._config.exclude):
             return state
-        kept = {}
-        for key, value in state.items():
-            hits = [number for number, glob in enumerate(globs) if fnmatchcase(key, glob)]
-            self._matched.update(hits)
-            if not hits:
-                kept[key] = value
-        return kept
+        hits = {key: [number for number, glob in enumerate(globs) if fnmatchcase(key, glob)] for key in state}
+        self._matched.update(*hits.values())
+        return {key: value for key, value in state.items() if not hits[key]}
 
     def agree(self, state: Attempt[Flat], ranks: Ranks, path: Path) -> LeftOut:
         """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
@@ -251,11 +246,9 @@ class Provenance:
 
     def of_frozen(self, state: Flat) -> dict[str, _Frozen]:
         """What is known of each frozen parameter of a state."""
-        frozen = {
-            key: one
-            for key, one in state.items()
-            if isinstance(one, ShardedValue) and one.frozen and not one.stored_whole  # of which nobody knows the bytes
-        }
+        tensors = ((key, one) for key, one in state.items() if isinstance(one, ShardedValue))
+        # Nobody knows the bytes of those that are stored_whole.
+        frozen = {key: one for key, one in tensors if one.frozen and not one.stored_whole}
         if frozen and self._config.base is not None and self.named is None:
             self.named = self._read(self._config.base, frozen)
         now = _hashes(frozen, self._config.io_threads)
@@ -288,8 +281,7 @@ class Provenance:
             planner = ShardedLoadPlanner(strict=False)
             planner.use_index(dict(copies), reader.index, names)
             reader.read_data(planner.create_local_plan(), planner).wait()
-            hashes = _hashes(copies, threads)
-            self._origins |= {key: _Origin(source, names[key], hashes[key]) for key in batch}
+            self._origins |= {key: _Origin(source, names[key], now) for key, now in _hashes(copies, threads).items()}
         return source
 
 
@@ -313,8 +305,7 @@ def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict
     """The key in the base of each parameter that it has: the same, or behind one prefix."""
     names = {key: key for key in frozen if key in reader.index}
     if not names:
-        prefix = find_prefix(frozen, reader.index)
-        if prefix is None:
+        if (prefix := find_prefix(frozen, reader.index)) is None:
             raise CheckpointMismatch(
                 f"base={reader.path} has none of the frozen parameters ({some(list(frozen))}), also not behind a "
                 f"prefix{nearest(next(iter(frozen)), reader.index)}. Load it with PartialLoad(rename=...) first."

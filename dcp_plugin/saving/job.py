@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -164,8 +165,7 @@ class HostCopy:
         assert self._begun is not None, "begin comes first"
         (gathered, snapshot), self._begun = self._begun, None
         try:
-            state = snapshot.finish()
-            return _staged(gathered, state, self._seconds + time.monotonic() - began)
+            return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
         finally:
             self.changed = bool(snapshot.changed)
 
@@ -270,17 +270,13 @@ class SavePipeline:
 
         def hold() -> LocalInventory:
             mine = staged.get()
-            paths = dict(mine.paths)
-            state = mine.state
-            if left_out.keys:
-                state = {key: value for key, value in state.items() if key not in left_out.keys}
+            paths, out = dict(mine.paths), left_out.keys
+            state = {key: value for key, value in mine.state.items() if key not in out} if out else mine.state
             held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank)]
             return LocalInventory.of_state(held[0], paths)
 
-        step = f"plan the save of {request.path}"
-        plan, (path, directory) = self.exchange.plan(
-            step, ranks, hold, lambda: _reserve(request.publication), self._local
-        )
+        step, reserve = f"plan the save of {request.path}", partial(_reserve, request.publication)
+        plan, (path, directory) = self.exchange.plan(step, ranks, hold, reserve, self._local)
         return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
     def _write(self, request: SaveRequest, planned: PlannedState) -> WrittenPart:
@@ -362,8 +358,7 @@ def _refuse_another_path(mine: Path, planned: PlannedState) -> None:
 
 def _reserve(publication: Publication) -> tuple[Path, Path]:
     """On rank 0: the path of the checkpoint, and the directory in which it is made."""
-    dependent = catalog.completed_by(publication.path)
-    if dependent is not None:
+    if (dependent := catalog.completed_by(publication.path)) is not None:
         raise SaveFailed(
             f"cannot save {publication.path}: the checkpoint there has the frozen parameters that {dependent} leaves "
             f"out. Save to a new name, or delete {dependent} first."

@@ -96,8 +96,7 @@ class SaveHandle:
         self.refuse_in_callback("wait for it")
         if not self.wait_done(timeout):
             raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
-        error = self.take_error()
-        if error is not None:
+        if (error := self.take_error()) is not None:
             raise error
 
     def wait_done(self, timeout: float | None = None) -> bool:
@@ -120,10 +119,8 @@ class SaveHandle:
             callback: Gets the :class:`~dcp_plugin.events.SaveFinished` of this save.
             first: Call it before all that were added earlier.
         """
-        if first:
-            self._callbacks.appendleft(callback)
-        else:
-            self._callbacks.append(callback)
+        add = self._callbacks.appendleft if first else self._callbacks.append
+        add(callback)
         if self.finished is not None:
             for waiting in self._take_callbacks():
                 waiting(self.finished)
@@ -327,8 +324,7 @@ class SaveQueue:
                     handle.path,
                 )
         for handle in self.wait_for_all_but(0):
-            error = handle.take_error()
-            if error is not None:
+            if (error := handle.take_error()) is not None:
                 logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, error)
 
 

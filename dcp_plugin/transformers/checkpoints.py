@@ -195,8 +195,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
         raise CheckpointIncomplete(f"{path}: {state.reason}")
     info = inspect(path)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
-    wanted = [name for name in (TRAINER_STATE, SAMPLES) if f"{EXTRA}.{name}" in names]
-    extra = {f"{EXTRA}.{name}": None for name in wanted}
+    extra = {name: None for name in (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}") if name in names}
     Checkpointer(config, solo=True).load(extra, path)
     if config.verify_on_load:
         _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))

@@ -207,11 +207,8 @@ class TrainerAdapter:
         """The path that the Trainer has to resume from, or None. Rank 0 decides for all."""
         if resume is None or resume is False:
             return None
-        config, output_dir, ranks = (
-            self._trainer.checkpoint_config,
-            self._trainer.args.output_dir,
-            self._checkpointer.ranks,
-        )
+        config, output_dir = self._trainer.checkpoint_config, self._trainer.args.output_dir
+        ranks = self._checkpointer.ranks
         if resume is True:
             found = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(str(output_dir), config))
         else:
