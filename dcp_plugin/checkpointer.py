@@ -214,10 +214,8 @@ class Checkpointer:
 
         False after ``within`` seconds, and at once if the ranks have not met yet or an earlier failure parted them.
         """
-        if self._solo:
-            return True
         ranks = self._groups.known
-        return ranks is not None and ranks.usable and ranks.all_come_to(step, within)
+        return self._solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
 
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.

@@ -218,12 +218,8 @@ class CheckpointConfig:
             TypeError: One of these is no field. The message names the nearest.
         """
         known = [*besides, *(field.name for field in fields(cls))]
-        unknown = []
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                unknown.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-        if unknown:
+        near = {name: difflib.get_close_matches(name, known, n=1) for name in given if name not in known}
+        if unknown := [f"{name!r} (did you mean {one[0]!r}?)" if one else repr(name) for name, one in near.items()]:
             raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(known)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:

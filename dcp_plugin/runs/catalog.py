@@ -206,12 +206,6 @@ class Newest:
         ours_first = sorted(self.passed_over, key=lambda one: isinstance(one, Saved))
         return some([f"{one.path} ({one.reason})" for one in ours_first], separator="; ")
 
-    def log(self) -> None:
-        """Log what looks like a checkpoint and was passed over; not a save in flight, nor an export of weights."""
-        for one in self.passed_over:
-            if self.path is not None and not one.export if isinstance(one, Saved) else one.committed:
-                logger.warning("passing over %s: %s", one.path, one.reason)
-
     def warn(self, root: PathLike) -> None:
         """Name what other tools have saved, where a training starts anew beside it."""
         if self.path is None and any(isinstance(one, Saved) for one in self.passed_over):
@@ -234,7 +228,9 @@ def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: P
             found = replace(found, path=one.path)
             break
         found.passed_over.append(one)
-    found.log()
+    for one in found.passed_over:  # not a save in flight, nor an export of weights
+        if found.path is not None and not one.export if isinstance(one, Saved) else one.committed:
+            logger.warning("passing over %s: %s", one.path, one.reason)
     return found
 
 

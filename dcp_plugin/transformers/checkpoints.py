@@ -22,13 +22,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer
@@ -40,9 +40,6 @@ from dcp_plugin.runs import catalog
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_state", "samples_per_step"
 
