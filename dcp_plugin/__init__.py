@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from dcp_plugin.loading.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
-    from dcp_plugin.runs.catalog import latest, list_checkpoints
-    from dcp_plugin.runs.inspect import inspect, verify
+    from dcp_plugin.runs.catalog import inspect, latest, list_checkpoints, verify
     from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
@@ -55,8 +54,7 @@ _HOMES = {
         "SaveFailed",
         "UnsafeCheckpoint",
     ),
-    "dcp_plugin.runs.inspect": ("inspect", "verify"),
-    "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
+    "dcp_plugin.runs.catalog": ("inspect", "latest", "list_checkpoints", "verify"),
     "dcp_plugin.loading.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),

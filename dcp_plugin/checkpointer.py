@@ -214,10 +214,8 @@ class Checkpointer:
 
         False after ``within`` seconds, and at once if the ranks have not met yet or an earlier failure parted them.
         """
-        if self._solo:
-            return True
         ranks = self._groups.known
-        return ranks is not None and ranks.usable and ranks.all_come_to(step, within)
+        return self._solo or (ranks is not None and ranks.usable and ranks.all_come_to(step, within))
 
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
@@ -298,12 +296,13 @@ class Checkpointer:
                 begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
             if copy.complete:
                 handle.set_staged()
-            request = replace(request, blocked_seconds=time.monotonic() - request.began)
-            self._queue.start(
-                handle,
-                lambda: self._finish_copy(handle, begun, copy, ranks),
-                lambda staged: self._write_in_background(request, staged, ranks),
-            )
+            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
+
+            def write(staged: Attempt[StagedState]) -> events.SaveFinished:
+                with events.progress(handle.path, self._shows_progress(ranks), in_background=True):
+                    return self._saving.run(timed, staged, ranks)
+
+            self._queue.start(handle, lambda: self._finish_copy(handle, begun, copy, ranks), write)
         finally:  # Ctrl-C comes also when the thread runs already
             if handle in self._queue.handles:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
@@ -327,12 +326,6 @@ class Checkpointer:
         finally:
             handle.set_staged()
             copy.release()
-
-    def _write_in_background(
-        self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
-    ) -> events.SaveFinished:
-        with events.progress(request.path, self._shows_progress(ranks), in_background=True):
-            return self._saving.run(request, staged, ranks)
 
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress

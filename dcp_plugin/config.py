@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -218,12 +218,8 @@ class CheckpointConfig:
             TypeError: One of these is no field. The message names the nearest.
         """
         known = [*besides, *(field.name for field in fields(cls))]
-        unknown = []
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                unknown.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
-        if unknown:
+        near = {name: difflib.get_close_matches(name, known, n=1) for name in given if name not in known}
+        if unknown := [f"{name!r} (did you mean {one[0]!r}?)" if one else repr(name) for name, one in near.items()]:
             raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(known)}.")
 
     def of_all_ranks(self) -> dict[str, Any]:
@@ -251,18 +247,13 @@ def fields_in_signature(init: F) -> F:
     They pass on every default that they know, which would override the fields of a ``config``: it is left out.
     """
     hints = get_type_hints(CheckpointConfig)
-    own = [
-        one
-        for one in inspect.signature(init, eval_str=True).parameters.values()
-        if one.name != "config" and one.kind != one.VAR_KEYWORD
-    ]
+    known = signature(init, eval_str=True).parameters.values()
+    own = [one for one in known if one.name != "config" and one.kind != one.VAR_KEYWORD]
     added = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
         for field in fields(CheckpointConfig)
     ]
-    init.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    init.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
     return init
 
 
@@ -313,10 +304,9 @@ def as_local(path: PathLike) -> str:
     try:
         text = os.fspath(path)
     except TypeError as error:
-        what = "None: dcp_plugin.latest() gives that where there is no checkpoint"
-        raise TypeError(
-            f"a path is a str or a pathlib.Path, not {what if path is None else type(path).__name__}"
-        ) from error
+        none = "None: dcp_plugin.latest() gives that where there is no checkpoint"
+        what = none if path is None else type(path).__name__
+        raise TypeError(f"a path is a str or a pathlib.Path, not {what}") from error
     if ":/" not in text:
         return os.path.expanduser(text)
     # Who makes a path absolute, as ModelCheckpoint does, puts the URL below the current directory.

@@ -157,10 +157,8 @@ def progress(path: Path, wanted: bool, in_background: bool = False) -> Iterator[
         pause = NOTE_SECONDS if in_background else 0.5 if drawn else 1.0
         if isinstance(event, BytesWritten) and now - shown >= pause:
             shown, drawn = now, True
-            rate = event.written / (now - began)
-            done = (
-                f"{event.written / 2**20:,.0f} of {event.total / 2**20:,.0f} MiB on rank 0, {rate / 2**20:,.0f} MiB/s"
-            )
+            rate, mib = event.written / (now - began), 2**20
+            done = f"{event.written / mib:,.0f} of {event.total / mib:,.0f} MiB on rank 0, {rate / mib:,.0f} MiB/s"
             if in_background:
                 _write_line(f"saving {path.name} in the background: {done}")
             else:

@@ -257,9 +257,8 @@ class Ranks:
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.gather(length, lengths, group=self._group, group_dst=0)
         buffers = [torch.empty(int(count), dtype=torch.uint8) for count in lengths[1:]]
-        arriving = [
-            dist.irecv(buffer, group=self._group, group_src=rank) for rank, buffer in enumerate(buffers, start=1)
-        ]
+        senders = enumerate(buffers, start=1)
+        arriving = [dist.irecv(buffer, group=self._group, group_src=rank) for rank, buffer in senders]
         for work in arriving:
             assert work is not None
             work.wait()
@@ -306,36 +305,31 @@ class RankGroups:
 
     def __init__(self, all_told: Callable[[], dict[str, Any]], timeout: float, solo: bool, aside: bool) -> None:
         self._all_told, self._timeout, self._solo, self._needs_aside = all_told, timeout, solo, aside
-        self._main: Ranks | None = None
+        self.known: Ranks | None = None  # the group of saves, as it was at its last use
         self._aside: Ranks | None = None
-
-    @property
-    def known(self) -> Ranks | None:
-        """The group of saves, as it was at its last use."""
-        return self._main
 
     @property
     def held(self) -> int:
         """How many groups there are to leave."""
-        return sum(ranks is not None and ranks.holds_group for ranks in (self._main, self._aside))
+        return sum(ranks is not None and ranks.holds_group for ranks in (self.known, self._aside))
 
     def main(self) -> Ranks:
         """The group of saves; made at the first use, and again after a failure or a new default group. Collective."""
         if self._solo:
             return Ranks()
-        if self._main is None or not self._main.usable:
+        if self.known is None or not self.known.usable:
             ranks = Ranks.of_default_group(self._timeout)
             try:
                 ranks.combine("compare the configurations", self._all_told, _refuse_differences)
             except Exception:
                 ranks.close()
                 raise
-            self._main = ranks
-        return self._main
+            self.known = ranks
+        return self.known
 
     def front(self) -> Ranks:
         """The group in which the calling thread may talk while saves are in flight. Collective."""
-        main = self._main if self._main is not None and self._needs_aside else self.main()
+        main = self.known if self.known is not None and self._needs_aside else self.main()
         if self._solo or not self._needs_aside:
             return main
         if self._aside is None or not self._aside.usable:
@@ -344,10 +338,10 @@ class RankGroups:
 
     def close(self) -> None:
         """Leave both."""
-        for ranks in (self._main, self._aside):
+        for ranks in (self.known, self._aside):
             if ranks is not None:
                 ranks.close()
-        self._main = self._aside = None
+        self.known = self._aside = None
 
 
 def _refuse_differences(said: list[dict[str, Any]]) -> None:

@@ -226,8 +226,7 @@ class Attachment(BaseAttachment):
         before = len(_accelerate.dataloaders(self._accelerator))
         with untracked_sampler(data_loader):
             prepared = self._originals["prepare_data_loader"](data_loader, *args, **kwargs)
-        added = [Tracker.of(loader) for loader in _accelerate.dataloaders(self._accelerator)[before:]]
-        self._trackers = tracked + added
+        self._trackers = tracked + [Tracker.of(one) for one in _accelerate.dataloaders(self._accelerator)[before:]]
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -278,10 +277,8 @@ class Attachment(BaseAttachment):
     def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
         """Returns the names of the models whose weights a hook has taken out, to save them itself."""
         hooks = _accelerate.save_hooks(self._accelerator)
-        given: dict[str, Any] = {}
-        if hooks and not training.sharded:
-            state_dict = self._accelerator.get_state_dict
-            given = {name: state_dict(model, unwrap=False) for name, model in training.models.items()}
+        models = training.models if hooks and not training.sharded else {}
+        given = {name: self._accelerator.get_state_dict(model, unwrap=False) for name, model in models.items()}
         left = list(given.values())
         for hook in hooks:
             hook(_accelerate.models(self._accelerator), left, str(directory))
@@ -296,8 +293,7 @@ class Attachment(BaseAttachment):
             warnings.warn(
                 f"this save is in the middle of gradient accumulation, after {within} of "
                 f"{accelerator.gradient_accumulation_steps} batches. Gradients are not saved: a resumed training "
-                f"starts with the first batch of the window. To continue exactly, save if "
-                f"accelerator.sync_gradients.",
+                "starts with the first batch of the window. To continue exactly, save if accelerator.sync_gradients.",
                 stacklevel=3,
             )
         for tracker in self._tracked():

@@ -37,8 +37,7 @@ class TrackedSampler(Sampler[int]):
 
     def __init__(self, sampler: Any) -> None:
         self.inside = sampler
-        self.order: torch.Tensor | None = None
-        """The state of the generator that gave the order of this epoch."""
+        self.order: torch.Tensor | None = None  # the state of the generator that gave the order of this epoch
         self._next: tuple[torch.Tensor | None, int] = (None, 0)
 
     def resume(self, order: torch.Tensor | None, skip: int) -> None:
@@ -125,8 +124,7 @@ class _Iteration:
 
     loader: Any
     skipped: int
-    with_gradients: bool
-    """Whether it trains; an evaluation does not."""
+    with_gradients: bool  # whether it trains; an evaluation does not
     delivered: int = 0
     exhausted: bool = False
     running: bool = True
@@ -146,10 +144,8 @@ class Tracker:
 
     def __init__(self, loader: PreparedLoader) -> None:
         self.loader = loader
-        self.step_back = 0
-        """Batches handed out that have to come again: their gradients are not saved."""
-        self._iteration: _Iteration | None = None
-        """The last one, whether it goes on or not."""
+        self.step_back = 0  # batches handed out that have to come again: their gradients are not saved
+        self._iteration: _Iteration | None = None  # the last one, whether it goes on or not
         self._skipping: Any = None
         self._to_skip = 0
         self._resumed: _Resumed | None = None
@@ -215,8 +211,7 @@ class Tracker:
         if now is not None and not over and not self._was_left(now, others_run):
             within, consumed = True, max(0, now.skipped + now.delivered - self._ahead(now) - self.step_back)
         sampler = self._sampler
-        in_use = self.loader.gradient_state.dataloader_references
-        in_last_batch = over and any(one is self.loader for one in in_use)
+        in_last_batch = over and any(one is self.loader for one in self.loader.gradient_state.dataloader_references)
         return {
             "epoch": self.loader.iteration + int(in_last_batch),  # which Accelerate counts when the loop has ended
             "batches": consumed,
@@ -274,8 +269,7 @@ class Tracker:
     # What _TrackedIter calls
 
     def begin(self, base: Any) -> _Iteration:
-        skips = self._skipping is not None and base is self._skipping.base_dataloader
-        loader = self._skipping if skips else self.loader
+        loader = self._skipping if base is getattr(self._skipping, "base_dataloader", None) else self.loader
         self._iteration = _Iteration(loader, self._to_skip, torch.is_grad_enabled())
         resumed, self._resumed, self._to_skip = self._resumed, None, 0
         self._at_first_batch = resumed.restore_rng if resumed is not None else None

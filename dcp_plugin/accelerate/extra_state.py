@@ -46,8 +46,7 @@ class Training:
     optimizers: dict[str, torch.optim.Optimizer]
     registered: list[Any]
     """Given to ``register_for_checkpointing``, and neither a model nor an optimizer of the training."""
-    sharded: bool
-    """Accelerate itself shards the models (FSDP), and then saves them in formats of its own."""
+    sharded: bool  # Accelerate itself shards the models (FSDP), and then saves them in formats of its own
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Training:
@@ -136,9 +135,8 @@ class RestoringExtraState:
         self._check_registered(registered)
         self._want("accelerate", "step", self._put_counters)
         for number, scheduler in enumerate(_accelerate.schedulers(accelerator)):
-            schedule = RestoringSchedule(scheduler, stride(scheduler, ranks))
-            name = type(scheduler.scheduler).__name__
-            self._want(f"schedulers.{number}", f"state of the scheduler {name}", schedule.finish)
+            what = f"state of the scheduler {type(scheduler.scheduler).__name__}"
+            self._want(f"schedulers.{number}", what, RestoringSchedule(scheduler, stride(scheduler, ranks)).finish)
         for number, tracker in enumerate(trackers):
             put = partial(self._put_position, tracker, f"datasets.{number}.{rank}")
             self._want(f"dataloaders.{number}", f"position of {tracker.name}", put)

@@ -34,6 +34,7 @@ from dcp_plugin.runs import catalog
 logger = logging.getLogger("dcp_plugin")
 
 _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
+_MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY = "pytorch_model_fsdp_{}", "optimizer_{}"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _PREFIX = "checkpoint_"
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
@@ -41,8 +42,10 @@ _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 def views(models: Iterable[str], optimizers: Iterable[str]) -> dict[str, dict[str, str]]:
     """Under which directories and names Accelerate looks for the models and optimizers of these names."""
-    found = {_model_directory(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
-    found.update({_optimizer_directory(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)})
+    found = {_MODEL_DIRECTORY.format(number): {name: _STOCK_MODEL} for number, name in enumerate(models)}
+    found.update(
+        {_OPTIMIZER_DIRECTORY.format(number): {name: _STOCK_OPTIMIZER} for number, name in enumerate(optimizers)}
+    )
     return found
 
 
@@ -84,11 +87,7 @@ class ReadOptions:
 
 
 def load(
-    accelerator: Accelerator,
-    checkpointer: Checkpointer,
-    path: Path,
-    training: Training,
-    options: ReadOptions,
+    accelerator: Accelerator, checkpointer: Checkpointer, path: Path, training: Training, options: ReadOptions
 ) -> int:
     """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
 
@@ -125,11 +124,13 @@ def load(
 
 def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
-        checkpointer.load({_STOCK_MODEL: model}, path / _model_directory(number), strict=strict)
+        checkpointer.load({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
         owners = {f"of_{name}": model for name, model in training.models.items()}
-        checkpointer.load({**owners, _STOCK_OPTIMIZER: optimizer}, path / _optimizer_directory(number), only_optimizer)
+        checkpointer.load(
+            {**owners, _STOCK_OPTIMIZER: optimizer}, path / _OPTIMIZER_DIRECTORY.format(number), only_optimizer
+        )
 
 
 def _load_full_state(
@@ -163,15 +164,7 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
 
 
 def _is_sharded(path: Path) -> bool:
-    return (path / _model_directory(0) / METADATA).exists()
-
-
-def _model_directory(number: int) -> str:
-    return f"pytorch_model_fsdp_{number}"
-
-
-def _optimizer_directory(number: int) -> str:
-    return f"optimizer_{number}"
+    return (path / _MODEL_DIRECTORY.format(0) / METADATA).exists()
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format.columns import dtype_named
 from dcp_plugin.loading.load import plan_load
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.runs.catalog import list_checkpoints
-from dcp_plugin.runs.inspect import inspect, verify
+from dcp_plugin.runs.catalog import inspect, list_checkpoints, verify
 from dcp_plugin.types import PlannedLoad
 
 app = typer.Typer(
@@ -104,8 +103,7 @@ def load_plan(
     include: Annotated[list[str] | None, typer.Option(help="Globs of the target's keys to load. Repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Globs to leave out. Repeatable.")] = None,
     rename: Annotated[
-        list[str] | None,
-        typer.Option(help="TARGET_PREFIX=CHECKPOINT_PREFIX, or re:PATTERN=TEMPLATE. Repeatable."),
+        list[str] | None, typer.Option(help="TARGET_PREFIX=CHECKPOINT_PREFIX, or re:PATTERN=TEMPLATE. Repeatable.")
     ] = None,
     missing: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
     unexpected: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",

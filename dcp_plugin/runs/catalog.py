@@ -1,6 +1,7 @@
-"""The checkpoints of a run: find the newest, resume from it, keep the last few, remove one.
+"""The checkpoints of a run: find the newest, keep the last few, remove one; look into one and check its bytes.
 
-How a checkpoint becomes real, and how a crash is recovered from, is told in :mod:`dcp_plugin.media.disk.commit`.
+Nothing here needs a model or torch.distributed. How a checkpoint becomes real, and how a crash is recovered from, is
+told in :mod:`dcp_plugin.media.disk.commit`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +23,12 @@ from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, some
 from dcp_plugin.format import METADATA, SUMMARY
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
+from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
 from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.types import CheckpointState
+from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 
 T = TypeVar("T")
 
@@ -208,12 +212,6 @@ class Newest:
         ours_first = sorted(self.passed_over, key=lambda one: isinstance(one, Saved))
         return some([f"{one.path} ({one.reason})" for one in ours_first], separator="; ")
 
-    def log(self) -> None:
-        """Log what looks like a checkpoint and was passed over; not a save in flight, nor an export of weights."""
-        for one in self.passed_over:
-            if self.path is not None and not one.export if isinstance(one, Saved) else one.committed:
-                logger.warning("passing over %s: %s", one.path, one.reason)
-
     def warn(self, root: PathLike) -> None:
         """Name what other tools have saved, where a training starts anew beside it."""
         if self.path is None and any(isinstance(one, Saved) for one in self.passed_over):
@@ -236,7 +234,9 @@ def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: P
             found = replace(found, path=one.path)
             break
         found.passed_over.append(one)
-    found.log()
+    for one in found.passed_over:  # not a save in flight, nor an export of weights
+        if found.path is not None and not one.export if isinstance(one, Saved) else one.committed:
+            logger.warning("passing over %s: %s", one.path, one.reason)
     return found
 
 
@@ -326,3 +326,84 @@ def _in_flight(workspace: Path) -> Iterator[CheckpointState]:
                 yield CheckpointState(path, False, reason, None, path.stat().st_mtime)
             elif path.suffix == ".aside" and (state := state_of(path)) is not None:
                 yield state
+
+
+def inspect(path: PathLike) -> CheckpointInfo:
+    """What is in a checkpoint; without what it leaves out because its base has it. No tensor is read.
+
+    Args:
+        path: A checkpoint of this package or of stock DCP, or what another tool saved.
+
+    Returns:
+        Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> dcp_plugin.save({"w": torch.zeros(2, 3), "step": 1}, "run/step-1")
+        >>> info = dcp_plugin.inspect("run/step-1")
+        >>> info.tensors[0].key, info.tensors[0].shape, info.values
+        ('w', (2, 3), ['step'])
+    """
+    reader = ShardedReader(path, complete=False)
+    index, summary = reader.index, reader.summary
+    tensors, values = [], []
+    for key, entry in index.items():
+        if isinstance(entry, StoredTensor):
+            nbytes = prod(entry.shape) * entry.dtype.itemsize
+            name = str(entry.dtype).removeprefix("torch.")
+            tensors.append(TensorInfo(key, entry.shape, name, len(entry.chunks), nbytes))
+        else:
+            values.append(key)
+    return CheckpointInfo(
+        path=reader.path,
+        format=reader.opened.format,
+        step=summary.step if summary else None,
+        time=summary.time if summary else None,
+        world_size=summary.world_size if summary else None,
+        tensors=tensors,
+        values=values,
+        nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
+        versions=dict(summary.versions) if summary else {},
+        bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
+        base=Base.of_summary(summary.base, reader.path).path if summary and index.left_out else None,
+        left_out=list(index.left_out),
+    )
+
+
+def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) -> VerifyReport:
+    """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
+
+    Args:
+        path: The checkpoint.
+        io_threads: Threads that read.
+        base: Where its base is now, if that was moved.
+
+    Returns:
+        What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
+        tool's) are only read, and listed.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
+        >>> dcp_plugin.verify("run/step-1").ok
+        True
+    """
+    reader = ShardedReader(path, io_threads=io_threads, base=base)
+    items: dict[tuple[str, int], tuple[str, Location]] = {}
+    unverified = []
+    for key, entry in reader.index.items():
+        places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
+        for place in places:
+            items.setdefault((place.file, place.offset), (key, place))
+        if any(place.checksums is None for place in places):
+            unverified.append(key)
+    with ThreadPoolExecutor(io_threads, thread_name_prefix="dcp-verify") as pool:
+        errors = [said for said in pool.map(lambda item: reader.check(*item), items.values()) if said]
+    nbytes = sum(place.length for _, place in items.values())
+    return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

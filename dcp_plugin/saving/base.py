@@ -41,8 +41,7 @@ logger = logging.getLogger("dcp_plugin")
 
 _BATCH = 256 << 20  # bytes of a base that are read at a time to compare
 
-_Hashes = tuple[tuple[Shape, Shape, bytes], ...]
-"""Offsets, sizes and hash of each chunk of a tensor on this rank."""
+_Hashes = tuple[tuple[Shape, Shape, bytes], ...]  # offsets, sizes and hash of each chunk of a tensor on this rank
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class Source:
 class LeftOut:
     """What all ranks leave out of a save, and the base that has it."""
 
-    keys: Mapping[str, str]
-    """Our key -> the key in the base."""
+    keys: Mapping[str, str]  # our key -> the key in the base
     base: Source | None = None
 
     def summary_of_base(self, checkpoint: Path) -> dict[str, str]:
@@ -74,24 +72,18 @@ class _Origin:
     """Where the values of a parameter came from, and what they were on this rank."""
 
     source: Source
-    key: str
-    """In the source."""
-    hashes: _Hashes | None
-    """None if they were rounded on the way, so that the source has other values."""
+    key: str  # in the source
+    hashes: _Hashes | None  # None if they were rounded on the way, so that the source has other values
 
 
 @dataclass(frozen=True)
 class _Frozen:
     """What one rank tells of a frozen parameter."""
 
-    source: Source | None
-    """None if nobody knows where it came from."""
-    key: str
-    """In the source."""
-    same: bool
-    """Whether the parameter still is what the source has."""
-    nbytes: int
-    """On this rank: the source that has most is the base."""
+    source: Source | None  # None if nobody knows where it came from
+    key: str  # in the source
+    same: bool  # whether the parameter still is what the source has
+    nbytes: int  # on this rank: the source that has most is the base
 
 
 @dataclass(frozen=True)
@@ -116,16 +108,11 @@ class KeySelection:
 
     def without_excluded(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state without the keys that the configuration excludes."""
-        globs = self._config.exclude
-        if not globs:
+        if not (globs := self._config.exclude):
             return state
-        kept = {}
-        for key, value in state.items():
-            hits = [number for number, glob in enumerate(globs) if fnmatchcase(key, glob)]
-            self._matched.update(hits)
-            if not hits:
-                kept[key] = value
-        return kept
+        hits = {key: [number for number, glob in enumerate(globs) if fnmatchcase(key, glob)] for key in state}
+        self._matched.update(*hits.values())
+        return {key: value for key, value in state.items() if not hits[key]}
 
     def agree(self, state: Attempt[Flat], ranks: Ranks, path: Path) -> LeftOut:
         """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
@@ -232,8 +219,7 @@ class Provenance:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._origins: dict[str, _Origin] = {}
-        self.named: Source | None = None
-        """The base that was named, when it has been read."""
+        self.named: Source | None = None  # the base that was named, when it has been read
 
     def loaded(self, state: Flat, names: Mapping[str, str], opened: Opened) -> None:
         """Remember what was loaded.
@@ -259,11 +245,9 @@ class Provenance:
 
     def of_frozen(self, state: Flat) -> dict[str, _Frozen]:
         """What is known of each frozen parameter of a state."""
-        frozen = {
-            key: one
-            for key, one in state.items()
-            if isinstance(one, ShardedValue) and one.frozen and not one.stored_whole  # of which nobody knows the bytes
-        }
+        tensors = ((key, one) for key, one in state.items() if isinstance(one, ShardedValue))
+        # Nobody knows the bytes of those that are stored_whole.
+        frozen = {key: one for key, one in tensors if one.frozen and not one.stored_whole}
         if frozen and self._config.base is not None and self.named is None:
             self.named = self._read(self._config.base, frozen)
         now = _hashes(frozen, self._config.io_threads)
@@ -296,8 +280,7 @@ class Provenance:
             planner = ShardedLoadPlanner(strict=False)
             planner.use_index(dict(copies), reader.index, names)
             reader.read_data(planner.create_local_plan(), planner).wait()
-            hashes = _hashes(copies, threads)
-            self._origins |= {key: _Origin(source, names[key], hashes[key]) for key in batch}
+            self._origins |= {key: _Origin(source, names[key], now) for key, now in _hashes(copies, threads).items()}
         return source
 
 
@@ -321,8 +304,7 @@ def _names_in(frozen: Mapping[str, ShardedValue], reader: ShardedReader) -> dict
     """The key in the base of each parameter that it has: the same, or behind one prefix."""
     names = {key: key for key in frozen if key in reader.index}
     if not names:
-        prefix = find_prefix(frozen, reader.index)
-        if prefix is None:
+        if (prefix := find_prefix(frozen, reader.index)) is None:
             raise CheckpointMismatch(
                 f"base={reader.path} has none of the frozen parameters ({some(list(frozen))}), also not behind a "
                 f"prefix{nearest(next(iter(frozen)), reader.index)}. Load it with PartialLoad(rename=...) first."

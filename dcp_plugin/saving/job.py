@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,13 +54,10 @@ logger = logging.getLogger("dcp_plugin")
 class SaveRequest:
     """What a call asks for, beside the state. See :meth:`dcp_plugin.Checkpointer.save`."""
 
-    publication: Publication
-    """The checkpoint in the making; reserved on rank 0 if files were put into it already."""
+    publication: Publication  # the checkpoint in the making; reserved on rank 0 if files were put into it already
     step: int | None
-    began: float
-    """When the call began: seconds of ``time.monotonic``."""
-    blocked_seconds: float | None = None
-    """How long the caller waited; None if until the end."""
+    began: float  # when the call began: seconds of ``time.monotonic``
+    blocked_seconds: float | None = None  # how long the caller waited; None if until the end
     views: Views = field(default_factory=dict)
     aliases: Aliases = field(default_factory=dict)
 
@@ -72,12 +70,9 @@ class SaveRequest:
 class LiveState:
     """The objects to save. No record of a later stage refers to them, so that they can be freed meanwhile."""
 
-    state: Mapping[str, Any]
-    """Name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these."""
-    kinds: Mapping[str, str]
-    """Which names are state dicts of a ``"module"`` or an ``"optimizer"``."""
-    owners: Sequence[Any]
-    """Modules and optimizers whose state dicts are in ``state`` without themselves."""
+    state: Mapping[str, Any]  # name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these
+    kinds: Mapping[str, str]  # which names are state dicts of a ``"module"`` or an ``"optimizer"``
+    owners: Sequence[Any]  # modules and optimizers whose state dicts are in ``state`` without themselves
 
     def objects(self) -> list[Any]:
         """The modules and optimizers, at any depth."""
@@ -88,44 +83,33 @@ class LiveState:
 class GatheredState:
     """This rank's part of the state, in live memory that training may change."""
 
-    leaves: Mapping[str, Any]
-    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
-    paths: dict[str, KeyPath]
-    """Where each key sits in the nested state."""
-    kinds: Mapping[str, str]
-    """Name of the state -> ``"module"`` or ``"optimizer"``, for the summary."""
-    shards: Shards
-    """The parts of the sharded parameters of each optimizer that this rank has."""
+    leaves: Mapping[str, Any]  # key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value
+    paths: dict[str, KeyPath]  # where each key sits in the nested state
+    kinds: Mapping[str, str]  # name of the state -> ``"module"`` or ``"optimizer"``, for the summary
+    shards: Shards  # the parts of the sharded parameters of each optimizer that this rank has
 
 
 @dataclass(frozen=True)
 class StagedState:
     """This rank's part of the state as it will be written: nothing changes it any more."""
 
-    state: Flat
-    """Key -> chunks of a tensor in memory, or the bytes of a value."""
+    state: Flat  # key -> chunks of a tensor in memory, or the bytes of a value
     paths: dict[str, KeyPath]
     kinds: Mapping[str, str]
     shards: Shards
-    layouts: list[str]
-    """How the tensors are distributed, in words, for the summary."""
-    copy_seconds: float = 0.0
-    """What the copy to host memory took."""
+    layouts: list[str]  # how the tensors are distributed, in words, for the summary
+    copy_seconds: float = 0.0  # what the copy to host memory took
 
 
 @dataclass(frozen=True)
 class PlannedState:
     """What one rank writes, and where."""
 
-    path: Path
-    """The checkpoint, as rank 0 names it."""
+    path: Path  # the checkpoint, as rank 0 names it
     directory: RankDirectory
-    state: Flat
-    """Key -> memory or bytes, under the keys that the plan has."""
-    plan: RankPlan
-    """This rank's items; on rank 0 the plan of all ranks, too."""
-    left_out: LeftOut
-    """Keys that are not in the plan, because another checkpoint has them."""
+    state: Flat  # key -> memory or bytes, under the keys that the plan has
+    plan: RankPlan  # this rank's items; on rank 0 the plan of all ranks, too
+    left_out: LeftOut  # keys that are not in the plan, because another checkpoint has them
 
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
@@ -149,8 +133,7 @@ class HostCopy:
         self._begun: tuple[GatheredState, Snapshot] | None = None
         self._guard: Guard | None = None
         self._seconds = 0.0
-        self.changed = False
-        """Whether something changed the state before it was copied: what no optimizer announces."""
+        self.changed = False  # whether something changed the state before it was copied: what no optimizer announces
 
     @property
     def complete(self) -> bool:
@@ -181,8 +164,7 @@ class HostCopy:
         assert self._begun is not None, "begin comes first"
         (gathered, snapshot), self._begun = self._begun, None
         try:
-            state = snapshot.finish()
-            return _staged(gathered, state, self._seconds + time.monotonic() - began)
+            return _staged(gathered, snapshot.finish(), self._seconds + time.monotonic() - began)
         finally:
             self.changed = bool(snapshot.changed)
 
@@ -286,17 +268,13 @@ class SavePipeline:
 
         def hold() -> LocalInventory:
             mine = staged.get()
-            paths = dict(mine.paths)
-            state = mine.state
-            if left_out.keys:
-                state = {key: value for key, value in state.items() if key not in left_out.keys}
+            paths, out = dict(mine.paths), left_out.keys
+            state = {key: value for key, value in mine.state.items() if key not in out} if out else mine.state
             held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank)]
             return LocalInventory.of_state(held[0], paths)
 
-        step = f"plan the save of {request.path}"
-        plan, (path, directory) = self.exchange.plan(
-            step, ranks, hold, lambda: _reserve(request.publication), self._local
-        )
+        step, reserve = f"plan the save of {request.path}", partial(_reserve, request.publication)
+        plan, (path, directory) = self.exchange.plan(step, ranks, hold, reserve, self._local)
         return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
     def _write(self, request: SaveRequest, planned: PlannedState) -> WrittenPart:
@@ -378,8 +356,7 @@ def _refuse_another_path(mine: Path, planned: PlannedState) -> None:
 
 def _reserve(publication: Publication) -> tuple[Path, Path]:
     """On rank 0: the path of the checkpoint, and the directory in which it is made."""
-    dependent = catalog.completed_by(publication.path)
-    if dependent is not None:
+    if (dependent := catalog.completed_by(publication.path)) is not None:
         raise SaveFailed(
             f"cannot save {publication.path}: the checkpoint there has the frozen parameters that {dependent} leaves "
             f"out. Save to a new name, or delete {dependent} first."

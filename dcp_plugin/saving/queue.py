@@ -96,8 +96,7 @@ class SaveHandle:
         self.refuse_in_callback("wait for it")
         if not self.wait_done(timeout):
             raise TimeoutError(f"the save of {self.path} has not ended within {timeout} s; it goes on")
-        error = self.take_error()
-        if error is not None:
+        if (error := self.take_error()) is not None:
             raise error
 
     def wait_done(self, timeout: float | None = None) -> bool:
@@ -120,10 +119,8 @@ class SaveHandle:
             callback: Gets the :class:`~dcp_plugin.events.SaveFinished` of this save.
             first: Call it before all that were added earlier.
         """
-        if first:
-            self._callbacks.appendleft(callback)
-        else:
-            self._callbacks.append(callback)
+        add = self._callbacks.appendleft if first else self._callbacks.append
+        add(callback)
         if self.finished is not None:
             for waiting in self._take_callbacks():
                 waiting(self.finished)
@@ -191,8 +188,7 @@ class SaveQueue:
         self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
-        self.warns_at_exit = True
-        """Whether this rank warns at the end of a program that does not wait."""
+        self.warns_at_exit = True  # whether this rank warns at the end of a program that does not wait
 
     def __reduce__(self) -> tuple[type[SaveQueue], tuple[()]]:
         """A copy has no saves in flight."""
@@ -328,8 +324,7 @@ class SaveQueue:
                     handle.path,
                 )
         for handle in self.wait_for_all_but(0):
-            error = handle.take_error()
-            if error is not None:
+            if (error := handle.take_error()) is not None:
                 logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, error)
 
 
@@ -363,8 +358,7 @@ def first_untold(ended: list[SaveHandle]) -> Exception | None:
     return first
 
 
-_unattended: set[SaveQueue] = set()
-"""Those with saves that nobody has waited for yet."""
+_unattended: set[SaveQueue] = set()  # those with saves that nobody has waited for yet
 
 
 def _leave_all_to_the_parent() -> None:

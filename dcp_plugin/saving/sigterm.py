@@ -90,14 +90,8 @@ def _finish_then_chain(number: int, frame: FrameType | None) -> None:
 
 
 def _in_flight() -> tuple[list[SaveHandle], float]:
-    saves: list[SaveHandle] = []
-    limit = 0.0
-    for one, seconds in tuple(_watched):
-        queue = one()
-        if queue is not None and queue.in_flight:
-            saves += queue.in_flight
-            limit = max(limit, seconds)
-    return saves, limit
+    busy = [(queue.in_flight, limit) for one, limit in tuple(_watched) if (queue := one()) is not None]
+    return [save for saves, _ in busy for save in saves], max((limit for saves, limit in busy if saves), default=0.0)
 
 
 def _start(saves: list[SaveHandle], limit: float) -> bool:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer import Trainer as _Trainer
+from transformers.trainer import TRAINING_ARGS_NAME, Trainer
 from transformers.trainer_utils import _is_peft_model
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
@@ -26,10 +25,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.state import gather_module
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-StockTrainer = _Trainer
+StockTrainer = Trainer
 """The Trainer of transformers itself: scripts put their own into the place of ``transformers.Trainer``."""
 
 OVERRIDDEN = {
@@ -128,10 +124,8 @@ def code_between_steps(trainer: Trainer) -> list[str]:
 
 def saves_shards(trainer: Trainer) -> bool:
     """Whether the Trainer's ``save_model`` writes nothing, because no rank has the full model."""
-    if not trainer.is_fsdp_enabled:
-        return False
-    plugin: Any = trainer.accelerator.state.fsdp_plugin
-    return "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+    state: Any = trainer.accelerator.state
+    return trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(state.fsdp_plugin.state_dict_type)
 
 
 def describe_model(trainer: Trainer, directory: str) -> None:

@@ -22,13 +22,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer
@@ -37,12 +37,9 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.runs import catalog
-from dcp_plugin.runs.inspect import inspect
+from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_state", "samples_per_step"
 
@@ -140,8 +137,7 @@ class Found:
     """A checkpoint to resume from."""
 
     path: Path
-    stock: bool = True
-    """transformers alone has written it."""
+    stock: bool = True  # transformers alone has written it
     names: frozenset[str] = frozenset()
     """What is in it, by name: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
     world_size: int | None = None
@@ -196,8 +192,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
         raise CheckpointIncomplete(f"{path}: {state.reason}")
     info = inspect(path)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
-    wanted = [name for name in (TRAINER_STATE, SAMPLES) if f"{EXTRA}.{name}" in names]
-    extra = {f"{EXTRA}.{name}": None for name in wanted}
+    extra = {name: None for name in (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}") if name in names}
     Checkpointer(config, solo=True).load(extra, path)
     if config.verify_on_load:
         _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))

@@ -180,11 +180,9 @@ class TrainerAdapter:
     def __init__(self, trainer: DCPTrainerMixin) -> None:
         self._trainer = trainer
         self._checkpointer = Checkpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
-        self.found: Found | None = None
-        """The checkpoint of this package that the training resumes from."""
+        self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.loaded: ToLoad | None = None
-        self.scratch: str | None = None
-        """Where the Trainer's small files go while a checkpoint is made."""
+        self.scratch: str | None = None  # where the Trainer's small files go while a checkpoint is made
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
         self._said_who_may_write = False
@@ -209,11 +207,8 @@ class TrainerAdapter:
         """The path that the Trainer has to resume from, or None. Rank 0 decides for all."""
         if resume is None or resume is False:
             return None
-        config, output_dir, ranks = (
-            self._trainer.checkpoint_config,
-            self._trainer.args.output_dir,
-            self._checkpointer.ranks,
-        )
+        config, output_dir = self._trainer.checkpoint_config, self._trainer.args.output_dir
+        ranks = self._checkpointer.ranks
         if resume is True:
             found = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(str(output_dir), config))
         else:
