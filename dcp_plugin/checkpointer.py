@@ -120,6 +120,7 @@ class Checkpointer:
         Raises:
             SaveFailed: On every rank, naming the ranks where it went wrong. What was at ``path`` is untouched. Also
                 raised for an earlier background save that failed.
+            DurabilityUnknown: On every rank. The new checkpoint is there, but a loss of power may undo that.
             UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
             RankFailure: A rank died, or did not answer within the timeout.
             CheckpointError: On this rank alone: another call of this checkpointer is under way, of another thread or
