@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -270,17 +270,46 @@ def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
     ours.close()
 
 
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C again and again, each of which counts once the event is set: one that comes just before a wait begins is
+    not seen by it."""
+    armed, stop = threading.Event(), threading.Event()
+
+    def interrupt(*_: object) -> None:
+        if armed.is_set():
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        while not stop.wait(0.05):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before, sender = signal.signal(signal.SIGINT, interrupt), threading.Thread(target=send)
+    sender.start()
+    try:
+        yield armed
+    finally:
+        stop.set()
+        sender.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupted_wait_does_not_take_the_save_for_ended(tmp_path: Path) -> None:
     gate = Gate()
     gate.close()
     ours = dcp.Checkpointer(async_save=True, reuse=False)
     tensor = torch.ones(1000)
-    with slow_writes(gate):
+    with slow_writes(gate), _interrupts() as armed:
         handle = ours.save({"t": tensor}, tmp_path / "first")
+
+        def wait() -> None:
+            armed.set()
+            ours.wait()
+
         for _ in range(3):
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
-                ours.wait()
+                wait()
         threading.Timer(0.3, gate.open).start()
         tensor.zero_()
         ours.save({"t": tensor}, tmp_path / "second")

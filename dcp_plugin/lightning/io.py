@@ -2,7 +2,7 @@
 
 Lightning calls a ``CheckpointIO`` on rank 0 alone, and for sharded strategies not at all. So the plugin does not do
 the work: it holds the configuration and the checkpointer, and the trainer's strategy, promoted by
-:class:`~dcp_plugin.lightning.callback.DCPCallback`, saves and loads with them on all ranks.
+:class:`~dcp_plugin.lightning.DCPCallback`, saves and loads with them on all ranks.
 
 Called directly, by the user or by ``ddp_spawn`` to bring the weights home, it does what a ``CheckpointIO`` is asked
 to do: this process alone saves the dictionary it got, and loads it back.

@@ -141,7 +141,7 @@ def remove_oldest(paths: Sequence[Path], keep: int) -> None:
     for path in reversed(paths[: max(0, len(paths) - keep)]):
         try:
             remove(path)
-        except CheckpointError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
