@@ -208,6 +208,38 @@ def test_the_extra_state_of_a_module_arrives_with_its_tensors(tmp_path: Path) ->
     assert same_bytes(saved.scale["history"][0], model.scale["history"][0])
 
 
+class Stateful(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_tensors_of_an_extra_state_have_their_class_layout_and_shared_memory(tmp_path: Path) -> None:
+    ones = torch.ones(3, 4)
+    state = {
+        "sparse": torch.eye(3).to_sparse(), "parameter": nn.Parameter(ones), "conj": torch.tensor([1 + 1j]).conj(),
+        "a": ones, "part": ones[1:, ::2], "empty": torch.empty(0, 3), "size": torch.Size([2]), "tuple": (ones, [ones]),
+    }  # fmt: skip
+    torch.save(Stateful(state).state_dict(), tmp_path / "file")
+    module = Stateful(None)
+    dcp.load({"model": module}, tmp_path / "file")
+    found, expected = module.state, torch.load(tmp_path / "file", weights_only=True)["_extra_state"]
+    assert_same(found["sparse"].to_dense(), state["sparse"].to_dense())
+    assert type(found["parameter"]) is nn.Parameter
+    for key in ("parameter", "conj", "a", "part", "empty"):
+        assert same_bytes(found[key].detach().resolve_conj(), expected[key].detach().resolve_conj()), key
+    assert found["size"] == torch.Size([2])
+    memory = {one.untyped_storage().data_ptr() for one in (found["a"], found["part"], *found["tuple"][1])}
+    assert len(memory) == 1, "tensors that shared memory share it"
+
+
 def _keys(path: Path) -> list[str]:
     return sorted(tensor.key for tensor in dcp.inspect(path).tensors)
 

@@ -113,7 +113,7 @@ class SaveHandle:
         Callbacks run in the order in which they were added, in the thread that saves, after the subscribers of
         :mod:`dcp_plugin.events` and before :meth:`done`: who waits for the save waits for them. What one raises is
         logged; the checkpoint is complete. They cannot wait for the save nor begin another one. If the checkpoint is
-        published already, ``callback`` runs here and now.
+        published already, ``callback`` runs here and now, and the caller gets what it raises.
 
         Args:
             callback: Gets the :class:`~dcp_plugin.events.SaveFinished` of this save.

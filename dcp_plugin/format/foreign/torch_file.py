@@ -12,7 +12,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -27,8 +27,6 @@ from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, loa
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle. That of a million tensors takes half of it."""
-_MOST_LOADED = 1 << 32
-"""Bytes of a file that is loaded to find out why it cannot be loaded without its payloads."""
 
 _GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -82,7 +80,10 @@ def read_file(files: Files, name: str) -> Contents:
             if isinstance(leaf, torch.Tensor):
                 contents.views[key] = _view(archive, key, leaf)
             elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
-                contents.values[key] = _value(archive, key, leaf)
+                refused = refused_in(leaf)
+                contents.values[key] = RefusedValue(refused) if refused else leaf
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
+            _replace_by_loaded(contents, archive)
     return contents
 
 
@@ -148,36 +149,22 @@ def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _D
             yield prefix + key, value
 
 
-def _value(archive: _Archive, key: str, value: Any) -> Any:
-    if refused := refused_in(value):
-        return RefusedValue(refused)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)):
-        return value
+def _replace_by_loaded(contents: Contents, archive: _Archive) -> None:
+    """Extra states may have tensors in them: torch itself makes these, with their classes, their layouts and the memory
+    that they share."""
+    for module, state in _modules(archive, *_structure(archive, _load)).items():
+        for key, leaf in state.items():
+            if not isinstance(contents.values.get(f"{module}.{key}", RefusedValue("")), RefusedValue):
+                contents.values[f"{module}.{key}"] = leaf
+
+
+def _load(file: BinaryIO) -> Any:
+    """What a file holds, with memory: mapped if it is a file of this machine, else read."""
     try:
-        return _with_memory(archive, key, value, {})
-    except RecursionError as error:
-        raise CheckpointCorrupt(f"{archive.where}: {key} is nested too deep") from error
-
-
-def _with_memory(archive: _Archive, key: str, value: Any, known: dict[int, Any]) -> Any:
-    """A value whose tensors have no memory yet, with their bytes read now: an extra state may have some in it.
-
-    Dictionaries and lists are filled in place: ``known`` has those, by identity, as they may be in themselves.
-    """
-    if isinstance(value, torch.Tensor):
-        view = _view(archive, key, value)
-        archive.file.seek(view.start)
-        data = torch.frombuffer(bytearray(archive.file.read(view.span) or b"\0"), dtype=torch.uint8)[: view.span]
-        return torch.as_strided(data.view(view.dtype), view.shape, value.stride())
-    if id(value) in known:
-        return value
-    if isinstance(value, (dict, list)):
-        known[id(value)] = value
-        for slot, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            value[slot] = _with_memory(archive, key, one, known)
-    if type(value) is tuple:
-        return tuple(_with_memory(archive, key, one, known) for one in value)
-    return value
+        mapped = f"/dev/fd/{file.fileno()}"
+    except OSError:  # io.UnsupportedOperation
+        return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(mapped, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
@@ -215,13 +202,11 @@ def _why_no_structure(archive: _Archive, error: Exception) -> CheckpointMismatch
 
     Quantized and nested tensors do not exist there, and from torch 2.15 on sparse ones neither. With memory they do.
     """
-    if archive.size <= _MOST_LOADED:
-        with suppress(Exception):  # then it is damaged indeed
-            archive.file.seek(0)
-            loaded = torch.load(archive.file, map_location="cpu", weights_only=True)
-            for key, leaf in _named_leaves("", loaded, set()):
-                if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
-                    return _not_plain(archive, key, leaf)
+    with suppress(Exception):  # then it is damaged indeed
+        archive.file.seek(0)
+        for key, leaf in _named_leaves("", _load(archive.file), set()):
+            if isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
+                return _not_plain(archive, key, leaf)
     return CheckpointCorrupt(f"{archive.where} is damaged: {type(error).__name__}: {error}")
 
 
@@ -235,12 +220,14 @@ def _named_leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
             yield from _named_leaves(f"{name}.{key}" if name else str(key), one, seen)
 
 
-def _structure(archive: _Archive) -> tuple[Any, UnsafeCheckpoint | None]:
-    """What a file holds, without the payloads; and why not all of it, if there are stand-ins in it."""
+def _structure(
+    archive: _Archive, how: Callable[[BinaryIO], Any] = load_structure
+) -> tuple[Any, UnsafeCheckpoint | None]:
+    """What a file holds, by default without the payloads; and why not all of it, if there are stand-ins in it."""
 
     def load() -> Any:
         archive.file.seek(0)
-        return load_structure(archive.file)
+        return how(archive.file)
 
     try:
         return load(), None
