@@ -1,8 +1,8 @@
 /* Counts, records, fails or ends at the file-system calls of one process below one directory.
  *
  * Loaded with LD_PRELOAD, it does nothing until fault_arm() is called. From then on each call that concerns a path below
- * the directory is counted; at the wanted one the process is killed, stopped, or the call fails with an errno without
- * being made. While recording, every call that succeeded is a line of a log, and what was written is kept in a second
+ * the directory is counted; at the wanted one the process is killed, stopped, loses its file system as by a loss of
+ * power, or the call fails with an errno without being made. While recording, every call that succeeded is a line of a log, and what was written is kept in a second
  * file, so that the states after a loss of power can be built from them (tests/faults/power.py).
  */
 #define _GNU_SOURCE
@@ -17,11 +17,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 
-enum { COUNT = 1, FAIL, KILL, STOP };
+enum { COUNT = 1, FAIL, KILL, STOP, CUT };
+#define SHUTDOWN _IOR('X', 125, unsigned) /* of ext4, xfs and f2fs: no byte goes to the disk from now on */
 #define MOST_RULES 4
 typedef struct {
     int action, code;
@@ -108,6 +110,12 @@ static int before(const char *call, const char *path) {
         if (!hit(&armed.rule[i], call, path)) continue;
         if (armed.rule[i].action == KILL) kill(getpid(), SIGKILL);
         if (armed.rule[i].action == STOP) kill(getpid(), SIGSTOP);
+        if (armed.rule[i].action == CUT) {
+            armed.on = 0;
+            unsigned without_flushing = 2;
+            if (ioctl(open(armed.below, O_RDONLY), SHUTDOWN, &without_flushing)) abort();
+            kill(getpid(), SIGKILL);
+        }
         if (armed.rule[i].action == FAIL) return armed.rule[i].code;
     }
     return 0;

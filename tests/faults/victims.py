@@ -20,7 +20,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("layer.c")
 ALWAYS = 1 << 62
-_ACTIONS = {"count": 1, "fail": 2, "kill": 3, "stop": 4}
+_ACTIONS = {"count": 1, "fail": 2, "kill": 3, "stop": 4, "cut": 5}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Fault:
     """What happens at which file-system calls.
 
     Args:
-        action: ``"count"`` nothing, ``"fail"`` with ``code``, ``"kill"`` (SIGKILL) or ``"stop"`` (SIGSTOP).
+        action: ``"count"`` nothing, ``"fail"`` with ``code``, ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP) or
+            ``"cut"``: the file system, an ext4, loses what it has not written, and the process is killed.
         at: The first call that is hit, from 1; ``until``: the last.
         calls: Names of calls, all if empty: open, create, read, write, truncate, allocate, sync, rename, exchange,
             link, symlink, mkdir, remove, list.

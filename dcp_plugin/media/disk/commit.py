@@ -13,9 +13,9 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
 - :func:`discard` ends a save that failed.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
-:func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. Nothing in
-``.dcp_plugin`` is ever taken for a checkpoint, and its names do not contain those of checkpoints, because frameworks
-look for patterns in layout.
+:func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. Where a file system has no
+locks, it does so after processes of its own machine that have ended. Nothing in ``.dcp_plugin`` is ever taken for a
+checkpoint, and its names do not contain those of checkpoints, because frameworks look for patterns in layout.
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -243,12 +243,25 @@ def sweep(workspace: Path) -> None:
         return
     for record in records:
         if record.stem not in _held:
-            with suppress(OSError):  # no locks on this file system, so nobody can tell whether that process lives
+            with suppress(OSError):
                 _sweep_one(workspace, record)
 
 
+def _open_if_ended(record: Path) -> int | None:
+    """A record, locked, if the process that made it has ended. Without locks that can be told on its machine only."""
+    try:
+        return posix.lock(record)
+    except OSError:
+        descriptor = os.open(record, os.O_RDWR | os.O_CLOEXEC)
+    noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+    if posix.has_ended(noted.get("machine"), noted.get("pid")):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def _sweep_one(workspace: Path, record: Path) -> None:
-    descriptor = posix.lock(record)
+    descriptor = _open_if_ended(record)
     if descriptor is None:  # it lives
         return
     try:
@@ -373,9 +386,9 @@ def _make_record(reservation: Reservation) -> None:
         raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
     target = _name_in(workspace_of(reservation.final), reservation.final)
     _held[reservation.token] = _Held(descriptor, target)
-    host, pid, now = socket.gethostname(), os.getpid(), time.time()
+    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
     try:
-        _note_in_record(reservation, {"target": target, "host": host, "pid": pid, "time": now})
+        _note_in_record(reservation, {"target": target, **maker})
         # Before what it is about: after a loss of power nobody would sweep what no record tells of.
         posix.sync_directory(record.parent)
     except BaseException:

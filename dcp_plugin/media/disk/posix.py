@@ -21,6 +21,8 @@ from dcp_plugin.errors import SaveFailed
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+_RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
+"""What an exchange cannot fail with, but a rename can: some FUSE file systems overlook the difference."""
 
 
 def sync_directory(path: Path) -> None:
@@ -83,7 +85,7 @@ def exchange(one: Path, other: Path) -> bool:
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
+    if code in _UNSUPPORTED | _RENAMED:
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
@@ -96,6 +98,28 @@ def delete(path: Path) -> bool:
         else:
             path.unlink(missing_ok=True)
     return not os.path.lexists(path)
+
+
+def machine() -> str:
+    """Where the number of a process means this process: a boot of a machine, and its name space of processes there.
+    Empty where nobody can tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def has_ended(on_machine: object, pid: object) -> bool:
+    """Whether a process has ended; False if nobody can tell from here."""
+    if not on_machine or on_machine != machine() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        return False
+    return False
 
 
 def lock(path: Path) -> int | None:
