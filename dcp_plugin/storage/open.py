@@ -147,6 +147,11 @@ def in_one_view(
     ) from failure
 
 
+def _refuse_if_moved(files: Readable) -> None:
+    if files.moved():
+        raise CheckpointNotFound(f"{files.where} was deleted or replaced while it was read.")
+
+
 def gone_or_damaged(files: Readable, what: str, error: OSError) -> CheckpointError:
     """What to raise when a file of a checkpoint that was open cannot be read: others may have deleted it."""
     if files.moved():
@@ -184,6 +189,8 @@ def _open(path: Path, complete: Callable[[Opened], Opened], check: bool) -> Open
     def look(there: Path, files: Readable) -> Opened:
         opened = complete(_open_held(there, files))
         try:
+            if opened.summary is None:  # the rest of one of ours that is being deleted may look like something else
+                _refuse_if_moved(files)
             if check:
                 opened.check_files()
         except BaseException:
@@ -342,6 +349,7 @@ def read_summary(path: Path) -> Summary | None:
 def summary_in(files: Readable) -> Summary | None:
     """:func:`read_summary` of files that are held."""
     if not exists(files, SUMMARY):
+        _refuse_if_moved(files)
         return None
     summary = summary_of(files)
     if not _is_of_save(files, METADATA, summary):
@@ -457,10 +465,9 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
     for name in names:
         try:
             found = files.size(name)
-            elsewhere = not links and files.leads_elsewhere(name)
         except OSError as error:
             raise gone_or_damaged(files, f"data file {name} is missing", error) from error
-        if elsewhere:
+        if not links and files.leads_elsewhere(name):
             raise CheckpointCorrupt(f"{files.where}: {name} is a link that leaves the checkpoint")
         if found < sizes[name]:
             raise CheckpointCorrupt(f"{files.where}: {name} is truncated: {found} of {sizes[name]} bytes")

@@ -75,7 +75,11 @@ class LocalFiles:
     def leads_elsewhere(self, name: str) -> bool:
         parts = PurePosixPath(name).parts
         steps = ("/".join(parts[: count + 1]) for count in range(len(parts)))
-        if ".." not in parts and not any(S_ISLNK(self._stat(step, follow_symlinks=False).st_mode) for step in steps):
+        try:
+            linked = any(S_ISLNK(self._stat(step, follow_symlinks=False).st_mode) for step in steps)
+        except OSError:  # what opens it will say that it is not there
+            return False
+        if not linked and ".." not in parts:
             return False
         return (self.directory / name).resolve().parent != (self.directory.resolve() / name).parent
 
