@@ -86,9 +86,14 @@ class Opened:
 
         Raises:
             CheckpointCorrupt: Naming the file.
+            CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
         """
         if names is None and self.summary is not None:
-            _check_metadata(self.files, self.summary)
+            try:
+                _check_metadata(self.files, self.summary)
+            except CheckpointCorrupt:
+                _refuse_if_moved(self.files)
+                raise
         names = list(self.index.files if names is None else names)
         below = f"{self.base.files.where}/" if self.base else ""
         mine = [name for name in names if not below or not name.startswith(below)]

@@ -115,10 +115,10 @@ def load(root: Path, name: str) -> int:
 def verify(root: Path, name: str) -> int:
     try:
         report = dcp.verify(root / name)
+        assert report.ok, report
+        return dcp.inspect(root / name).step or 0
     except dcp.CheckpointNotFound:
         return GONE
-    assert report.ok, report
-    return dcp.inspect(root / name).step or 0 if (root / name).exists() else GONE
 
 
 def stock_load(root: Path, name: str) -> int:
