@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,15 @@ class _Prefix:
     def leads_elsewhere(self, name: str) -> bool:
         return False
 
+    def keep(self, names: Iterable[str]) -> None:
+        pass
+
+    def moved(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
 
 @dataclass
 class _Store:
@@ -117,6 +126,9 @@ class _Store:
 
     def open(self, path: Path) -> _Prefix:
         return _Prefix(f"store:/{path}", {**self.published, **self.saving}.get(path, {}))
+
+    def hold(self, path: Path) -> _Prefix:
+        return self.open(path)
 
     def entries(self, root: Path) -> list[Listed]:
         return [Listed(path, True, False) for path in sorted(self.published) if path.parent == root]

@@ -146,7 +146,8 @@ def _allocate_like_parameters(path: Path, keys: list[str], model: nn.Module, che
     parameters = {name: value for name, value in gather_module(model).items() if isinstance(value, DTensor)}
     if not parameters:
         return
-    index = ShardedReader(path, check_files=False).index
+    with ShardedReader(path, check_files=False) as reader:
+        index = reader.index
     for key in keys:
         entry, steps = index[f"{EXTRA}.{key}"], index.path_of(f"{EXTRA}.{key}")[1:]
         like = parameters.get(steps[-1]) if steps and all(isinstance(step, str) for step in steps) else None

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from dcp_plugin._torch import sharded_value
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
-from dcp_plugin.errors import CheckpointMismatch, first, some
+from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
@@ -33,13 +33,17 @@ from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
+_MOST_TRIES = 20
+"""How often a load begins anew because the checkpoint was replaced before the ranks had opened its files."""
+
 
 @dataclass(frozen=True)
 class _Request:
     """What a rank is about to load; the same on all ranks, but for the path."""
 
+    asked_for: str
     path: str
-    fingerprint: str
+    save: tuple[str, str]
     partial: str
 
 
@@ -50,7 +54,7 @@ class Loading:
         self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
     ) -> None:
         self._ranks, self._config, self._path = ranks, config, path
-        self._partial, self._strict = partial, strict
+        self._asked, self._partial, self._strict = partial, partial, strict
         self._reader = ShardedReader(
             path,
             io_threads=config.io_threads,
@@ -58,7 +62,7 @@ class Loading:
             check_files=ranks.rank == 0,
             base=config.base,
         )
-        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=config.allow_pickle)
+        self._waiting: list[str] = []
 
     @property
     def opened(self) -> Opened:
@@ -66,9 +70,11 @@ class Loading:
         return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
-        self._ranks.combine(f"open {self._path}", lambda: self._open(state), self._all_the_same)
-        match = self._ranks.agree(f"compare {self._path} with the state", self._fit)
-        self._ranks.agree(f"read the values of {self._path}", lambda: self._read_values(match))
+        with self._reader:
+            return self._run(state)
+
+    def _run(self, state: Mapping[str, Any]) -> LoadReport:
+        match = self._prepare(state)
         self._read_tensors()
         self._ranks.agree(f"apply {self._path}", lambda: self._take(match))
         if self._ranks.rank == 0:
@@ -79,44 +85,80 @@ class Loading:
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
         )
 
+    def _prepare(self, state: Mapping[str, Any]) -> Match:
+        """Everything before the first tensor is overwritten; from the start, on all ranks, if another process deletes
+        or replaces the checkpoint meanwhile. At the end each rank has open what it reads."""
+        failure: CheckpointNotFound | None = None
+        for _ in range(_MOST_TRIES):
+            try:
+                self._open_together(state)
+            except CheckpointNotFound as error:
+                if failure is None:
+                    raise
+                raise CheckpointNotFound(f"{self._path} was deleted while it was loaded: {failure}") from error
+            try:
+                match = self._ranks.agree(f"compare {self._path} with the state", self._fit)
+                self._ranks.agree(f"read the values of {self._path}", partial(self._read_values, match))
+                return match
+            except CheckpointNotFound as error:  # all ranks raise the same
+                failure = error
+                self._reader.reset()
+        assert failure is not None
+        raise failure
+
+    def _open_together(self, state: Mapping[str, Any]) -> None:
+        """Open the checkpoint, the same on all ranks: another process may replace it between one rank and the next."""
+        for _ in range(_MOST_TRIES):
+            difference = self._ranks.combine(f"open {self._path}", lambda: self._open(state), self._all_the_same)
+            if not difference:
+                return
+            self._reader.reset()
+        raise CheckpointMismatch(difference)
+
     def dry_run(self, state: Mapping[str, Any]) -> PlannedLoad:
         """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
-        self._open(state)
+        with self._reader:
+            self._open(state)
         match = self._match(dry_run=True)
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
 
     def _open(self, state: Mapping[str, Any]) -> _Request:
+        self._planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
         self._adapters = adapters_of(state)
-        if self._partial is not None:
-            self._partial = locate(self._partial, self._adapters)
-        return _Request(str(self._reader.path), self._reader.fingerprint, repr(self._partial))
+        if self._asked is not None:
+            self._partial = locate(self._asked, self._adapters)
+        save = self._reader.save
+        return _Request(str(self._path), str(self._reader.path), save, repr(self._partial))
 
     @staticmethod
-    def _all_the_same(opened: list[_Request]) -> None:
-        first = opened[0]
+    def _all_the_same(opened: list[_Request]) -> str:
+        """What is wrong if ranks have opened different saves at the same path, which may be another one by now."""
+        first, difference = opened[0], ""
         for rank, other in enumerate(opened):
-            if other.fingerprint != first.fingerprint:
-                raise CheckpointMismatch(
+            if other.save != first.save:
+                difference = (
                     f"rank 0 loads {first.path} and rank {rank} {other.path}, which is another checkpoint. Decide "
                     f"on rank 0 what to load, and broadcast it."
                 )
+                if other.asked_for != first.asked_for:
+                    raise CheckpointMismatch(difference)
             if other.partial != first.partial:
                 raise CheckpointMismatch(
                     f"rank 0 loads {first.partial[:500]} of {first.path}, and rank {rank} {other.partial[:500]}. Give "
                     f"all ranks the same."
                 )
+        return difference
 
     def _fit(self) -> Match:
         """Match and plan; raise everything that does not fit, in one error."""
-        waiting: list[str] = []
         for adapter in self._adapters:
             if adapter.kind == "module" and adapter.module is not None:
-                waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
+                self._waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
         match = self._match()
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
-        left = [key for key in waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
+        left = [key for key in self._waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
             match.warnings.append(
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
@@ -125,7 +167,7 @@ class Loading:
         self._items = self._plan(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
-        self._reader.check_files(self._items, [match.stored[key] for key in match.deferred])
+        self._reader.hold_files(self._items, [match.stored[key] for key in match.deferred])
         return match
 
     def _match(self, dry_run: bool = False) -> Match:

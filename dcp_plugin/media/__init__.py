@@ -12,7 +12,7 @@ object store reserves a prefix, writes a :class:`NewFile` as a multipart upload,
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +77,20 @@ class Readable(Files, Protocol):
     def leads_elsewhere(self, name: str) -> bool:
         """Whether a file is a link to something outside of the checkpoint, where the medium has such links."""
 
+    def keep(self, names: Iterable[str]) -> None:
+        """Make sure, for as many of these files as is reasonable, that they can be opened until :meth:`close`, even if
+        the checkpoint is deleted. From then on their contents are read by ``read_into`` only.
+
+        Raises:
+            OSError: One is not there.
+        """
+
+    def moved(self) -> bool:
+        """Whether what is at the path now is not what these files are of: it was replaced or deleted, or has come."""
+
+    def close(self) -> None:
+        """Let go of what is held. May be called twice."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -85,6 +99,8 @@ class Listed:
     path: Path
     is_folder: bool
     is_file: bool
+    number: int = 0
+    """Another one if something else has taken the name, where the medium tells that."""
 
 
 class Medium(Protocol):
@@ -140,6 +156,10 @@ class Medium(Protocol):
 
     def open(self, path: Path) -> Readable:
         """The files of a checkpoint, or of a directory with those of a save in flight. Nothing is read yet."""
+
+    def hold(self, path: Path) -> Readable:
+        """The files of what is at ``path`` now, and of nothing that takes its name later. The caller closes it. If
+        nothing is there, what it returns raises OSError when it is used."""
 
     def entries(self, root: Path) -> list[Listed]:
         """What is directly below ``root``, sorted by name."""

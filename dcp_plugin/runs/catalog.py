@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, some
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, some
 from dcp_plugin.format import METADATA, SUMMARY
-from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, saved_as_files, saved_as_folder
+from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
-from dcp_plugin.storage.open import read_summary, summary_of
+from dcp_plugin.runs.scan import Scan
+from dcp_plugin.storage.open import open_alone, read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 
@@ -35,8 +36,8 @@ T = TypeVar("T")
 logger = logging.getLogger("dcp_plugin")
 
 _OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
-_DEPTH = 6
-"""How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
+_MOST_LOOKS = 50
+"""How often is looked again because others have deleted or replaced meanwhile what was found."""
 
 
 def latest(root: PathLike) -> Path | None:
@@ -69,7 +70,17 @@ def latest(root: PathLike) -> Path | None:
 def reason_to_pass_over(path: PathLike) -> str:
     """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
     try:
-        ShardedReader(path, complete=False).index  # noqa: B018 - opening it compares all files with their sizes
+        return _damage_of(local_path(path))
+    except CheckpointNotFound as error:
+        return str(error)
+
+
+def _damage_of(path: Path) -> str:
+    """Why a checkpoint cannot be resumed from. Raises CheckpointNotFound if it is not there, or not any more."""
+    try:
+        open_alone(path, check=True).close()  # compares all files with their sizes
+    except CheckpointNotFound:
+        raise
     except CheckpointError as error:
         return str(error)
     return ""
@@ -93,7 +104,7 @@ def list_checkpoints(root: PathLike) -> list[CheckpointState]:
         >>> [(state.step, state.committed) for state in dcp_plugin.list_checkpoints("run")]
         [(1, True)]
     """
-    return sorted(_scan(local_path(root), _DEPTH), key=lambda state: (state.time, state.step or -1))
+    return sorted(Scan(local_path(root)).states.values(), key=lambda state: (state.time, state.step or -1))
 
 
 def numbered(root: Path, prefix: str) -> list[tuple[int, Path]]:
@@ -223,33 +234,53 @@ class Newest:
 
 
 def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> Newest:
-    of_others: list[Saved] = []
-    states = list(_scan(local_path(root), _DEPTH, of_others))
-    if init_from is not None:
-        source = local_path(init_from)
-        of_others = [one for one in of_others if source not in (one.path, *one.path.parents)]
-    found = Newest(None, [])
-    for one in _examined([*states, *in_order(of_others)], tools):
-        if not one.reason:
-            found = replace(found, path=one.path)
+    """What :func:`latest` returns, and why not something newer.
+
+    Args:
+        tools: Whose checkpoints count besides ours.
+        init_from: What is there, or below, counts only if it is ours.
+    """
+    for _ in range(_MOST_LOOKS):
+        scan = Scan(local_path(root), others=True)
+        found, complete = _newest_of(scan, tools, None if init_from is None else local_path(init_from))
+        if found.path is not None or (complete and scan.is_current()):
             break
-        found.passed_over.append(one)
     for one in found.passed_over:  # not a save in flight, nor an export of weights
         if found.path is not None and not one.export if isinstance(one, Saved) else one.committed:
             logger.warning("passing over %s: %s", one.path, one.reason)
     return found
 
 
-def _examined(
-    candidates: Iterable[CheckpointState | Saved], tools: Collection[str]
-) -> Iterator[CheckpointState | Saved]:
-    """The candidates from new to old, each with the reason why it cannot be resumed from, if there is one."""
+def _newest_of(scan: Scan, tools: Collection[str], source: Path | None) -> tuple[Newest, bool]:
+    """The newest of what was seen; and whether all of that was still there to be examined."""
+    of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
+    passed_over: list[CheckpointState | Saved] = []
+    complete = True
+    candidates: list[CheckpointState | Saved] = [*scan.states.values(), *in_order(of_others)]
     for one in sorted(candidates, key=_age, reverse=True):
-        if isinstance(one, CheckpointState):
-            yield replace(one, reason=one.reason or reason_to_pass_over(one.path))
-        elif (saved := one.examined()) is not None:
-            unknown = not saved.reason and saved.tool not in tools
-            yield replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool)) if unknown else saved
+        try:
+            examined = _examined(one, tools)
+        except CheckpointNotFound:  # deleted since; something newer may have been published before
+            complete = False
+            continue
+        if examined is not None and not examined.reason:
+            return Newest(examined.path, passed_over), complete
+        passed_over += [] if examined is None else [examined]
+    return Newest(None, passed_over), complete
+
+
+def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> CheckpointState | Saved | None:
+    """With the reason why it cannot be resumed from, if there is one.
+
+    Raises:
+        CheckpointNotFound: It is not there any more.
+    """
+    if isinstance(one, CheckpointState):
+        return one if one.reason else replace(one, reason=_damage_of(one.path))
+    saved = one.examined()
+    if saved is None or saved.reason or saved.tool in tools:
+        return saved
+    return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
 
 
 def _age(one: CheckpointState | Saved) -> tuple[float, int]:
@@ -266,66 +297,6 @@ def was_published(state: CheckpointState | Saved) -> bool:
 def link(path: PathLike, target: PathLike) -> None:
     """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
     commit.link(local_path(path), local_path(target))
-
-
-def _scan(directory: Path, depth: int, of_others: list[Saved] | None = None) -> Iterator[CheckpointState]:
-    """
-    Args:
-        of_others: Gets what other tools have saved for a resume. What is inside of that is no checkpoint of its own.
-    """
-    state = state_of(directory)
-    if state is not None:
-        yield state
-        return
-    try:
-        with os.scandir(directory) as entries:
-            children = sorted(entries, key=lambda entry: entry.name)
-    except OSError:
-        return
-    if of_others is not None:
-        saved = saved_as_folder(LocalDisk().open(directory), (entry.name for entry in children))
-        of_others += [] if saved is None else [saved]
-        if saved is not None and not saved.export:
-            return
-        of_others += saved_as_files(
-            LocalDisk().open(directory), [entry.name for entry in children if entry.is_file(follow_symlinks=False)]
-        )
-    for entry in children:
-        child = directory / entry.name
-        if not entry.is_dir(follow_symlinks=False):
-            continue
-        if child.name == commit.WORKSPACE:
-            yield from _in_flight(child)
-        elif depth > 0:
-            yield from _scan(child, depth - 1, of_others)
-
-
-def state_of(path: Path) -> CheckpointState | None:
-    """The state of one directory; None if it is no DCP checkpoint and does not pretend to be one."""
-    try:
-        if not commit.looks_like_checkpoint(path):
-            return None
-        reason = commit.uncommitted_reason(path)
-        written = path.stat().st_mtime
-        step = None
-        if not reason and (summary := read_summary(path)) is not None:
-            written, step = summary.time, summary.step
-    except CheckpointCorrupt as error:
-        return CheckpointState(path, False, str(error), None, written)
-    except OSError:  # deleted while we looked
-        return None
-    return CheckpointState(path, not reason, reason, step, written)
-
-
-def _in_flight(workspace: Path) -> Iterator[CheckpointState]:
-    for path in sorted(workspace.iterdir()):
-        with suppress(OSError):
-            if path.suffix == ".saving":
-                target = commit.target_of(path.with_suffix(".json")) or "?"
-                reason = f"a save of {target} that is in flight or was interrupted"
-                yield CheckpointState(path, False, reason, None, path.stat().st_mtime)
-            elif path.suffix == ".aside" and (state := state_of(path)) is not None:
-                yield state
 
 
 def inspect(path: PathLike) -> CheckpointInfo:
@@ -347,8 +318,8 @@ def inspect(path: PathLike) -> CheckpointInfo:
         >>> info.tensors[0].key, info.tensors[0].shape, info.values
         ('w', (2, 3), ['step'])
     """
-    reader = ShardedReader(path, complete=False)
-    index, summary = reader.index, reader.summary
+    with ShardedReader(path, complete=False) as reader:
+        index, summary = reader.index, reader.summary
     tensors, values = [], []
     for key, entry in index.items():
         if isinstance(entry, StoredTensor):
@@ -394,7 +365,15 @@ def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) ->
         >>> dcp_plugin.verify("run/step-1").ok
         True
     """
-    reader = ShardedReader(path, io_threads=io_threads, base=base)
+    for _ in range(_MOST_LOOKS):
+        with ShardedReader(path, io_threads=io_threads, base=base) as reader:
+            report = _verified(reader, io_threads)
+            if not report.errors or not reader.opened.files.moved():
+                return report
+    raise CheckpointNotFound(f"{path} was replaced each of {_MOST_LOOKS} times that it was verified.")
+
+
+def _verified(reader: ShardedReader, io_threads: int) -> VerifyReport:
     items: dict[tuple[str, int], tuple[str, Location]] = {}
     unverified = []
     for key, entry in reader.index.items():
@@ -403,6 +382,8 @@ def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) ->
             items.setdefault((place.file, place.offset), (key, place))
         if any(place.checksums is None for place in places):
             unverified.append(key)
+    with suppress(OSError):  # so that it is all there to be read if it is deleted meanwhile
+        reader.opened.files.keep(reader.index.files)
     with ThreadPoolExecutor(io_threads, thread_name_prefix="dcp-verify") as pool:
         errors = [said for said in pool.map(lambda item: reader.check(*item), items.values()) if said]
     nbytes = sum(place.length for _, place in items.values())

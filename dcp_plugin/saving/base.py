@@ -195,8 +195,8 @@ class KeySelection:
         """Whether the base has been deleted, moved or overwritten since it was read: then a save without the frozen
         parameters could never be loaded."""
         try:
-            found = open_alone(base.path)
-            found.check_files()
+            found = open_alone(base.path, check=True)
+            found.close()
         except (CheckpointError, OSError) as error:
             reason = f"the base {base.path} cannot be read any more ({error})"
         else:
@@ -265,6 +265,10 @@ class Provenance:
         """Read a base that was named, unless it was loaded, to know what it has."""
         threads = self._config.io_threads
         reader = ShardedReader(base, io_threads=threads, verify=self._config.verify_on_load, complete=False)
+        with reader:
+            return self._source_in(reader, frozen)
+
+    def _source_in(self, reader: ShardedReader, frozen: Mapping[str, ShardedValue]) -> Source:
         if reader.index.left_out:
             raise CheckpointMismatch(
                 f"{reader.path} is no base: it leaves out frozen parameters itself. Name the base that it has."
@@ -280,7 +284,8 @@ class Provenance:
             planner = ShardedLoadPlanner(strict=False)
             planner.use_index(dict(copies), reader.index, names)
             reader.read_data(planner.create_local_plan(), planner).wait()
-            self._origins |= {key: _Origin(source, names[key], now) for key, now in _hashes(copies, threads).items()}
+            hashes = _hashes(copies, self._config.io_threads)
+            self._origins |= {key: _Origin(source, names[key], now) for key, now in hashes.items()}
         return source
 
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
+    CheckpointError,
     CheckpointIncomplete,
     CheckpointMismatch,
     CheckpointNotFound,
@@ -37,14 +38,19 @@ from dcp_plugin.format import (
     metadata,
     opened,
     read,
+    uncommitted_reason,
 )
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
-from dcp_plugin.media import Medium, Readable
+from dcp_plugin.media import Medium, RangedFile, Readable
 from dcp_plugin.media.disk import LocalDisk
 
-_DISK = LocalDisk()
+T = TypeVar("T")
+
+_DISK: Medium = LocalDisk()
+_MOST_LOOKS = 50
+"""How often a checkpoint is looked at again that another one replaces meanwhile: a save takes longer than a look."""
 _MOST_LISTED = 1000
 """Entries of a directory that are looked at for a hint."""
 _END = 1 << 10
@@ -80,9 +86,14 @@ class Opened:
 
         Raises:
             CheckpointCorrupt: Naming the file.
+            CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
         """
         if names is None and self.summary is not None:
-            _check_metadata(self.files, self.summary)
+            try:
+                _check_metadata(self.files, self.summary)
+            except CheckpointCorrupt:
+                _refuse_if_moved(self.files)
+                raise
         names = list(self.index.files if names is None else names)
         below = f"{self.base.files.where}/" if self.base else ""
         mine = [name for name in names if not below or not name.startswith(below)]
@@ -90,19 +101,156 @@ class Opened:
         if self.base:
             self.base.check_files([name.removeprefix(below) for name in names if name.startswith(below)])
 
+    @property
+    def save_ids(self) -> str:
+        """Tells this save, and that of its base, from one of the same contents. Empty for other tools' checkpoints."""
+        base = self.base.save_ids if self.base else ""
+        return f"{self.summary.save_id if self.summary else ''} {base}".strip()
 
-def open_checkpoint(path: Path, base: Path | None = None) -> Opened:
+    def close(self) -> None:
+        """Let go of the files. What was read stays."""
+        self.files.close()
+
+
+def in_one_view(
+    path: Path,
+    look: Callable[[Path, Readable], T],
+    find: Callable[[Path], Path] = lambda path: path,
+    keep_open: bool = False,
+) -> T:
+    """What ``look`` finds in the files of what is at a path; again if something else takes its place meanwhile.
+
+    Args:
+        look: Gets the path, and the files, which are all of one save. What it raises is raised if the same directory is
+            still there.
+        find: Where the checkpoint is that has the path.
+        keep_open: What ``look`` returns closes the files.
+
+    Raises:
+        CheckpointNotFound: It was deleted while it was looked at, or replaced every time.
+    """
+    failure: Exception | None = None
+    for _ in range(_MOST_LOOKS):
+        there = find(path)
+        files = _DISK.hold(there)
+        done = False
+        try:
+            found = look(there, files)
+            done = True
+            return found
+        except (OSError, CheckpointError) as error:
+            if there == path and not files.moved():
+                if failure is not None and isinstance(error, FileNotFoundError):
+                    raise CheckpointNotFound(f"{path} was deleted while it was read.") from failure
+                raise
+            failure = error
+        finally:
+            if not (done and keep_open):
+                files.close()
+    raise CheckpointNotFound(
+        f"{path} was replaced each of {_MOST_LOOKS} times that it was looked at ({failure})."
+    ) from failure
+
+
+def _refuse_if_moved(files: Readable) -> None:
+    if files.moved():
+        raise CheckpointNotFound(f"{files.where} was deleted or replaced while it was read.")
+
+
+def gone_or_damaged(files: Readable, what: str, error: OSError) -> CheckpointError:
+    """What to raise when a file of a checkpoint that was open cannot be read: others may have deleted it."""
+    if files.moved():
+        return CheckpointNotFound(
+            f"{files.where} was deleted or replaced while it was read: {what} ({error.strerror}). Load what is there "
+            f"now; dcp_plugin.latest(root) finds the newest."
+        )
+    return CheckpointCorrupt(f"{files.where}: {what} ({error.strerror})")
+
+
+def open_checkpoint(path: Path, base: Path | None = None, check: bool = False) -> Opened:
     """Read and validate the table of contents; of a checkpoint that leaves out what a base has, together with that.
 
     Args:
         base: Where the base is, if it was moved.
+        check: See :meth:`Opened.check_files`.
+
+    Returns:
+        What has to be closed.
 
     Raises:
         CheckpointNotFound: There is nothing that we know; the message lists what was looked for. Or it is the base
-            that is not there.
+            that is not there, or was deleted meanwhile.
         CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It cannot be read.
     """
-    return completed(open_alone(path), base)
+    return _open(path, lambda opened: completed(opened, base), check)
+
+
+def open_alone(path: Path, check: bool = False) -> Opened:
+    """:func:`open_checkpoint` without what a base would add."""
+    return _open(path, lambda opened: opened, check)
+
+
+def _open(path: Path, complete: Callable[[Opened], Opened], check: bool) -> Opened:
+    def look(there: Path, files: Readable) -> Opened:
+        opened = complete(_open_held(there, files))
+        try:
+            if opened.summary is None:  # the rest of one of ours that is being deleted may look like something else
+                _refuse_if_moved(files)
+            if check:
+                opened.check_files()
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    return in_one_view(path, look, _DISK.locate, keep_open=True)
+
+
+@dataclass(frozen=True)
+class _WithBase:
+    """The files of a checkpoint, and those of its base under their full paths."""
+
+    own: Readable
+    base: Readable
+
+    @property
+    def where(self) -> str:
+        return self.own.where
+
+    def _of(self, name: str) -> tuple[Readable, str]:
+        below = f"{self.base.where}/"
+        return (self.base, name.removeprefix(below)) if name.startswith(below) else (self.own, name)
+
+    def names(self) -> list[str]:
+        return self.own.names()
+
+    def size(self, name: str) -> int:
+        files, name = self._of(name)
+        return files.size(name)
+
+    def modified(self, name: str) -> float:
+        files, name = self._of(name)
+        return files.modified(name)
+
+    def open(self, name: str) -> RangedFile:
+        files, name = self._of(name)
+        return files.open(name)
+
+    def leads_elsewhere(self, name: str) -> bool:
+        files, name = self._of(name)
+        return files.leads_elsewhere(name)
+
+    def keep(self, names: Iterable[str]) -> None:
+        for name in names:
+            files, name = self._of(name)
+            files.keep([name])
+
+    def moved(self) -> bool:
+        return self.own.moved() or self.base.moved()
+
+    def close(self) -> None:
+        self.own.close()
+        self.base.close()
 
 
 def completed(opened: Opened, base: Path | None) -> Opened:
@@ -119,9 +267,11 @@ def completed(opened: Opened, base: Path | None) -> Opened:
     found = _find_base(opened, said, base)
     lost = [there for there in left_out.values() if there not in found.index]
     if lost:
+        found.close()
         raise CheckpointMismatch(f"{found.path} has no {lost[0]}, which {opened.path} leaves out because of it")
     added = found.index.selected(left_out, {}, below=found.files.where)
-    return replace(opened, index=opened.index.with_added(added), base=found)
+    files = _WithBase(opened.files, found.files)
+    return replace(opened, files=files, index=opened.index.with_added(added), base=found)
 
 
 def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
@@ -134,6 +284,7 @@ def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
             continue
         if found.fingerprint == said.fingerprint:
             return found
+        found.close()
         others.append(found)
     what = f"{opened.path} leaves out {len(opened.index.left_out)} frozen tensors that its base has"
     if others:
@@ -144,21 +295,26 @@ def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
     raise CheckpointNotFound(f"{what}, and {moved or said.path} is not there. If it was moved, name it: base=PATH.")
 
 
-def open_alone(path: Path) -> Opened:
-    """:func:`open_checkpoint` without what a base would add."""
-    path = _DISK.locate(path)
-    reason = _DISK.uncommitted_reason(path)
-    files = _DISK.open(path)
-    if reason and path.is_dir() and has_traces(files.names()):
+def _open_held(path: Path, files: Readable) -> Opened:
+    """What the files of a directory are, or what is at a path that is none."""
+    try:
+        names = [name.rstrip("/") for name in files.names()]
+    except OSError:
+        if reason := _DISK.uncommitted_reason(path):
+            return _open_foreign(path, files, reason)
+        raise
+    reason = uncommitted_reason(names)
+    if reason and has_traces(names):
         raise CheckpointIncomplete(
             f"{path} is not a checkpoint: {reason}. dcp_plugin.latest(root) finds the newest good one."
         )
     if reason:
-        return _open_foreign(path, reason)
-    if exists(files, INDEX) and (summary := read_summary(path)) is not None:
+        return _open_foreign(path, files, reason)
+    if INDEX in names and (summary := summary_in(files)) is not None:
         index = _own_index(files, summary)
         return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if frameworks.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
+        files.close()
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(read(files, METADATA))
     if frameworks.is_of_lightning(files):
@@ -192,8 +348,13 @@ def read_summary(path: Path) -> Summary | None:
     Raises:
         CheckpointCorrupt: The summary is damaged; or ``.metadata`` is of another save, and not of a complete one.
     """
-    files = _DISK.open(path)
+    return in_one_view(path, lambda _, files: summary_in(files))
+
+
+def summary_in(files: Readable) -> Summary | None:
+    """:func:`read_summary` of files that are held."""
     if not exists(files, SUMMARY):
+        _refuse_if_moved(files)
         return None
     summary = summary_of(files)
     if not _is_of_save(files, METADATA, summary):
@@ -257,8 +418,7 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
     )
 
 
-def _open_foreign(path: Path, reason: str) -> Opened:
-    files = _DISK.open(path)
+def _open_foreign(path: Path, files: Readable, reason: str) -> Opened:
     folders = frameworks.accelerate_folders(files) if path.is_dir() else []
     if folders:
         index, kinds = frameworks.accelerate_index(files, folders)
@@ -311,7 +471,7 @@ def check_sizes(files: Readable, sizes: dict[str, int], names: Iterable[str], li
         try:
             found = files.size(name)
         except OSError as error:
-            raise CheckpointCorrupt(f"{files.where}: data file {name} is missing ({error.strerror})") from error
+            raise gone_or_damaged(files, f"data file {name} is missing", error) from error
         if not links and files.leads_elsewhere(name):
             raise CheckpointCorrupt(f"{files.where}: {name} is a link that leaves the checkpoint")
         if found < sizes[name]:

@@ -23,6 +23,7 @@ from dcp_plugin.format.payload import RunningCrc, block_size, frame_if_possible
 from dcp_plugin.host_memory import BLOCK, Rings, memory_view
 from dcp_plugin.media import RangedFile, Readable
 from dcp_plugin.storage.fetch import Fetch
+from dcp_plugin.storage.open import gone_or_damaged
 
 _GAP = 8 << 10  # bytes that are cheaper to read than to skip by another system call
 _BATCH = BLOCK // 2
@@ -42,6 +43,7 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
 
     Raises:
         CheckpointCorrupt: Naming file and key. Targets may be partly filled.
+        CheckpointNotFound: The same, if a file is missing because the checkpoint was deleted meanwhile.
     """
     batches = list(_batches(sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))))
     work = iter(batches)
@@ -99,7 +101,7 @@ def _read_batches(files: Readable, work: Iterator[list[Fetch]]) -> Count:
                 file = files.open(name)
             _read_batch(file, batch, rings, count)
     except OSError as error:
-        raise CheckpointCorrupt(f"{files.where}: cannot read {first.key} in {first.location.file}: {error}") from error
+        raise gone_or_damaged(files, f"cannot read {first.key} in {first.location.file}", error) from error
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{files.where}: {error}") from None
     finally:

@@ -16,6 +16,7 @@ import io
 import os
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,7 +39,7 @@ from dcp_plugin.format.values import encode
 from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.open import Opened, open_alone, open_checkpoint
+from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint
 from dcp_plugin.tensors import decode, fill, is_stored_whole, require_memory, size_of
 from dcp_plugin.types import Shape
 
@@ -113,11 +114,23 @@ class ShardedReader(StorageReader):
     def opened(self) -> Opened:
         """The checkpoint; opened when it is first needed."""
         if self._opened is None:
-            opened = open_checkpoint(self.path, self._base) if self._complete else open_alone(self.path)
-            if self._check_files:
-                opened.check_files()
-            self._opened, self.path = opened, opened.path
+            if self._complete:
+                self._opened = open_checkpoint(self.path, self._base, self._check_files)
+            else:
+                self._opened = open_alone(self.path, self._check_files)
+            self.path = self._opened.path
         return self._opened
+
+    def close(self) -> None:
+        """Let go of the files. The index stays; what is not read by now cannot be read any more."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def __enter__(self) -> ShardedReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def index(self) -> CheckpointIndex:
@@ -129,6 +142,11 @@ class ShardedReader(StorageReader):
         return self.opened.fingerprint
 
     @property
+    def save(self) -> tuple[str, str]:
+        """Equal on ranks that read the same save: the fingerprint, and what tells saves of the same contents apart."""
+        return self.fingerprint, self.opened.save_ids
+
+    @property
     def summary(self) -> Summary | None:
         """What ``dcp_plugin.json`` says; None for a checkpoint of another tool."""
         return self.opened.summary
@@ -138,18 +156,26 @@ class ShardedReader(StorageReader):
         """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
         return self.opened.kinds
 
-    def check_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
-        """Check the files that a plan reads from, and those of some keys, if not all were checked when the checkpoint
-        was opened.
+    def hold_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
+        """Open the files that a plan reads from, and those of some keys: they can be read even if the checkpoint is
+        deleted meanwhile. They are checked if not all were when the checkpoint was opened.
 
         Raises:
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
+            CheckpointNotFound: It was deleted meanwhile.
         """
-        if not self._check_files:
+        if self._check_files:
+            names = set(self.index.files)  # those of the plan would have to be found out, and that takes longer
+        else:
             entries = (self.index[key] for key in keys)
             chunks = (chunk for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks)
             found = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in chunks))
-            self.opened.check_files({location.file for location in found})
+            names = {location.file for location in found}
+            self.opened.check_files(names)
+        try:
+            self.opened.files.keep(names)
+        except OSError as error:
+            raise gone_or_damaged(self.opened.files, f"cannot open {error.filename}", error) from error
 
     # torch.distributed.checkpoint.StorageReader
 
@@ -160,6 +186,7 @@ class ShardedReader(StorageReader):
         self.load_id = str(uuid.uuid4())
 
     def _forget(self) -> None:
+        self.close()
         self.path = self._asked_for
         self._opened = None
         self._layouts = {}
@@ -175,13 +202,23 @@ class ShardedReader(StorageReader):
         """Nothing to do: the index is read when it is first needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return replace(plan, storage_data=self.save)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On one rank: each has opened the checkpoint for itself."""
+        saves = [plan.storage_data for plan in plans]
+        other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
+        if other is not None:
+            raise CheckpointMismatch(
+                f"rank {other} has opened another checkpoint at {self._asked_for} than rank 0: it was replaced "
+                f"meanwhile, or the ranks load from different paths. Load again."
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         reads = [self._find(item) for item in plan.items]
+        with suppress(OSError):  # the read of the key will say what is wrong
+            self.opened.files.keep({read.location.file for read in reads})
         self._recognise(reads)
         values: dict[tuple[str, int], bytearray] = {}
         targets, wholes = [], []

@@ -202,8 +202,8 @@ class Reuse:
             return ""
         self.base = path
         try:
-            reader = ShardedReader(path, check_files=False, complete=False)
-            index = reader.index
+            with ShardedReader(path, check_files=False, complete=False) as reader:
+                index = reader.index
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"
         found: dict[str, LinkableFile] = {}

@@ -38,6 +38,7 @@ from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.catalog import inspect
+from dcp_plugin.runs.scan import state_of
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 
@@ -183,7 +184,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing complete.
     """
     path = local_path(path)
-    state = catalog.state_of(path)
+    state = state_of(path)
     if state is None:
         if reason := _incomplete_reason(path):
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
@@ -224,7 +225,7 @@ def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _is_complete(path: Path) -> bool:
-    state = catalog.state_of(path)
+    state = state_of(path)
     return state.committed if state is not None else not _incomplete_reason(path)
 
 

@@ -54,7 +54,7 @@ void fault_begin(const char *below, const char *log, const char *data) {
 }
 
 /* action: see above. code: the errno of FAIL. at, until: the first and last call, from 1, that are hit. calls: names of
- * calls between commas, "" for all. containing: part of the path. */
+ * calls between commas, "" for all but stat. containing: part of the path. */
 void fault_rule(int action, int code, long at, long until, const char *calls, const char *containing) {
     if (armed.rules == MOST_RULES) abort();
     Rule *rule = &armed.rule[armed.rules];
@@ -97,7 +97,8 @@ static const char *path_of(int fd, char *out) {
 static int hit(Rule *rule, const char *call, const char *path) {
     char wanted[80];
     snprintf(wanted, sizeof wanted, ",%s,", call);
-    if ((rule->calls[0] && !strstr(rule->calls, wanted)) || !strstr(path, rule->containing)) return 0;
+    int meant = rule->calls[0] ? strstr(rule->calls, wanted) != NULL : strcmp(call, "stat") != 0;
+    if (!meant || !strstr(path, rule->containing)) return 0;
     long now = __atomic_add_fetch(&rule->seen, 1, __ATOMIC_SEQ_CST);
     return now >= rule->at && now <= rule->until;
 }
@@ -325,3 +326,18 @@ READS(pread, (int fd, void *bytes, size_t count, off_t offset), (fd, bytes, coun
 READS(pread64, (int fd, void *bytes, size_t count, off64_t offset), (fd, bytes, count, offset))
 READS(preadv, (int fd, const struct iovec *parts, int count, off_t offset), (fd, parts, count, offset))
 READS(preadv64, (int fd, const struct iovec *parts, int count, off64_t offset), (fd, parts, count, offset))
+
+/* Looked at only by rules that name it. */
+#define STATS(name, parameters, arguments, dirfd, path) \
+    int name parameters { \
+        typedef int(*real_t) parameters; \
+        REAL(#name, real_t); \
+        if (armed.on) { \
+            char buffer[PATH_MAX]; \
+            GUARD("stat", absolute(dirfd, path, buffer), -1); \
+        } \
+        return real arguments; \
+    }
+STATS(stat64, (const char *path, struct stat64 *out), (path, out), AT_FDCWD, path)
+STATS(lstat64, (const char *path, struct stat64 *out), (path, out), AT_FDCWD, path)
+STATS(fstatat64, (int at, const char *path, struct stat64 *out, int flags), (at, path, out, flags), at, path)

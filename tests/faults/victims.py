@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -34,6 +35,8 @@ class Fault:
         calls: Names of calls, all if empty: open, create, read, write, truncate, allocate, sync, rename, exchange,
             link, symlink, mkdir, remove, list.
         containing: Only calls on paths with this text.
+
+    ``stat`` is another name of a call, that has to be said.
     """
 
     action: str = "count"
@@ -64,6 +67,18 @@ class Outcome:
     traceback: str = ""
     calls: int = 0
     """How many calls were counted."""
+    beside: Outcome | None = None
+    """Of the other process, if the victim was stopped."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What another process does once the victim has been stopped: until it ends or is stopped itself. Then the victim
+    goes on until it ends, and last the other one."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    faults: tuple[Fault, ...] = ()
 
 
 @functools.cache
@@ -128,9 +143,10 @@ class Victims:
         below: Path,
         faults: Sequence[Fault] = (),
         log: Path | None = None,
+        beside: Beside | None = None,
     ) -> Outcome:
         """``function(*args)`` in a process of its own, with faults at its calls below a directory."""
-        _send(self._process.stdin, pickle.dumps((function, args, below, [*faults, COUNT], log)))
+        _send(self._process.stdin, pickle.dumps((function, args, beside, below, [*faults, COUNT], log)))
         outcome: Outcome = pickle.loads(_receive(self._process.stdout))
         return outcome
 
@@ -162,15 +178,42 @@ def _serve() -> None:
         _send(answers, pickle.dumps(_outcome_of(*job)))
 
 
-def _outcome_of(function: Callable[..., Any], args: tuple[Any, ...], *arming: Any) -> Outcome:
+def _outcome_of(function: Callable[..., Any], args: tuple[Any, ...], beside: Beside | None, *arming: Any) -> Outcome:
+    pid, pipe = _forked(function, args, *arming)
+    if beside is None:
+        return _told(pid, pipe)
+    if not _stopped(pid):
+        return _told(pid, pipe)
+    other, others_pipe = _forked(beside.function, beside.args, arming[0], [*beside.faults, COUNT], None)
+    stopped = _stopped(other)
+    os.kill(pid, signal.SIGCONT)
+    outcome = _told(pid, pipe)
+    if stopped:
+        os.kill(other, signal.SIGCONT)
+    return replace(outcome, beside=_told(other, others_pipe))
+
+
+def _stopped(pid: int) -> bool:
+    """Wait until a child is stopped, or has ended."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_code == os.CLD_STOPPED
+
+
+def _forked(function: Callable[..., Any], args: tuple[Any, ...], *arming: Any) -> tuple[int, int]:
+    """A victim, and the pipe in which it tells its outcome."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(ours)
         _be_a_victim(theirs, function, args, *arming)
     os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        told = pipe.read()
+    return pid, ours
+
+
+def _told(pid: int, pipe: int) -> Outcome:
+    with os.fdopen(pipe, "rb") as file:
+        told = file.read()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if not told:
         return Outcome(exit_code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,51 +12,13 @@ from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.media import Listed, RangedFile, Reservation
+from dcp_plugin.media import Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
+from dcp_plugin.media.disk.files import HeldFiles, LocalFiles
 
 _VISIBLE_SECONDS = 10.0
 """How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
-
-
-class LocalFile(RangedFile):
-    """A file, read by ``preadv``. Named pipes, which would be waited for for ever, are refused."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(posix.open_regular(path))
-
-    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(self.fileno(), memory, offset)
-
-
-@dataclass(frozen=True)
-class LocalFiles:
-    """The files in a directory: what :meth:`LocalDisk.open` returns."""
-
-    directory: Path
-
-    @property
-    def where(self) -> str:
-        return str(self.directory)
-
-    def names(self) -> list[str]:
-        with os.scandir(self.directory) as entries:  # which tells folders from files without a system call for each
-            return sorted(entry.name + "/" * entry.is_dir() for entry in entries)
-
-    def size(self, name: str) -> int:
-        return (self.directory / name).stat().st_size
-
-    def modified(self, name: str) -> float:
-        return (self.directory / name).stat().st_mtime
-
-    def open(self, name: str) -> LocalFile:
-        return LocalFile(self.directory / name)
-
-    def leads_elsewhere(self, name: str) -> bool:
-        path = self.directory / name
-        nested = path.parent != self.directory
-        return (nested or path.is_symlink()) and path.resolve().parent != (self.directory.resolve() / name).parent
 
 
 @dataclass(frozen=True)
@@ -77,6 +39,7 @@ class LocalDisk:
     link = staticmethod(commit.link)
     remove = staticmethod(commit.remove)
     open = staticmethod(LocalFiles)
+    hold = staticmethod(HeldFiles)
     flush = staticmethod(posix.sync_directory)
 
     def join(self, directory: Path, path: Path) -> None:
@@ -106,7 +69,10 @@ class LocalDisk:
     def entries(self, root: Path) -> list[Listed]:
         with os.scandir(root) as entries:
             found = [
-                Listed(root / one.name, one.is_dir(follow_symlinks=False), one.is_file(follow_symlinks=False))
+                Listed(
+                    *(root / one.name, one.is_dir(follow_symlinks=False), one.is_file(follow_symlinks=False)),
+                    number=one.inode(),
+                )
                 for one in entries
             ]
         return sorted(found, key=lambda one: one.path)

@@ -288,14 +288,25 @@ def locate(path: Path) -> Path:
 
 def uncommitted_reason(path: Path) -> str:
     """Why the directory is not a committed checkpoint, or an empty string if it is one."""
-    if not path.is_dir():
+    names = _names_in(path)
+    if names is None:
         return "no such directory" if not path.exists() else "not a directory"
-    return layout.uncommitted_reason(os.listdir(path))
+    return layout.uncommitted_reason(names)
 
 
 def looks_like_checkpoint(path: Path) -> bool:
     """Whether a directory has files that only checkpoints have, committed or not."""
-    return path.is_dir() and layout.has_traces(os.listdir(path))
+    return layout.has_traces(_names_in(path) or ())
+
+
+def _names_in(path: Path) -> list[str] | None:
+    """What is in a directory; None if there is none, or none any more."""
+    try:
+        return os.listdir(path)
+    except OSError:
+        if path.is_dir():
+            raise
+        return None
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:

@@ -45,9 +45,13 @@ def make_directories(path: Path) -> None:
         sync_directory(created.parent)
 
 
-def open_regular(path: Path) -> io.FileIO:
-    """A file, unbuffered. A named pipe, which would be waited for for ever, is an error."""
-    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
+    """A file, unbuffered. A named pipe, which would be waited for for ever, is an error.
+
+    Args:
+        directory: The descriptor of what a relative path is relative to.
+    """
+    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, dir_fd=directory))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

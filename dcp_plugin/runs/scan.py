@@ -1,0 +1,155 @@
+"""Which checkpoints are below a directory, while others publish, replace and delete there.
+
+What exists throughout a scan is in its result. A listing alone does not give that: a checkpoint that is being replaced
+may be neither under its name, when that is listed, nor set aside in the workspace, when that is. So a directory with a
+workspace in it is listed again until two listings in a row are the same, and only what is new is looked into again.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.format import has_traces, uncommitted_reason
+from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
+from dcp_plugin.media import Listed, Readable
+from dcp_plugin.media.disk import LocalDisk, commit
+from dcp_plugin.storage.open import in_one_view, summary_in
+from dcp_plugin.types import CheckpointState
+
+_DISK = LocalDisk()
+_DEPTH = 6
+"""How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
+_MOST_ROUNDS = 100
+
+
+def state_of(path: Path) -> CheckpointState | None:
+    """The state of one directory; None if it is no DCP checkpoint and does not pretend to be one."""
+    try:
+        return in_one_view(path, _state_in)
+    except OSError:  # there is none, or it was deleted while we looked
+        return None
+
+
+def _state_in(path: Path, files: Readable) -> CheckpointState | None:
+    names = [name.rstrip("/") for name in files.names()]
+    reason = uncommitted_reason(names)
+    if reason and files.moved():
+        raise FileNotFoundError(f"{path} is being deleted")
+    if not has_traces(names):
+        return None
+    written = files.modified("")
+    step = None
+    try:
+        if not reason and (summary := summary_in(files)) is not None:
+            written, step = summary.time, summary.step
+    except CheckpointCorrupt as error:
+        if files.moved():
+            raise
+        return CheckpointState(path, False, str(error), None, written)
+    return CheckpointState(path, not reason, reason, step, written)
+
+
+class Scan:
+    """One look at all that is below a directory.
+
+    Args:
+        others: Whether to look for what other tools have saved for a resume, too. What is inside of that is no
+            checkpoint of its own.
+    """
+
+    def __init__(self, root: Path, others: bool = False) -> None:
+        self.states: dict[Path, CheckpointState] = {}
+        """What is a checkpoint of DCP, or pretends to be one."""
+        self.of_others: list[Saved] = []
+        self._others = others
+        self._listed: dict[Path, set[tuple[Path, int]]] = {}
+        self._complete = self._visit(root, _DEPTH) or not root.is_dir()
+
+    def is_current(self) -> bool:
+        """Whether nothing came or went since. A directory of very many entries may not be listed in one moment."""
+        return self._complete and all(self._entries(path) == there for path, there in self._listed.items())
+
+    @staticmethod
+    def _entries(directory: Path) -> set[tuple[Path, int]]:
+        with suppress(OSError):
+            return {(one.path, one.number) for one in _DISK.entries(directory)}
+        return set()
+
+    def _visit(self, directory: Path, depth: int) -> bool:
+        """Whether the directory was there until it was looked into."""
+        try:
+            state = in_one_view(directory, _state_in)
+            if state is None:
+                return self._look_below(directory, depth)
+            self.states[directory] = state
+        except FileNotFoundError:
+            return False
+        except OSError:  # not ours to read
+            pass
+        return True
+
+    def _look_below(self, directory: Path, depth: int) -> bool:
+        entries = _DISK.entries(directory)
+        if self._others and self._is_of_others(directory, entries):
+            return True
+        seen: dict[Path, int] = {}
+        before = None
+        for _ in range(_MOST_ROUNDS):
+            self._listed[directory] = {(one.path, one.number) for one in entries}
+            folders = {one.path: one.number for one in entries if one.is_folder}
+            workspace = directory / commit.WORKSPACE
+            has_workspace = folders.pop(workspace, None) is not None
+            for path in seen.keys() - folders.keys():
+                self.states.pop(path, None)
+            there = True
+            for path, number in folders.items():
+                if depth > 0 and seen.get(path) != number:
+                    self.states.pop(path, None)
+                    there = self._visit(path, depth - 1) and there
+            seen = folders
+            now = folders, self._look_into_workspace(workspace) if has_workspace else []
+            if (there and not has_workspace) or now == before:
+                break
+            before = now
+            entries = _DISK.entries(directory)
+        return True
+
+    def _is_of_others(self, directory: Path, entries: list[Listed]) -> bool:
+        """Whether it is the checkpoint of another tool. Such files are noted."""
+        files = _DISK.open(directory)
+        saved = saved_as_folder(files, (one.path.name for one in entries))
+        if saved is not None:
+            self.of_others.append(saved)
+            if not saved.export:
+                return True
+        self.of_others += saved_as_files(files, [one.path.name for one in entries if one.is_file])
+        return False
+
+    def _look_into_workspace(self, workspace: Path) -> list[Path]:
+        """Note the saves in flight, and what is set aside. What is there."""
+        for path in [path for path in self.states if path.parent == workspace]:
+            del self.states[path]
+        try:
+            paths = [one.path for one in _DISK.entries(workspace)]
+        except OSError:
+            return []
+        for path in paths:
+            state = None
+            if path.suffix == ".saving":
+                state = _in_flight(path)
+            elif path.suffix == ".aside":
+                state = state_of(path)
+            if state is not None:
+                self.states[path] = state
+        return paths
+
+
+def _in_flight(path: Path) -> CheckpointState | None:
+    target = commit.target_of(path.with_suffix(".json")) or "?"
+    try:
+        written = path.stat().st_mtime
+    except OSError:
+        return None
+    return CheckpointState(path, False, f"a save of {target} that is in flight or was interrupted", None, written)
