@@ -441,7 +441,8 @@ def target_of(record: Path) -> str | None:
     if record.stem in _held:
         return _held[record.stem].target
     try:
-        return _checked_target(_parsed(record.read_bytes()))
+        with posix.open_regular(record) as file:
+            return _checked_target(_parsed(file.readall()))
     except OSError:
         return None
 
