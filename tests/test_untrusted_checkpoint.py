@@ -222,16 +222,11 @@ def test_every_single_flipped_byte_of_the_data_is_found_by_verify(tmp_path: Path
     dcp.save({"a": torch.arange(100), "n": {"x": 1}}, tmp_path / "ck")
     file = next((tmp_path / "ck").glob("*.distcp"))
     good = file.read_bytes()
-    index = dcp.ShardedReader(tmp_path / "ck").index
-    inside = np.zeros(len(good), bool)
-    for start, length in index.columns["place"][:, :2].tolist():
-        inside[start : start + length] = True
     for position in [*range(0, len(good), 13), len(good) - 1]:
         bad = bytearray(good)
         bad[position] ^= 0x10
         file.write_bytes(bad)
-        found = not dcp.verify(tmp_path / "ck").ok
-        assert found == bool(inside[position]), f"byte {position}"
+        assert not dcp.verify(tmp_path / "ck").ok, f"byte {position}"
 
 
 def test_truncated_data_is_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, sav
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
+from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
@@ -235,7 +236,7 @@ def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: P
             break
         found.passed_over.append(one)
     for one in found.passed_over:  # not a save in flight, nor an export of weights
-        if found.path is not None and not one.export if isinstance(one, Saved) else one.committed:
+        if found.path is not None and not one.export if isinstance(one, Saved) else was_published(one):
             logger.warning("passing over %s: %s", one.path, one.reason)
     return found
 
@@ -376,6 +377,9 @@ def inspect(path: PathLike) -> CheckpointInfo:
 def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
 
+    Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
+    other tools, and what a framework has put beside. Not what was added to the directory after the save.
+
     Args:
         path: The checkpoint.
         io_threads: Threads that read.
@@ -405,5 +409,7 @@ def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) ->
             unverified.append(key)
     with ThreadPoolExecutor(io_threads, thread_name_prefix="dcp-verify") as pool:
         errors = [said for said in pool.map(lambda item: reader.check(*item), items.values()) if said]
+        errors += check_rest.check(reader.opened, pool)
+    unverified += check_rest.sizes_only(reader.index.beside)
     nbytes = sum(place.length for _, place in items.values())
     return VerifyReport(reader.path, len(items), nbytes, errors, unverified)
