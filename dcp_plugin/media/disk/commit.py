@@ -286,7 +286,8 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
-    if final.is_file() and not final.is_symlink() and not zipfile.is_zipfile(final):
+    other = os.path.lexists(final) and not final.is_dir() and not final.is_symlink()
+    if other and not (final.is_file() and zipfile.is_zipfile(final)):
         raise SaveFailed(
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
