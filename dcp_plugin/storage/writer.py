@@ -246,9 +246,11 @@ class Publication:
         assert self._reservation is not None, "the coordinator has reserved it"
         views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
         directory = self._reservation.directory
+        names = self.medium.open(directory).names()
+        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         try:
             index.beside = {
-                **check_rest.told_beside(self.medium, directory),
+                **(check_rest.told_beside(self.medium, directory) if attached else {}),
                 **{name: check_rest.hash_of(data) for name, data in views.items()},
             }
             encoded = index_file.encode(index)
@@ -258,8 +260,6 @@ class Publication:
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), self.storage_meta)
-        names = self.medium.open(directory).names()
-        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         summary = Summary(
             step=facts.step,
