@@ -17,7 +17,6 @@ from xxhash import xxh3_128
 
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format import DATA_SUFFIX, Files
-from dcp_plugin.format import opened as opened_file
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, directory_at, frame_in
@@ -27,7 +26,6 @@ from dcp_plugin.storage.open import Opened
 
 _MOST_HASHED = 64 << 20
 """Bytes of a file beside the data files that is hashed when it is saved: whoever saves it waits for that."""
-_PIECE = 1 << 20
 _BYTES = " bytes"
 _MOST_HEAD = 64 << 10
 """More bytes than come before a payload."""
@@ -35,7 +33,7 @@ _MOST_HEAD = 64 << 10
 
 def told_beside(medium: Medium, directory: Path, below: str = "") -> dict[str, str]:
     """What can be compared of each file beside the data files of a save in flight, by its name: its XXH3-128, or the
-    size of one that would take long. Links and what is no file are left out."""
+    size of one that would take long. Links and what is no file are left out. Raises OSError."""
     found: dict[str, str] = {}
     for one in medium.entries(directory):
         name = below + one.path.name
@@ -71,18 +69,14 @@ def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
         try:
             if files.leads_elsewhere(name) or _told(files, name) != expected:
                 yield f"{files.where}/{name} is not what was saved with the checkpoint"
-        except CheckpointCorrupt as error:
-            yield str(error)
+        except OSError as error:
+            yield f"{files.where}/{name} cannot be read: {error.strerror}"
 
 
 def _told(files: Files, name: str) -> str:
-    running = xxh3_128()
-    with opened_file(files, name) as file:
-        if (size := files.size(name)) > _MOST_HASHED:
-            return f"{size}{_BYTES}"
-        while data := file.read(_PIECE):
-            running.update(data)
-    return running.hexdigest()
+    with files.open(name) as file:
+        size = files.size(name)
+        return hash_of(file.read()) if size <= _MOST_HASHED else f"{size}{_BYTES}"
 
 
 def _check_between(files: Readable, index: CheckpointIndex, number: int) -> str:

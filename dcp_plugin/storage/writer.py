@@ -245,14 +245,11 @@ class Publication:
         """
         assert self._reservation is not None, "the coordinator has reserved it"
         views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
-        directory = self._reservation.directory
-        names = self.medium.open(directory).names()
+        names = self.medium.open(self._reservation.directory).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
+        index.beside = self._told_beside() if attached else {}
+        index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}
         try:
-            index.beside = {
-                **(check_rest.told_beside(self.medium, directory) if attached else {}),
-                **{name: check_rest.hash_of(data) for name, data in views.items()},
-            }
             encoded = index_file.encode(index)
         except UnsafeCheckpoint as error:
             raise UnsafeCheckpoint(
@@ -287,6 +284,12 @@ class Publication:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
         self._reservation, self.published = None, True
         return summary
+
+    def _told_beside(self) -> dict[str, str]:
+        try:
+            return check_rest.told_beside(self.medium, self.reserve())
+        except OSError as error:
+            raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
 
     def discard(self) -> None:
         """Delete what this save has written so far, unless it is published."""
