@@ -1,6 +1,6 @@
 # make check   ruff, mypy and the fast tests, in three minutes: while working
 # make test    all tests, but for those that take minutes each: make test-long
-# make test-faults   every fault at every call of a save, and every state after a loss of power (half an hour)
+# make test-faults   every fault at every call of a save, every state after a loss of power, and damage to files (half an hour)
 # make lint    ruff and mypy          make demo    the demonstration
 # make bench   every benchmark        make clean   remove what these made
 #
@@ -37,6 +37,7 @@ test-long: $(READY)
 
 test-faults: $(READY)
 	$(BIN)/python -m tests.faults $(ARGS)
+	$(BIN)/python -m tests.faults flips
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -20,6 +20,7 @@ import dcp_plugin as dcp
 from dcp_plugin.media.disk import commit
 from dcp_plugin.runs import catalog
 from tests import launch
+from tests.forge import change_summary
 
 
 def _save(path: Path, n: int, **options: object) -> Path:
@@ -304,8 +305,7 @@ def test_a_url_is_refused_and_makes_no_directory(tmp_path: Path, monkeypatch: py
 
 def test_a_clock_that_was_set_back_neither_deletes_the_new_nor_prefers_the_old(tmp_path: Path) -> None:
     old = _save(tmp_path / "step-1", 1)
-    summary = json.loads((old / "dcp_plugin.json").read_text())
-    (old / "dcp_plugin.json").write_text(json.dumps({**summary, "time": summary["time"] + 3600}))
+    change_summary(old, time=json.loads((old / "dcp_plugin.json").read_text())["time"] + 3600)
     new = _save(tmp_path / "step-2", 2)
     assert dcp.latest(tmp_path) == new
     newest = _save(tmp_path / "step-3", 3, keep_last=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -23,12 +22,13 @@ from xxhash import xxh3_128_digest
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.format import INDEX, SUMMARY, index_file
+from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves, train
+from tests.forge import change_summary
 
 LAYER = WIDTH * WIDTH * 4
 FIRST = "backbone.0.weight"
@@ -292,8 +292,7 @@ def _forge(path: Path, model: nn.Module) -> None:
         hashes[row] = np.frombuffer(right, np.uint64)
     forged = index_file.encode(CheckpointIndex(index.table, {**index.columns, "hash": hashes}, index.files))
     (path / INDEX).write_bytes(forged)
-    said = json.loads((path / SUMMARY).read_text())
-    (path / SUMMARY).write_text(json.dumps({**said, "index_sha256": _sha256(path / INDEX)}))
+    change_summary(path, index_sha256=_sha256(path / INDEX))
 
 
 def test_another_file_system_gets_a_copy_and_that_is_said_once(

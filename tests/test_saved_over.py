@@ -334,8 +334,8 @@ def _as_an_earlier_version_saved_it(path: Path) -> None:
     (path / "dcp_plugin.index").write_bytes(encoded)
     (path / ".metadata").write_bytes(encode(renamed, StorageMeta(checkpoint_id=str(path))))
     summary = json.loads((path / "dcp_plugin.json").read_text())
-    del summary["metadata_sha256"], summary["save_id"]
-    summary["index_sha256"] = fingerprint(encoded)
+    del summary["metadata_sha256"], summary["save_id"], summary["sha256"]
+    summary |= {"index_sha256": fingerprint(encoded), "format_version": 2}
     (path / "dcp_plugin.json").write_text(json.dumps(summary))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 import warnings
@@ -20,11 +19,12 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.format import INDEX, SUMMARY, index_file
+from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
+from tests.forge import change_summary
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -397,18 +397,15 @@ def test_two_checkpoints_that_name_each_other_as_base_are_refused(tmp_path: Path
     _pretrained(tmp_path / "base")
     ours, model, optimizer = _tuned_on(tmp_path / "base")
     ours.save(_state(model, optimizer), tmp_path / "run")
-    file = tmp_path / "run" / SUMMARY
-    said = json.loads(file.read_text())
-    said["base"] = {"path": str(tmp_path / "run"), "relative": ".", "fingerprint": said["index_sha256"]}
-    file.write_text(json.dumps(said))
+    run = tmp_path / "run"
+    said = {"path": str(run), "relative": ".", "fingerprint": dcp.ShardedReader(run).fingerprint}
+    change_summary(run, base=said)
     with pytest.raises(dcp.CheckpointMismatch, match=r"has no model\.backbone"):
         _check(tmp_path / "run", model)
-    said["base"] |= {"path": "no name\0", "relative": "neither\0"}
-    file.write_text(json.dumps(said))
+    change_summary(run, base={**said, "path": "no name\0", "relative": "neither\0"})
     with pytest.raises(dcp.CheckpointNotFound, match="is not there"):
         _check(tmp_path / "run", model)
-    del said["base"]
-    file.write_text(json.dumps(said))
+    change_summary(run, base={})
     with pytest.raises(dcp.CheckpointCorrupt, match="does not say which base"):
         _check(tmp_path / "run", model)
 

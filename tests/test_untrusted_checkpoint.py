@@ -6,7 +6,6 @@ Every test here plants an attack or a defect in a real checkpoint.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import warnings
@@ -24,6 +23,7 @@ from safetensors.numpy import save as save_columns
 import dcp_plugin as dcp
 from dcp_plugin.format import metadata as stock_format
 from tests.compare import same_bytes
+from tests.forge import change_summary
 
 
 class Attack:
@@ -118,9 +118,7 @@ def _forge(path: Path, change: Callable[[Columns, dict[str, str]], None]) -> Non
     change(columns, about)
     data = save_columns(columns, metadata=about)
     (path / "dcp_plugin.index").write_bytes(data)
-    summary = json.loads((path / "dcp_plugin.json").read_text())
-    summary["index_sha256"] = hashlib.sha256(data).hexdigest()
-    (path / "dcp_plugin.json").write_text(json.dumps(summary))
+    change_summary(path, index_sha256=hashlib.sha256(data).hexdigest())
 
 
 def _set(column: str, position: Any, value: int) -> Callable[[Columns, dict[str, str]], None]:
@@ -217,25 +215,18 @@ def test_junk_in_place_of_any_file_of_ours_is_corrupt_and_nothing_else(tmp_path:
 
 
 def _fix_fingerprint(path: Path, data: bytes) -> None:
-    summary = json.loads((path / "dcp_plugin.json").read_text())
-    summary["index_sha256"] = hashlib.sha256(data).hexdigest()
-    (path / "dcp_plugin.json").write_text(json.dumps(summary))
+    change_summary(path, index_sha256=hashlib.sha256(data).hexdigest())
 
 
 def test_every_single_flipped_byte_of_the_data_is_found_by_verify(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(100), "n": {"x": 1}}, tmp_path / "ck")
     file = next((tmp_path / "ck").glob("*.distcp"))
     good = file.read_bytes()
-    index = dcp.ShardedReader(tmp_path / "ck").index
-    inside = np.zeros(len(good), bool)
-    for start, length in index.columns["place"][:, :2].tolist():
-        inside[start : start + length] = True
     for position in [*range(0, len(good), 13), len(good) - 1]:
         bad = bytearray(good)
         bad[position] ^= 0x10
         file.write_bytes(bad)
-        found = not dcp.verify(tmp_path / "ck").ok
-        assert found == bool(inside[position]), f"byte {position}"
+        assert not dcp.verify(tmp_path / "ck").ok, f"byte {position}"
 
 
 def test_truncated_data_is_named(tmp_path: Path) -> None:
@@ -253,8 +244,7 @@ def test_truncated_data_is_named(tmp_path: Path) -> None:
 )
 def test_a_forged_summary_is_corrupt_and_nothing_else(tmp_path: Path, change: dict[str, Any]) -> None:
     dcp.save({"a": torch.arange(4)}, tmp_path / "ck")
-    summary = json.loads((tmp_path / "ck" / "dcp_plugin.json").read_text())
-    (tmp_path / "ck" / "dcp_plugin.json").write_text(json.dumps({**summary, **change}))
+    change_summary(tmp_path / "ck", **change)
     with pytest.raises(dcp.CheckpointCorrupt):
         dcp.load({"a": torch.zeros(4)}, tmp_path / "ck")
     assert dcp.latest(tmp_path) is None

@@ -24,11 +24,18 @@ from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import local_path
-from dcp_plugin.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound, SaveFailed, UnsafeCheckpoint
+from dcp_plugin.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    SaveFailed,
+    UnsafeCheckpoint,
+)
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import commit
+from dcp_plugin.media.disk import LocalFile, commit
 from dcp_plugin.runs import catalog
 
 logger = logging.getLogger("dcp_plugin")
@@ -154,7 +161,10 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
     for number, one in enumerate(registered):
         file = path / f"custom_checkpoint_{number}.pkl"
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            with LocalFile(file) as opened:
+                state = torch.load(opened, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise CheckpointCorrupt(f"{file} cannot be read: {error.strerror}") from error
         except Exception as error:
             raise UnsafeCheckpoint(
                 f"{file} cannot be loaded without executing code from it: {error}. If you trust its origin, detach "

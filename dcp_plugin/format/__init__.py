@@ -48,11 +48,13 @@ class Files(Protocol):
 
 
 def exists(files: Files, name: str) -> bool:
-    """Whether there is a file of this name."""
+    """Whether there is a file of this name, or something that cannot be read: whoever opens it will say so."""
     try:
         files.size(name)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True
     return True
 
 

@@ -119,6 +119,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.empty: Collection[str] = ()
         """Keys of empty mappings. Stock has none for these. It takes a checkpoint that has them for one of torch 2.3,
         and looks for keys as that version made them."""
+        self.beside: dict[str, str] = {}
+        """Files beside the data files, and what :mod:`~dcp_plugin.storage.check_rest` compares of each."""
         self.planner_data: tuple[Any, ...] = ()
         """In place of the paths of keys, what another tool's planner made its ``planner_data``; one item."""
         self.storage_meta: StorageMeta | None = None
@@ -231,7 +233,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
         both.smallest_block = self.smallest_block
         both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
-        both.left_out = self.left_out
+        both.left_out, both.beside = self.left_out, self.beside
         both.empty = [*self.empty, *other.empty]
         return both
 
@@ -295,7 +297,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             CheckpointCorrupt: Naming file and key.
         """
         columns = self.columns
-        for name in self.files:
+        for name in (*self.files, *self.beside):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise CheckpointCorrupt(f"{where}: the index names {name!r}, which leaves the checkpoint")
         file = columns["file"]

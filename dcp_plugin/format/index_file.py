@@ -16,6 +16,7 @@ The columns, for K keys, C chunks (each key's chunks are neighbours) and B block
 ``hashed``, ``hash``    H, H x 2  optional: the chunks whose XXH3-128 is known, and these
 ``left_out``            text      optional: a JSON object of the keys left out -> the key in the base
 ``empty``               text      optional: a JSON list of the keys of empty mappings
+``beside``              text      optional: a JSON object of other files of the save -> XXH3-128, or size
 ``planner_data``        bytes     optional: what a planner made its own, as ``torch.save`` has it (weights only)
 ======================  ========  =====================================================================
 
@@ -60,6 +61,8 @@ def encode(index: CheckpointIndex) -> bytes:
         more["left_out"] = json.dumps(index.left_out).encode()
     if index.empty:
         more["empty"] = json.dumps(list(index.empty)).encode()
+    if index.beside:
+        more["beside"] = json.dumps(index.beside).encode()
     if index.planner_data:
         more["planner_data"] = values.encode(index.planner_data[0])
     columns = {name: np.frombuffer(data, np.uint8) for name, data in more.items()}
@@ -134,11 +137,13 @@ def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointInd
     if table.shape_starts[-1] != len(columns["shape"]) or table.box_starts[-1] != len(columns["box"]):
         raise ValueError("shapes and boxes do not fit the dimensions")
     empty = [str(key) for key in json.loads(columns["empty"].tobytes())] if "empty" in columns else ()
+    beside = json.loads(columns["beside"].tobytes()) if "beside" in columns else {}
     planner_data: tuple[Any, ...] = ()
     if "planner_data" in columns:
         planner_data = (values.decode("planner_data", columns["planner_data"].tobytes()),)
     index = CheckpointIndex(table, columns, files, smallest_block)
     index.left_out, index.empty, index.planner_data = left_out, empty, planner_data
+    index.beside = {str(name): str(told) for name, told in beside.items()}
     return index
 
 

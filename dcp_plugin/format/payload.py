@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +129,8 @@ _END = struct.Struct("<IHHHHIIH")
 _UTF8_NAMES = 0x0800
 _HAS_DESCRIPTOR = 0x0008  # size and CRC stand behind the data; torch leaves it out for empty records
 _ROOT = "archive/"
+_BEFORE = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
+"""The records before the payload."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,11 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
     payload_length = torch.Size(shape).numel() * dtype.itemsize
     if payload_length > _MOST:
         raise ValueError(f"an item of {payload_length} bytes is too large for one chunk; the planner splits those.")
-    records = pickled_tensor(dtype, shape)
-    before = [(name, records[name]) for name in ("data.pkl", ".format_version", ".storage_alignment", "byteorder")]
+    return _around(pickled_tensor(dtype, shape), payload_length)
+
+
+def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:
+    before = [(name, records[name]) for name in _BEFORE]
     behind = [("version", b"3\n"), (".data/serialization_id", b"0" * 40)]
 
     head = b""
@@ -216,6 +221,46 @@ def _end(entries: int, central_size: int, central_offset: int) -> bytes:
     )
     locator = _END64_LOCATOR.pack(0x07064B50, 0, central_offset + central_size, 1)
     return end64 + locator + _END.pack(0x06054B50, 0, 0, entries, entries, central_size, central_offset, 0)
+
+
+END_BEGINS = b"PK\x06\x06"
+"""What the end of an item begins with."""
+END_LENGTH = _END64.size + _END64_LOCATOR.size + _END.size
+
+
+def directory_at(end: bytes) -> tuple[int, int] | None:
+    """Where the directory of an item begins, and its length, if these bytes are the end of an item of ours."""
+    if len(end) != END_LENGTH:
+        return None
+    entries, size, offset = _END64.unpack_from(end)[-3:]
+    ours = offset <= _MOST and max(entries, size) < 1 << 16
+    return (offset, size) if ours and end == _end(entries, size, offset) else None
+
+
+def frame_in(head: bytes, directory: bytes) -> Frame | None:
+    """The frame of an item of a tensor of which nothing is known, made again from what is in it.
+
+    Args:
+        head: Its first bytes, more than there are before the payload.
+
+    Returns:
+        What is around the payload if nothing there has changed. None if this is no such item.
+    """
+    sizes, at = {}, 0
+    try:
+        while at < len(directory):
+            fields = _CENTRAL.unpack_from(directory, at)
+            size, name = fields[9], directory[at + _CENTRAL.size :][: fields[10]].decode()
+            sizes[name.removeprefix(_ROOT)] = size
+            at += _CENTRAL.size + len(name)
+        records, at = {}, 0
+        for name in _BEFORE:
+            begin = at + len(_local_header(name, at, sizes[name]))
+            records[name] = head[begin : begin + sizes[name]]
+            at = begin + sizes[name] + len(_descriptor(0, sizes[name]))
+        return _around(records, sizes["data/0"])
+    except (struct.error, KeyError, ValueError):
+        return None
 
 
 def _flags(size: int) -> int:

@@ -1,10 +1,17 @@
-"""``dcp_plugin.json``: what a person wants to know about a checkpoint before opening it."""
+"""``dcp_plugin.json``: what a person wants to know about a checkpoint before opening it.
+
+Its last key, ``sha256``, is the hash of all bytes before that line. What follows can only be these characters, so no
+byte of the file changes unnoticed: a changed ``time`` would have ``keep_last`` delete the newest checkpoints. Files of
+format version 2 and earlier have no such key. A damaged one is not taken for one of these: it says its version, and has
+a key too many.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +19,13 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
-from dcp_plugin.format import SUMMARY
-from dcp_plugin.format.index_file import FORMAT_VERSION
+from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.types import VERSION
 
+FORMAT_VERSION = 3
+"""Of this file; that of the index is its own."""
+_LAST_WITHOUT_HASH = 2
+_HASH, _END = b',\n  "sha256": "', b'"\n}\n'
 MAX_SIZE = 1 << 20
 """Bytes. A reader need not read more than one beyond that."""
 
@@ -73,7 +83,7 @@ class Summary:
 
     def encode(self) -> bytes:
         """Raises SaveFailed if it would be larger than a reader accepts."""
-        data = (json.dumps(asdict(self), indent=2) + "\n").encode()
+        data = with_hash(asdict(self))
         if len(data) > MAX_SIZE:
             raise SaveFailed(f"the summary would have {len(data)} bytes: the state has too many modules or layouts")
         return data
@@ -83,6 +93,7 @@ class Summary:
         """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary."""
         try:
             said = json.loads(data)
+            _check_hash(data, said, cls.__dataclass_fields__)
             summary = cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
@@ -93,9 +104,27 @@ class Summary:
                 raise ValueError("exclude is a list of text, base an object")
             if summary.format != "dcp_plugin" or len(data) > MAX_SIZE:
                 raise ValueError("not a summary of dcp_plugin")
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         return summary
+
+
+def with_hash(said: dict[str, Any]) -> bytes:
+    """A file that says this, and its own hash."""
+    body = json.dumps(said, indent=2).encode().removesuffix(b"\n}")
+    return body + _HASH + hashlib.sha256(body).hexdigest().encode() + _END
+
+
+def _check_hash(data: bytes, said: dict[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError if this is not what was written, to the byte."""
+    body, _, found = data.rpartition(_HASH)
+    if found == hashlib.sha256(body).hexdigest().encode() + _END:
+        return
+    if said["format_version"] not in range(1, _LAST_WITHOUT_HASH + 1) or not said.keys() <= set(known):
+        raise ValueError(
+            f"its last line is not the SHA-256 of the lines before. If it was edited: without it and {INDEX} the "
+            f"directory is a stock checkpoint"
+        )
 
 
 def versions() -> dict[str, str]:

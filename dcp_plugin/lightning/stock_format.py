@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin._torch import is_tensor, sharded_value
-from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
+from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, UnsafeCheckpoint, some
 from dcp_plugin.format import values
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
@@ -70,7 +70,10 @@ def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Ch
 
     Raises:
         UnsafeCheckpoint: It holds such things.
+        CheckpointNotFound: It is no file: a named pipe, for one, would be waited for for ever.
     """
+    if path.exists() and not path.is_file():
+        raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
     try:
         mapped = zipfile.is_zipfile(path)
         return cast(Checkpoint, torch.load(path, map_location, mmap=mapped, weights_only=weights_only))

@@ -27,6 +27,7 @@ from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
 from dcp_plugin.runs.scan import Scan
+from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
@@ -246,7 +247,7 @@ def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: P
         if found.path is not None or (complete and scan.is_current()):
             break
     for one in found.passed_over:  # not a save in flight, nor an export of weights
-        if found.path is not None and not one.export if isinstance(one, Saved) else one.committed:
+        if found.path is not None and not one.export if isinstance(one, Saved) else was_published(one):
             logger.warning("passing over %s: %s", one.path, one.reason)
     return found
 
@@ -347,6 +348,9 @@ def inspect(path: PathLike) -> CheckpointInfo:
 def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
 
+    Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
+    other tools, and what a framework has put beside. Not what was added to the directory after the save.
+
     Args:
         path: The checkpoint.
         io_threads: Threads that read.
@@ -386,5 +390,7 @@ def _verified(reader: ShardedReader, io_threads: int) -> VerifyReport:
         reader.opened.files.keep(reader.index.files)
     with ThreadPoolExecutor(io_threads, thread_name_prefix="dcp-verify") as pool:
         errors = [said for said in pool.map(lambda item: reader.check(*item), items.values()) if said]
+        errors += check_rest.check(reader.opened, pool)
+    unverified += check_rest.sizes_only(reader.index.beside)
     nbytes = sum(place.length for _, place in items.values())
     return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

@@ -38,7 +38,7 @@ from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.media import Medium, Reservation
 from dcp_plugin.media.disk import LocalDisk
-from dcp_plugin.storage import write_items
+from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
@@ -244,6 +244,11 @@ class Publication:
             UnsafeCheckpoint: The ``planner_data`` of somebody else's planner needs code to be restored.
         """
         assert self._reservation is not None, "the coordinator has reserved it"
+        views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
+        names = self.medium.open(self._reservation.directory).names()
+        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
+        index.beside = self._told_beside() if attached else {}
+        index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}
         try:
             encoded = index_file.encode(index)
         except UnsafeCheckpoint as error:
@@ -252,8 +257,6 @@ class Publication:
                 f"Make it plain (numbers, text, lists, dicts, tensors)."
             ) from error
         for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), self.storage_meta)
-        names = self.medium.open(self._reservation.directory).names()
-        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
         summary = Summary(
             step=facts.step,
@@ -275,13 +278,18 @@ class Publication:
             exclude=list(facts.exclude),
         )
         try:
-            views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
             files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
         self._reservation, self.published = None, True
         return summary
+
+    def _told_beside(self) -> dict[str, str]:
+        try:
+            return check_rest.told_beside(self.medium, self.reserve())
+        except OSError as error:
+            raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
 
     def discard(self) -> None:
         """Delete what this save has written so far, unless it is published."""

@@ -248,7 +248,7 @@ def _name_of(key: str) -> str:
 
 def _compare_trainer_state(path: Path, saved: str | None) -> None:
     file = path / TRAINER_STATE_NAME
-    if saved is not None and (not file.exists() or file.read_text("utf-8") != saved):
+    if saved is not None and (not file.is_file() or file.read_text("utf-8") != saved):
         raise CheckpointCorrupt(
             f"{file} is not what was saved. If you have changed it on purpose, resume with "
             f"CheckpointConfig(verify_on_load=False)."

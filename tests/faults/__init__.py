@@ -3,5 +3,6 @@
 ``layer.c`` counts, records, fails or ends at the file-system calls of a process (loaded with LD_PRELOAD);
 :mod:`tests.faults.victims` runs functions in forked processes that have it; :mod:`tests.faults.scenes` has them;
 :mod:`tests.faults.oracle` says what has to hold afterwards; :mod:`tests.faults.power` builds the states that a loss of
-power may leave. ``python -m tests.faults`` runs all of it and prints the counts; the tests run a sample.
+power may leave; :mod:`tests.faults.flips` damages files. ``python -m tests.faults`` and, for damage to files,
+``python -m tests.faults flips`` run all of it and print the counts; the tests run a sample.
 """

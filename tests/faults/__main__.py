@@ -1,37 +1,51 @@
 """``python -m tests.faults``: every fault at every call of every scene, and every state after a loss of power.
 
-``python -m tests.faults beside``: readers beside a writer (:mod:`tests.faults.beside`).
+Other campaigns have arguments of their own (``--help``)::
+
+    python -m tests.faults beside    # readers beside a writer
+    python -m tests.faults flips     # damage to files
+    python -m tests.faults soak      # many lives of a training: kills, resumes on other ranks, readers beside it
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 
-from tests.faults import beside
+from tests.faults import beside, flips, mounts, soak
 from tests.faults.scenes import SCENES
 from tests.faults.sweep import after_power_loss, sweep
 from tests.faults.test_calls import FAULTS
 from tests.faults.victims import NO_EXCHANGE, NO_LINKS, Victims
 
+CAMPAIGNS = {"beside": beside.main, "flips": flips.main, "soak": soak.main}
+
+
+def _runs(victims: Victims, scene: str, every: int) -> Iterator[tuple[str, Iterator[object]]]:
+    """What is done to a scene, and what came of it each time: None, or what was wrong."""
+    for kind, lacks in {"": (), " without exchange and links": (NO_EXCHANGE, NO_LINKS)}.items():
+        for name, fault in FAULTS.items():
+            yield name + kind, sweep(victims, scene, fault, lacks, every)
+    yield "power lost", after_power_loss(victims, scene, every)
+    if said := mounts.why_no_ext4():
+        print(f"no power cut from an ext4, no disks that are full: {said}")
+    else:
+        yield "power cut from an ext4", mounts.after_cuts(victims, scene, every)
+        yield "disk full from the start", mounts.on_full_disks(victims, scene, 4 * every)
+
 
 def main() -> int:
-    if sys.argv[1:2] == ["beside"]:
-        return beside.main(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in CAMPAIGNS:
+        return CAMPAIGNS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("scenes", nargs="*", choices=[[], *SCENES], help="some scenes only")
     parser.add_argument("--every", type=int, default=1, help="only every so many calls, and states")
     chosen = parser.parse_args()
     wrong = injected = 0
-    file_systems = {"": (), " without exchange and links": (NO_EXCHANGE, NO_LINKS)}
     with Victims() as victims:
         for scene in chosen.scenes or SCENES:
-            runs = {
-                f"{name}{kind}": sweep(victims, scene, fault, lacks, chosen.every)
-                for kind, lacks in file_systems.items()
-                for name, fault in FAULTS.items()
-            }
-            for name, found in {**runs, "power lost": after_power_loss(victims, scene, chosen.every)}.items():
+            for name, found in _runs(victims, scene, chosen.every):
                 results = []
                 for one in found:
                     results.append(one)

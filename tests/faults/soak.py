@@ -7,6 +7,7 @@ shared memory, and what lies in the directory of the run.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import hashlib
 import os
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -82,7 +83,9 @@ def live(root: Path, life: Life) -> None:
     started = dcp.resume_or_init(state, root / "run", checkpointer=checkpointer)
     if started.how == "resumed":
         _compare(root, model, optimizer, state["tag"])
-    assert state["tag"] >= max(map(int, promised), default=0), f"{started}, of tag {state['tag']}; {promised} were there"
+    assert state["tag"] >= max(map(int, promised), default=0), (
+        f"{started}, of tag {state['tag']}; {promised} were there"
+    )
     if life.killed_after is not None and life.killed % (world_size + 1) in (rank, world_size):
         threading.Timer(life.killed_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for tag in range(life.first_tag, life.first_tag + life.saves):
@@ -226,3 +229,13 @@ def _is_excused(outcome: launch.Outcome, outcomes: list[launch.Outcome]) -> bool
 def _leftovers(run: Path) -> list[str]:
     committed = {state.path for state in dcp.list_checkpoints(run) if state.committed}
     return [f"left behind: {path}" for path in sorted(run.iterdir()) if path not in committed]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    problems = soak(chosen.minutes, chosen.seed)
+    print("\n".join(problems) or "nothing wrong")
+    return bool(problems)

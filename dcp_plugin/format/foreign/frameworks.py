@@ -146,6 +146,7 @@ TRAINER_STATE = "trainer_state.json"
 RANDOM_STATES = "random_states_0.pkl"
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 """What transformers puts beside a checkpoint that it makes just before a job is ended, until it is done."""
+_WITH_TENSORS = (".safetensors", ".bin", ".pt", ".pth")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _OF_THE_TRAINER = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"}
 _OF_ACCELERATE = {"optimizer.bin", "scheduler.bin", "optimizer_0"}
@@ -276,7 +277,9 @@ def _damage(files: Files) -> str:
     try:
         for name in files.names():
             suffix = posixpath.splitext(name)[1]
-            kind = detect.kind_of_file(files, name) if suffix in (".safetensors", ".bin", ".pt", ".pth") else ""
+            if suffix in (*_WITH_TENSORS, ".pkl", ".json"):
+                files.open(name).close()  # whoever resumes would wait for a named pipe
+            kind = detect.kind_of_file(files, name) if suffix in _WITH_TENSORS else ""
             if kind == "safetensors":
                 safetensors.read_file(files, name)
             elif kind == "torch.save":

@@ -310,7 +310,8 @@ def _names_in(path: Path) -> list[str] | None:
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
-    if final.is_file() and not final.is_symlink() and not zipfile.is_zipfile(final):
+    other = os.path.lexists(final) and not final.is_dir() and not final.is_symlink()
+    if other and not (final.is_file() and zipfile.is_zipfile(final)):
         raise SaveFailed(
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
@@ -465,7 +466,8 @@ def target_of(record: Path) -> str | None:
     if record.stem in _held:
         return _held[record.stem].target
     try:
-        return _checked_target(_parsed(record.read_bytes()))
+        with posix.open_regular(record) as file:
+            return _checked_target(_parsed(file.readall()))
     except OSError:
         return None
 

@@ -46,12 +46,13 @@ def make_directories(path: Path) -> None:
 
 
 def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
-    """A file, unbuffered. A named pipe, which would be waited for for ever, is an error.
+    """A file, unbuffered. Anything else is an error: a named pipe, for one, would be waited for for ever.
 
     Args:
         directory: The descriptor of what a relative path is relative to.
     """
-    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, dir_fd=directory))
+    without_waiting = os.O_NONBLOCK | os.O_NOCTTY
+    file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | without_waiting, dir_fd=directory))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -63,9 +64,16 @@ def sync_tree(directory: Path, but: str) -> None:
     for parent, _, names in os.walk(directory):
         for name in names:
             if not name.endswith(but):
-                with open(os.path.join(parent, name), "rb") as file:
-                    os.fsync(file.fileno())
+                _sync_if_regular(Path(parent, name))
         sync_directory(Path(parent))
+
+
+def _sync_if_regular(path: Path) -> None:
+    """What else somebody may have put there, a pipe or a link that leads nowhere, has nothing to sync."""
+    kind = os.lstat(path).st_mode
+    if stat.S_ISREG(kind) or (stat.S_ISLNK(kind) and path.is_file()):
+        with open_regular(path) as file:
+            os.fsync(file.fileno())
 
 
 def preallocate(fd: int, size: int) -> None:

@@ -1,0 +1,168 @@
+"""Checks the bytes of a checkpoint of ours that are of no item. With the items, every byte of every file is checked.
+
+What is between the items of a data file is zero. Only a file that was linked from an earlier checkpoint may have more:
+items that this checkpoint does not have any more. These are complete, and have their own CRC in the zip archive that
+each of them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+
+import numpy as np
+from isal.isal_zlib import crc32
+from xxhash import xxh3_128
+
+from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.format import DATA_SUFFIX, Files
+from dcp_plugin.format.columns import Column
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, directory_at, frame_in
+from dcp_plugin.host_memory import BLOCK
+from dcp_plugin.media import Medium, RangedFile, Readable
+from dcp_plugin.storage.open import Opened
+
+_MOST_HASHED = 64 << 20
+"""Bytes of a file beside the data files that is hashed when it is saved: whoever saves it waits for that."""
+_BYTES = " bytes"
+_MOST_HEAD = 64 << 10
+"""More bytes than come before a payload."""
+
+
+def told_beside(medium: Medium, directory: Path, below: str = "") -> dict[str, str]:
+    """What can be compared of each file beside the data files of a save in flight, by its name: its XXH3-128, or the
+    size of one that would take long. Links and what is no file are left out. Raises OSError."""
+    found: dict[str, str] = {}
+    for one in medium.entries(directory):
+        name = below + one.path.name
+        if one.is_folder:
+            found |= told_beside(medium, one.path, f"{name}/")
+        elif one.is_file and (below or not name.endswith(DATA_SUFFIX)):
+            found[name] = _told(medium.open(directory), one.path.name)
+    return found
+
+
+def hash_of(data: bytes) -> str:
+    return xxh3_128(data).hexdigest()
+
+
+def sizes_only(beside: Mapping[str, str]) -> list[str]:
+    """The files of which only the size is known."""
+    return [name for name, told in beside.items() if told.endswith(_BYTES)]
+
+
+def check(opened: Opened, pool: Executor) -> list[str]:
+    """What is wrong with the bytes that are of no item. Of what a base has, only items are checked."""
+    if opened.summary is None:
+        return []
+    elsewhere = f"{opened.base.files.where}/" if opened.base else "\0"
+    own = [number for number, name in enumerate(opened.index.file_names) if not name.startswith(elsewhere)]
+    between = pool.map(lambda number: _check_between(opened.files, opened.index, number), own)
+    return [*filter(None, between), *_check_beside(opened.files, opened.index.beside)]
+
+
+def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the files beside the data files."""
+    for name, expected in beside.items():
+        try:
+            if files.leads_elsewhere(name) or _told(files, name) != expected:
+                yield f"{files.where}/{name} is not what was saved with the checkpoint"
+        except OSError as error:
+            yield f"{files.where}/{name} cannot be read: {error.strerror}"
+
+
+def _told(files: Files, name: str) -> str:
+    with files.open(name) as file:
+        size = files.size(name)
+        return hash_of(file.read()) if size <= _MOST_HASHED else f"{size}{_BYTES}"
+
+
+def _check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
+    """Check what is between the items of a data file. An empty string, or what is wrong with it."""
+    name = index.file_names[number]
+    places = index.columns["place"][index.columns["file"] == number]
+    try:
+        with files.open(name) as file:
+            for begin, end in _gaps(places, index.files[name]):
+                _check_gap(file, begin, end)
+    except (OSError, CheckpointCorrupt) as error:
+        return f"{files.where}: {name}: {error}"
+    return ""
+
+
+def _gaps(places: Column, size: int) -> list[tuple[int, int]]:
+    """The ranges of a file of this size that are of no item."""
+    places = places[np.argsort(places[:, 0], kind="stable")]
+    begins = np.concatenate(([0], np.maximum.accumulate(places[:, 0] + places[:, 1])))
+    ends = np.concatenate((places[:, 0], [size]))
+    there = ends > begins
+    return list(zip(begins[there].tolist(), ends[there].tolist(), strict=True))
+
+
+def _check_gap(file: RangedFile, begin: int, end: int) -> None:
+    while begin < end:
+        for at, piece in _pieces(file, begin, end):
+            used = np.flatnonzero(np.frombuffer(piece, np.uint8))
+            if len(used):
+                first = at + int(used[0])
+                begin = _end_of_item(file, first - first % ALIGNMENT, end)
+                break
+        else:
+            return
+
+
+def _end_of_item(file: RangedFile, begin: int, end: int) -> int:
+    """Where the item ends that begins there. Raises CheckpointCorrupt if there is none, or it has changed."""
+    behind = _found_end(file, begin, end)
+    if behind is not None and _is_unchanged(file, begin, behind):
+        return behind
+    raise CheckpointCorrupt(f"the bytes from {begin} on are of no item, and not what was saved")
+
+
+def _found_end(file: RangedFile, begin: int, end: int) -> int | None:
+    """The end of the first item that says that it begins there."""
+    before = b""
+    for at, piece in _pieces(file, begin, end):
+        data = before + bytes(piece)
+        start, found = at - len(before), data.find(END_BEGINS)
+        while found >= 0:
+            where = start + found
+            directory = directory_at(_read(file, where, min(where + END_LENGTH, end)))
+            if directory is not None and begin + sum(directory) == where:
+                return where + END_LENGTH
+            found = data.find(END_BEGINS, found + 1)
+        before = data[1 - len(END_BEGINS) :]
+    return None
+
+
+def _is_unchanged(file: RangedFile, begin: int, end: int) -> bool:
+    directory = directory_at(_read(file, end - END_LENGTH, end))
+    assert directory is not None, "it was just found"
+    offset, size = (begin + directory[0], directory[1])
+    around = frame_in(_read(file, begin, min(begin + _MOST_HEAD, offset)), _read(file, offset, offset + size))
+    if around is None or around.length != end - begin:
+        return False
+    payload = begin + around.payload_offset
+    crc = 0
+    for _, piece in _pieces(file, payload, payload + around.payload_length):
+        crc = crc32(piece, crc)
+    tail = _read(file, payload + around.payload_length, end)
+    framed = tail in (around.tail(crc), around.tail(0))  # saved without checksums: 0
+    return framed and _read(file, begin, payload) == around.head
+
+
+def _pieces(file: RangedFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a range, and where they are."""
+    memory = memoryview(bytearray(min(end - begin, BLOCK)))
+    while begin < end:
+        count = file.read_into([memory[: end - begin]], begin)
+        if not count:
+            raise CheckpointCorrupt("it has been cut meanwhile")
+        yield begin, memory[:count]
+        begin += count
+
+
+def _read(file: RangedFile, begin: int, end: int) -> bytes:
+    return b"".join(bytes(piece) for _, piece in _pieces(file, begin, end))

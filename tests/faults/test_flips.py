@@ -1,0 +1,113 @@
+"""A sample of the damage that ``python -m tests.faults flips`` does to the files of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+from dcp_plugin.format.summary import Summary
+from tests.faults.flips import SCENES, damaged, linked
+
+SUMMARY = "dcp_plugin.json"
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_damage_to_any_file_is_noticed(scene: str) -> None:
+    found = list(damaged(len(scene), 40, [scene]))
+    assert [str(one) for one in found if one.wrong] == []
+    assert len(found) == 40
+
+
+def test_every_bit_of_a_summary_counts(tmp_path: Path) -> None:
+    dcp.save({"n": 1, "w": torch.ones(3)}, tmp_path / "ck", step=7)
+    good = (tmp_path / "ck" / SUMMARY).read_bytes()
+    assert Summary.decode(good, "it").step == 7
+    for position in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[position // 8] ^= 1 << position % 8
+        with pytest.raises(dcp.CheckpointCorrupt):
+            Summary.decode(bytes(bad), "it")
+
+
+def test_a_damaged_summary_is_not_taken_for_one_of_an_earlier_version(tmp_path: Path) -> None:
+    dcp.save({"n": 1}, tmp_path / "ck", step=7)
+    good = (tmp_path / "ck" / SUMMARY).read_bytes()
+    bad = good.replace(b'"sha256"', b'"sha257"').replace(b'"format_version": 3', b'"format_version": 2')
+    for data in (bad, bad.replace(b'"step": 7', b'"step": 8'), good.replace(b'"format_version": 3', b'"version": 3')):
+        with pytest.raises(dcp.CheckpointCorrupt, match="is damaged"):
+            Summary.decode(data, "it")
+
+
+def _change(checkpoint: Path, old: bytes, new: bytes) -> None:
+    data = (checkpoint / SUMMARY).read_bytes()
+    assert len(old) == len(new) and old in data
+    (checkpoint / SUMMARY).write_bytes(data.replace(old, new))
+
+
+@pytest.mark.parametrize(("name", "digits"), [("1", b"9"), ("2", b"10")], ids=["later", "earlier"])
+def test_a_flipped_time_has_no_good_checkpoint_deleted(tmp_path: Path, name: str, digits: bytes) -> None:
+    """Of two that are kept, the newest is one, whatever the time of a damaged one seems to be."""
+    ours = dcp.Checkpointer(keep_last=2)
+    for step in (1, 2):
+        ours.save({"n": step}, tmp_path / str(step), step=step)
+    time = str(json.loads((tmp_path / name / SUMMARY).read_text())["time"]).encode()
+    _change(tmp_path / name, time, digits + time[len(digits) :])
+    for step in (3, 4):
+        ours.save({"n": step}, tmp_path / str(step), step=step)
+    ours.close()
+    assert {"3", "4", name} <= {path.name for path in tmp_path.iterdir()}
+    assert dcp.latest(tmp_path) == tmp_path / "4"
+    for path in (tmp_path / "3", tmp_path / "4"):
+        assert dcp.verify(path).ok
+    with pytest.raises(dcp.CheckpointCorrupt, match="SHA-256"):
+        dcp.verify(tmp_path / name)
+
+
+def test_latest_says_why_it_passes_over_a_damaged_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        dcp.save({"n": step}, tmp_path / str(step), step=step)
+    _change(tmp_path / "2", b'"step": 2', b'"step": 3')
+    assert dcp.latest(tmp_path) == tmp_path / "1" == dcp.resolve_resume("must", tmp_path)
+    assert f"passing over {tmp_path / '2'}" in caplog.text and "SHA-256" in caplog.text
+
+
+def test_bytes_of_a_linked_file_that_belong_to_nobody_any_more_are_verified_too(tmp_path: Path) -> None:
+    linked(tmp_path)
+    index = dcp.ShardedReader(tmp_path / "4").index
+    name, size = max(index.files.items(), key=lambda one: one[1])
+    number = index.file_names.index(name)
+    used = dict(index.columns["place"][index.columns["file"] == number][:, :2].tolist())
+    gone = next(end for end in (begin + -(-length // 64) * 64 for begin, length in used.items()) if end not in used)
+    file = tmp_path / "4" / name
+    assert gone < size and (tmp_path / "3" / name).samefile(file)
+    assert dcp.verify(tmp_path / "4").ok
+    good = file.read_bytes()
+    for position in (gone, gone + 100, gone + 40_000, gone + 80_000, gone + 81_000):
+        bad = bytearray(good)
+        bad[position] ^= 4
+        file.write_bytes(bad)
+        assert not dcp.verify(tmp_path / "4").ok, position - gone
+
+
+def test_files_beside_are_verified_and_very_large_ones_by_size(tmp_path: Path) -> None:
+    def attach(directory: Path) -> None:
+        (directory / "deep").mkdir()
+        (directory / "deep" / "note.txt").write_text("a note")
+        with open(directory / "large", "wb") as file:
+            file.truncate(65 << 20)
+
+    ours = dcp.Checkpointer()
+    ours.save({"n": 1}, tmp_path / "ck", files=attach)
+    ours.close()
+    (tmp_path / "ck" / "of the user.txt").write_text("added later")
+    report = dcp.verify(tmp_path / "ck")
+    assert report.ok and report.unverified == ["large"]
+    (tmp_path / "ck" / "deep" / "note.txt").write_text("a nota")
+    assert ["deep/note.txt" in said for said in dcp.verify(tmp_path / "ck").errors] == [True]
+    (tmp_path / "ck" / "deep" / "note.txt").unlink()
+    (tmp_path / "ck" / "large").write_text("")
+    assert len(dcp.verify(tmp_path / "ck").errors) == 2

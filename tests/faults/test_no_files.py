@@ -1,0 +1,143 @@
+"""Named pipes, sockets, devices and directories in place of files: nobody waits for one, nothing else is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+from tests.launch import on_ranks
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": lambda path: _socket(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "terminal": lambda path: path.symlink_to("/dev/tty"),
+    "directory": lambda path: path.mkdir(),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+}
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.open(path.parent, os.O_RDONLY)
+        made.bind(f"/proc/self/fd/{here}/{path.name}")  # a path may be longer than an address
+        os.close(here)
+
+
+def _attach(directory: Path) -> None:
+    (directory / "deep").mkdir()
+    (directory / "deep" / "note.txt").write_text("a note")
+
+
+def _state(number: int) -> dict[str, Any]:
+    return {"t": {"w": torch.full((70_000,), float(number)), "n": number}}
+
+
+def _save(path: Path, number: int, **options: Any) -> None:
+    ours = dcp.Checkpointer(**options)
+    ours.save(_state(number), path, step=number, files=_attach)
+    ours.close()
+
+
+def _replaced(root: Path, kind: str) -> Iterator[tuple[Path, str]]:
+    """A run of two checkpoints, with each file of the newer one replaced in turn."""
+    _save(root / "made" / "1", 1)
+    _save(root / "made" / "2", 2)
+    for file in sorted(path for path in (root / "made" / "2").rglob("*") if path.is_file()):
+        name = file.relative_to(root / "made" / "2").as_posix()
+        run = root / name.replace("/", "-")
+        shutil.copytree(root / "made", run)
+        (run / "2" / name).unlink()
+        KINDS[kind](run / "2" / name)
+        yield run, name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("link")])
+@on_ranks(1)
+def test_in_place_of_a_file_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    found = list(_replaced(tmp_path, kind))
+    assert len(found) == 5
+    for run, name in found:
+        damaged = run / "2"
+        beside = name == "deep/note.txt"
+        assert dcp.latest(run) == (damaged if beside else run / "1"), name
+        assert len(dcp.list_checkpoints(run)) == 2
+        with suppress(dcp.CheckpointError):
+            assert dcp.inspect(damaged).step == 2 and beside
+        with suppress(dcp.CheckpointError):
+            assert not dcp.verify(damaged).ok
+        with suppress(dcp.CheckpointError):
+            state = _state(0)
+            dcp.load(state, damaged)
+            assert beside and state["t"]["n"] == 2
+        ours = dcp.Checkpointer(base=damaged)
+        ours.save(_state(3), run / "3", step=3)
+        ours.close()
+        _save(damaged, 4, keep_last=2)
+        assert dcp.verify(damaged).ok and dcp.latest(run) == damaged
+        assert not (run / ".dcp_plugin").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1)
+def test_among_the_files_of_the_user(tmp_path: Path, kind: str) -> None:
+    """In the checkpoint that is saved over, among what a framework attaches, and beside checkpoints."""
+
+    def attach(directory: Path) -> None:
+        KINDS[kind](directory / "attached")
+
+    _save(tmp_path / "1", 1)
+    KINDS[kind](tmp_path / "beside")
+    KINDS[kind](tmp_path / "1" / "mine")
+    ours = dcp.Checkpointer(keep_last=1)
+    for path in (tmp_path / "1", tmp_path / "2"):
+        ours.save(_state(2), path, files=attach)
+    ours.close()
+    assert dcp.latest(tmp_path) == tmp_path / "2" and dcp.verify(tmp_path / "2").ok
+    assert not (tmp_path / "1").exists() and os.path.lexists(tmp_path / "beside")
+    if kind not in ("directory", "device", "terminal", "link to nothing"):
+        with pytest.raises(dcp.SaveFailed, match="no checkpoint"):
+            dcp.save(_state(3), tmp_path / "beside")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "directory"])
+@on_ranks(1)
+def test_in_what_other_tools_and_a_crash_have_left(tmp_path: Path, kind: str) -> None:
+    _save(tmp_path / "1", 1)
+    for name in (
+        "trainer_state.json",
+        "optimizer.pt",
+        "random_states_0.pkl",
+        "model.safetensors",
+        "meta.pt",
+        "pytorch_model.bin",
+    ):
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": 9}))
+        (folder / name).unlink(missing_ok=True)
+        KINDS[kind](folder / name)
+        for look in (dcp.inspect, dcp.verify):
+            with pytest.raises(dcp.CheckpointError):
+                look(folder)
+    KINDS[kind](tmp_path / "epoch=1.ckpt")
+    KINDS[kind](tmp_path / "weights.safetensors")
+    (tmp_path / ".dcp_plugin").mkdir()
+    KINDS[kind](tmp_path / ".dcp_plugin" / "0123.json")
+    (tmp_path / ".dcp_plugin" / "0123.saving").mkdir()
+    assert dcp.latest(tmp_path) == tmp_path / "1"
+    assert {state.path.name for state in dcp.list_checkpoints(tmp_path)} >= {"1"}
+    with pytest.raises(dcp.CheckpointNotFound):
+        dcp.inspect(tmp_path / "nothing at all")
+    _save(tmp_path / "2", 2)
+    assert dcp.latest(tmp_path) == tmp_path / "2"
