@@ -35,7 +35,7 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import LocalFile, commit
+from dcp_plugin.media.disk import LocalFiles, commit
 from dcp_plugin.runs import catalog
 
 logger = logging.getLogger("dcp_plugin")
@@ -161,7 +161,7 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
     for number, one in enumerate(registered):
         file = path / f"custom_checkpoint_{number}.pkl"
         try:
-            with LocalFile(file) as opened:
+            with LocalFiles(path).open(file.name) as opened:
                 state = torch.load(opened, map_location="cpu", weights_only=True)
         except OSError as error:
             raise CheckpointCorrupt(f"{file} cannot be read: {error.strerror}") from error

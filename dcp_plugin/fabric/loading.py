@@ -26,7 +26,7 @@ from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.media.disk import LocalFile
+from dcp_plugin.media.disk import LocalFiles
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
@@ -245,7 +245,7 @@ def _load_made_by_fabric(
 
 def _read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
     try:
-        with LocalFile(path / META) as file:
+        with LocalFiles(path).open(META) as file:
             return cast(dict[str, Any], torch.load(file, "cpu", weights_only=weights_only is not False))
     except Exception as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error

@@ -83,9 +83,7 @@ def live(root: Path, life: Life) -> None:
     started = dcp.resume_or_init(state, root / "run", checkpointer=checkpointer)
     if started.how == "resumed":
         _compare(root, model, optimizer, state["tag"])
-    assert state["tag"] >= max(map(int, promised), default=0), (
-        f"{started}, of tag {state['tag']}; {promised} were there"
-    )
+    assert state["tag"] >= max(map(int, promised), default=0), f"{started} of {state['tag']}, and {promised} were there"
     if life.killed_after is not None and life.killed % (world_size + 1) in (rank, world_size):
         threading.Timer(life.killed_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for tag in range(life.first_tag, life.first_tag + life.saves):
