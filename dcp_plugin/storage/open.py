@@ -34,9 +34,9 @@ from dcp_plugin.format import (
     has_traces,
     index_file,
     is_own,
-    metadata,
     opened,
     read,
+    stock_metadata,
 )
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
@@ -164,7 +164,7 @@ def open_alone(path: Path) -> Opened:
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
         return Opened(path, files, index, said, "lightning", kinds)
-    return Opened(path, files, metadata.read_index(files), said, "stock")
+    return Opened(path, files, stock_metadata.read_index(files), said, "stock")
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
@@ -229,14 +229,14 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
     """
     index = _own_index(files, summary)
     try:
-        saved = metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
-        found = metadata.index_of(saved, files).files
+        saved = stock_metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
+        found = stock_metadata.index_of(saved, files).files
     except (CheckpointCorrupt, UnsafeCheckpoint) as error:
         raise _mixed(files, str(error)) from error
     ours = [name for name, size in found.items() if index.files.get(name) == size]
     if ours:
         raise _mixed(files, f"it names {ours[0]}, which is still the data file that {INDEX} describes")
-    if metadata.save_id_of(saved) in ("", summary.save_id):
+    if saved.save_id in ("", summary.save_id):
         raise _mixed(files, "it has no save_id of its own")
 
 
