@@ -15,13 +15,11 @@ The pass is one regular expression, as Python takes half a minute for the 70 mil
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -111,19 +109,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: Any, make: Callable[[type[Pairs]], Pairs] = list.__new__) -> Pairs:
         return make(Pairs)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the collector of cycles, which looks at all the millions of objects again and again while they are made:
-    that takes four times as long as making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def load(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:

@@ -19,11 +19,11 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin._torch import transforms_of
-from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import METADATA, Files, read
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, default_path
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.plain_pickle import Pairs, Record, argument, columns_of, fields, load, uncollected
+from dcp_plugin.format.plain_pickle import Pairs, Record, argument, columns_of, fields, load
 from dcp_plugin.types import KeyPath
 
 _MOST_DIMENSIONS = 64
@@ -166,14 +166,10 @@ def decode(data: bytes, where: str) -> StockMetadata:
         CheckpointCorrupt: It is no metadata, or contradicts itself.
     """
     try:
-        with uncollected():
+        with damage_in(where):
             return _checked(load(data, _NAMES))
     except UnsafeCheckpoint as error:
         raise UnsafeCheckpoint(f"{where} {error}") from None
-    except Exception as error:
-        raise CheckpointCorrupt(
-            f"{where} is damaged, or not the metadata of a DCP checkpoint: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _checked(record: Any) -> StockMetadata:

@@ -24,6 +24,7 @@ from dcp_plugin.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     UnsafeCheckpoint,
+    damage_in,
 )
 from dcp_plugin.format import (
     INDEX,
@@ -37,6 +38,7 @@ from dcp_plugin.format import (
     opened,
     read,
     stock_metadata,
+    uncollected,
 )
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
@@ -86,7 +88,8 @@ class Opened:
         names = list(self.index.files if names is None else names)
         below = f"{self.base.files.where}/" if self.base else ""
         mine = [name for name in names if not below or not name.startswith(below)]
-        check_sizes(self.files, self.index.files, mine, self.links)
+        with damage_in(self.path):
+            check_sizes(self.files, self.index.files, mine, self.links)
         if self.base:
             self.base.check_files([name.removeprefix(below) for name in names if name.startswith(below)])
 
@@ -102,7 +105,8 @@ def open_checkpoint(path: Path, base: Path | None = None) -> Opened:
             that is not there.
         CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: It cannot be read.
     """
-    return completed(open_alone(path), base)
+    with damage_in(path):
+        return completed(open_alone(path), base)
 
 
 def completed(opened: Opened, base: Path | None) -> Opened:
@@ -146,6 +150,11 @@ def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
 
 def open_alone(path: Path) -> Opened:
     """:func:`open_checkpoint` without what a base would add."""
+    with damage_in(path), uncollected():
+        return _open_alone(path)
+
+
+def _open_alone(path: Path) -> Opened:
     path = _DISK.locate(path)
     reason = _DISK.uncommitted_reason(path)
     files = _DISK.open(path)
@@ -159,7 +168,7 @@ def open_alone(path: Path) -> Opened:
         index = _own_index(files, summary)
         return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if frameworks.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
-        return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
+        return _open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(read(files, METADATA))
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
@@ -173,7 +182,8 @@ def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
 
 def summary_of(files: Files) -> Summary:
     """What ``dcp_plugin.json`` says. Raises CheckpointCorrupt if it is not there or no summary."""
-    return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
+    with damage_in(files.where):
+        return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
 
 
 def newest_time(medium: Medium, root: Path) -> float:
@@ -193,14 +203,15 @@ def read_summary(path: Path) -> Summary | None:
         CheckpointCorrupt: The summary is damaged; or ``.metadata`` is of another save, and not of a complete one.
     """
     files = _DISK.open(path)
-    if not exists(files, SUMMARY):
-        return None
-    summary = summary_of(files)
-    if not _is_of_save(files, METADATA, summary):
-        _check_that_stock_saved_over(files, summary)
-        return None
-    _check_views(files, summary)
-    return summary
+    with damage_in(path):
+        if not exists(files, SUMMARY):
+            return None
+        summary = summary_of(files)
+        if not _is_of_save(files, METADATA, summary):
+            _check_that_stock_saved_over(files, summary)
+            return None
+        _check_views(files, summary)
+        return summary
 
 
 def _is_of_save(files: Files, name: str, summary: Summary) -> bool:

@@ -27,7 +27,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, damage_in
 from dcp_plugin.format import METADATA, Files, exists, stock_metadata
 from dcp_plugin.format.foreign import detect, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
@@ -274,17 +274,18 @@ def _examined_file(one: Saved) -> Saved | None:
 def _damage(files: Files) -> str:
     """What is cut or lost of a checkpoint that is a directory; empty if nothing is."""
     try:
-        for name in files.names():
-            suffix = posixpath.splitext(name)[1]
-            kind = detect.kind_of_file(files, name) if suffix in (".safetensors", ".bin", ".pt", ".pth") else ""
-            if kind == "safetensors":
-                safetensors.read_file(files, name)
-            elif kind == "torch.save":
-                torch_file.check_records(files, name)
-            elif suffix == ".safetensors":
-                return f"{name} is no safetensors file"
-        if folders := accelerate_folders(files):
-            accelerate_index(files, folders)
-    except (CheckpointError, OSError) as error:
+        with damage_in(files.where):
+            for name in files.names():
+                suffix = posixpath.splitext(name)[1]
+                kind = detect.kind_of_file(files, name) if suffix in (".safetensors", ".bin", ".pt", ".pth") else ""
+                if kind == "safetensors":
+                    safetensors.read_file(files, name)
+                elif kind == "torch.save":
+                    torch_file.check_records(files, name)
+                elif suffix == ".safetensors":
+                    return f"{name} is no safetensors file"
+            if folders := accelerate_folders(files):
+                accelerate_index(files, folders)
+    except CheckpointError as error:
         return str(error)
     return ""

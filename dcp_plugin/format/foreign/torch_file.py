@@ -21,7 +21,7 @@ import torch
 
 from dcp_plugin import torch_pickles
 from dcp_plugin._torch import load_structure, record_offset
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import Files
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
@@ -88,10 +88,8 @@ def read_file(files: Files, name: str) -> Contents:
 
 def _check_pickle(archive: _Archive) -> None:
     archive.file.seek(0)
-    try:
+    with damage_in(archive.where):
         torch_pickles.check(archive.file, archive.size)
-    except ValueError as error:
-        raise CheckpointCorrupt(f"{archive.where} cannot be loaded without harm: {error}") from error
 
 
 def _modules(archive: _Archive, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
@@ -271,12 +269,10 @@ def _opened(files: Files, name: str) -> Iterator[_Archive]:
     """The file, open, after :func:`check_records`."""
     where = f"{files.where}/{name}"
     with ExitStack() as stack:
-        try:
+        with damage_in(where):
             size = files.size(name)
             file = stack.enter_context(files.open(name))
             records = _records(where, file, size)
-        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
-            raise CheckpointCorrupt(f"{where} is a damaged or truncated zip: {error}") from error
         yield _Archive(file, name, size, where, records)
 
 
@@ -312,7 +308,7 @@ def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
 def mentions(files: Files, name: str, text: str) -> bool:
     """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
     try:
-        with files.open(name) as file, zipfile.ZipFile(file) as archive:
+        with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
             return text.encode() in torch_pickles.pickle_in(archive, files.size(name))
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, RuntimeError):
+    except CheckpointCorrupt:
         return False
