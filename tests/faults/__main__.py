@@ -1,10 +1,14 @@
-"""``python -m tests.faults``: every fault at every call of every scene, and every state after a loss of power."""
+"""``python -m tests.faults``: every fault at every call of every scene, and every state after a loss of power.
+
+``python -m tests.faults fuzz``: hostile files (:mod:`tests.faults.fuzz`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from tests.faults import fuzz
 from tests.faults.scenes import SCENES
 from tests.faults.sweep import after_power_loss, sweep
 from tests.faults.test_calls import FAULTS
@@ -12,6 +16,8 @@ from tests.faults.victims import NO_EXCHANGE, NO_LINKS, Victims
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["fuzz"]:
+        return fuzz.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("scenes", nargs="*", choices=[[], *SCENES], help="some scenes only")
     parser.add_argument("--every", type=int, default=1, help="only every so many calls, and states")
