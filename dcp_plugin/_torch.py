@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory, require_parts
+from dcp_plugin.torch_pickles import check_bytes
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 StorageInfo = _StorageInfo
@@ -307,6 +308,9 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def load_bytes(data: bytes | bytearray, weights_only: bool) -> Any:
+    """What ``torch.save`` made. Raises ValueError, with ``weights_only``, if loading it could harm the process."""
+    if weights_only:
+        check_bytes(data)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 

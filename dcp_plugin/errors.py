@@ -4,13 +4,16 @@ All derive from :class:`CheckpointError`, itself an ``Exception`` (torch's own `
 ``BaseException`` and slips through ``except Exception``). A failure on one rank is raised on every rank as the same
 class; its message then starts with the ranks it came from.
 
+What bytes of a checkpoint make Python, numpy or torch raise becomes one of them in :func:`damage_in`, and nowhere else.
+
 At the end is text for messages: lists cut to a readable length, and the name that a misspelled one may stand for.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 
@@ -70,10 +73,32 @@ class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree on something."""
 
 
+@contextmanager
+def damage_in(where: object) -> Iterator[None]:
+    """Around what reads a checkpoint: whatever its bytes lead to is raised as :class:`CheckpointCorrupt`.
+
+    Args:
+        where: What the message calls the checkpoint, or a file of it.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointCorrupt(f"{where} cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise CheckpointCorrupt(f"{where} needs more memory than there is, or is damaged") from error
+    except Exception as error:
+        raise CheckpointCorrupt(
+            f"{where} is damaged or truncated: {type(error).__name__}: {str(error)[:_MOST_TEXT]}"
+        ) from error
+
+
 MAX_CANDIDATES = 20_000
 """Keys that are searched for a suggestion: a checkpoint may have a million, and an error has to come at once."""
 
 _MAX_LINES = 20
+_MOST_TEXT = 500
 
 
 def some(items: list[str], limit: int = 8, separator: str = ", ") -> str:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.torch_pickles import check_bytes
 
 EXACTLY_TENSORS = (torch.Tensor, nn.Parameter)
 """Plain tensors: no subclass of any library."""
@@ -244,7 +245,9 @@ def decode(data: bytes | bytearray, target: torch.Tensor) -> Any:
 
     Raises:
         UnsafeCheckpoint: There is something of another class in it. Without the key.
+        ValueError: Loading it could harm the process.
     """
+    check_bytes(data)
     known = set(torch.serialization.get_safe_globals())
     own: list[Any] = [one for one in dict.fromkeys(_classes(target)) if one not in known]  # leaving it forgets them
     with _one_at_a_time, torch.serialization.safe_globals(own):

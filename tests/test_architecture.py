@@ -15,7 +15,7 @@ ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
         *("config", "errors", "types", "tensors", "events", "ranks", "host_memory"),
-        *("_torch", "_torch_modules", "_entry_points"),
+        *("_torch", "_torch_modules", "_entry_points", "torch_pickles"),
     ),
     ("format",),
     ("media",),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dcp_plugin as dcp
-from dcp_plugin.format import INDEX, SUMMARY, index_file, metadata, read, uncommitted_reason
+from dcp_plugin.format import INDEX, SUMMARY, index_file, read, stock_metadata, uncommitted_reason
 from dcp_plugin.format.foreign import detect
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.format.payload import ALIGNMENT, frame
@@ -246,7 +246,7 @@ def test_the_format_needs_no_file_system(tmp_path: Path) -> None:
     summary = Summary.decode(read(ours, SUMMARY), "the summary")
     assert (summary.step, uncommitted_reason(ours.names())) == (3, "")
     index = index_file.decode(read(ours, INDEX), summary.index_sha256, "the index")
-    assert list(index) == list(state) == list(metadata.read_index(_Remote(tmp_path / "stock")))
+    assert list(index) == list(state) == list(stock_metadata.read_index(_Remote(tmp_path / "stock")))
     files = _Remote(tmp_path / "files")
     for name in ("one.safetensors", "two.pt"):
         contents = detect.read_file(files, name)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import save as save_columns
 
 import dcp_plugin as dcp
-from dcp_plugin.format import metadata as stock_format
+from dcp_plugin.format import stock_metadata
 from tests.compare import same_bytes
 from tests.forge import change_summary
 
@@ -100,7 +100,7 @@ def test_metadata_of_every_kind_of_stock_checkpoint_is_readable_without_pickle_t
         "s": "x",
     }
     _stock_save(state, tmp_path / "ck")
-    assert set(stock_format.decode((tmp_path / "ck" / ".metadata").read_bytes(), "it").state_dict_metadata) >= {
+    assert set(stock_metadata.decode((tmp_path / "ck" / ".metadata").read_bytes(), "it").table.keys) >= {
         "m.weight",
         "half",
         "s",

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 import dcp_plugin as dcp
 from dcp_plugin.format import metadata
-from dcp_plugin.format.metadata import decode
+from dcp_plugin.format.stock_metadata import decode
 from dcp_plugin.storage.open import open_checkpoint
 from tests.compare import same_tree
 from tests.versions import HERE, state

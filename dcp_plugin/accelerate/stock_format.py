@@ -35,7 +35,8 @@ from dcp_plugin.errors import (
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import LocalFiles, commit
+from dcp_plugin.media.disk import commit
+from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.runs import catalog
 
 logger = logging.getLogger("dcp_plugin")

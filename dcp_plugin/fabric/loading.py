@@ -26,7 +26,7 @@ from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.media.disk import LocalFiles
+from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module

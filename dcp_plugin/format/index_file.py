@@ -31,11 +31,10 @@ import posixpath
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_columns
 from safetensors.numpy import save as save_columns
 
-from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.errors import CheckpointCorrupt, damage_in
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
@@ -43,7 +42,6 @@ from dcp_plugin.format.payload import LARGEST_BLOCK
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
-_DAMAGE = (SafetensorError, LookupError, ValueError, TypeError, OverflowError, AttributeError, RecursionError)
 
 
 def encode(index: CheckpointIndex) -> bytes:
@@ -80,7 +78,7 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
     """
     if hashlib.sha256(data).hexdigest() != sha256:
         raise CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
-    try:
+    with damage_in(where):
         columns = load_columns(data)  # validates the header
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = header.get("__metadata__", {})
@@ -91,9 +89,7 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
                 f"file and dcp_plugin.json to read the checkpoint as a stock one."
             )
         index = _checked(columns, about)
-    except _DAMAGE as error:
-        raise CheckpointCorrupt(f"{where} is damaged: {error!r}") from error
-    index.validate(posixpath.dirname(where))
+        index.validate(posixpath.dirname(where))
     return index
 
 

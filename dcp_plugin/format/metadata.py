@@ -1,12 +1,9 @@
-"""DCP's own table of contents, ``.metadata``: written from our index, and read without executing code.
+"""DCP's own table of contents, ``.metadata``, written from our index; :mod:`~.stock_metadata` reads it.
 
-*Written.* The pickle holds five objects for each chunk; to make a million of these and pickle them would take longer
+The pickle holds five objects for each chunk; to make a million of these and pickle them would take longer
 than the rest of a save. All chunks with the same number of dimensions have pickles of the same length that differ in
 some integers. So :func:`encode` writes one such record by hand, repeats it as the rows of an array, and fills in the
 integers by column. A test compares the result with ``pickle.dumps`` of :func:`metadata_of`.
-
-*Read.* Stock readers unpickle the file as it comes, so its author runs code on every rank that loads it. Here the
-unpickler knows the classes of DCP's metadata and nothing else.
 
 *Under other keys.* A framework's own sharded loader finds the same bytes under the keys that it looks for. Aliases are
 more keys in ``.metadata``: Lightning looks for ``optimizer_0.…``. Views are more ``.metadata`` files in sub-folders:
@@ -17,7 +14,6 @@ We read neither ourselves.
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import pickle
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -35,9 +31,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_plugin._torch import StorageInfo, transforms_of
-from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint
-from dcp_plugin.format import METADATA, Files, read
+from dcp_plugin._torch import StorageInfo
+from dcp_plugin.format import METADATA
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
@@ -222,129 +217,6 @@ def _plain(value: Any) -> bytes:
     return buffer.getvalue()[2:-1]
 
 
-_DCP = "torch.distributed.checkpoint"
-_ALLOWED = {
-    (f"{_DCP}.metadata", name)
-    for name in (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # torch 2.2 and earlier
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-}  # fmt: skip
-
-
-class _AnyProperties(TensorProperties):
-    """Those of any version: later ones have more of them, at the end. The dtype, which is all we need, is the first."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        super().__setstate__(state[:FIELDS_OF_ALL_VERSIONS])  # type: ignore[no-untyped-call]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (TensorProperties.__module__, TensorProperties.__name__):
-            return _AnyProperties
-        if (module, name) in _ALLOWED:
-            return getattr(importlib.import_module(module), name)
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise UnsafeCheckpoint(
-            f"refers to {module}.{name}, which is no part of DCP's metadata; it was not executed. The checkpoint was "
-            f"written by an unknown tool, or tampered with."
-        )
-
-
-def decode(data: bytes, where: str) -> Metadata:
-    """Unpickle ``.metadata`` with nothing but DCP's own classes.
-
-    Args:
-        where: What messages call the file.
-
-    Raises:
-        UnsafeCheckpoint: It refers to anything else.
-        CheckpointCorrupt: It is no metadata.
-    """
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{where} {error}") from None
-    except Exception as error:
-        raise CheckpointCorrupt(f"{where} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointCorrupt(f"{where} holds a {type(metadata).__name__}, not the metadata of a DCP checkpoint")
-    return metadata
-
-
-def read_index(files: Files, folder: str = "") -> CheckpointIndex:
-    """The index of a stock checkpoint: items of unknown inner layout, without checksums.
-
-    Args:
-        folder: Where in ``files`` it is, with a ``/`` at the end. Names of files are relative to it.
-
-    Raises:
-        UnsafeCheckpoint, CheckpointCorrupt: As :func:`decode`, and if an item lies outside its file.
-    """
-    return index_of(decode(read(files, folder + METADATA), f"{files.where}/{folder}{METADATA}"), files, folder)
-
-
-def index_of(metadata: Metadata, files: Files, folder: str = "") -> CheckpointIndex:
-    """:func:`read_index` of what :func:`decode` returned. Of the files, only the sizes are asked for."""
-    try:
-        entries = list(entries_of(metadata, {item: _location(info) for item, info in metadata.storage_data.items()}))
-        names = sorted({info.relative_path for info in metadata.storage_data.values()})
-        noted = planner_paths(metadata.planner_data, metadata.state_dict_metadata)
-        paths = {key: _key_path(path) for key, path in (noted or {}).items()}
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"{files.where}/{folder}{METADATA} contradicts itself: {error!r}") from error
-    sizes = {name: _size(files, folder + name) for name in names}
-    index = CheckpointIndex.build(entries, sizes, paths)
-    index.validate(f"{files.where}/{folder}".rstrip("/"))
-    index.transforms = _transforms(metadata)
-    index.storage_meta = metadata.storage_meta if isinstance(metadata.storage_meta, StorageMeta) else None
-    if noted is None:
-        index.planner_data = (metadata.planner_data,)
-    return index
-
-
-def save_id_of(metadata: Metadata) -> str:
-    """Tells one save from any other; empty if the writer noted none (torch before 2.3)."""
-    return str(getattr(metadata.storage_meta, "save_id", None) or "")
-
-
-def _size(files: Files, name: str) -> int:
-    try:
-        return files.size(name)
-    except OSError as error:
-        raise CheckpointCorrupt(f"{files.where}: data file {name} is missing ({error.strerror})") from error
-
-
-def _transforms(metadata: Metadata) -> dict[tuple[str, int], tuple[str, ...]]:
-    found = {}
-    for info in metadata.storage_data.values():
-        descriptors = tuple(map(str, info.transform_descriptors or ()))
-        if descriptors:
-            found[str(info.relative_path), int(info.offset)] = descriptors
-    for descriptors in set(found.values()):
-        try:
-            transforms_of(descriptors)
-        except ValueError as error:
-            raise CheckpointCorrupt(
-                f"the items went through the stream transforms {list(descriptors)}, which torch cannot undo: {error}"
-            ) from error
-    return found
-
-
 def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:
     """What DCP's metadata says of each key, with the places of its items. Raises KeyError if one has no place."""
     for key, stored in metadata.state_dict_metadata.items():
@@ -354,14 +226,6 @@ def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> 
             located = ((c, places[MetadataIndex(key, c.offsets)]) for c in stored.chunks)
             chunks = tuple(StoredChunk(tuple(c.offsets), tuple(c.sizes), where) for c, where in located)
             yield key, StoredTensor(stored.properties.dtype, tuple(stored.size), chunks)
-
-
-def _location(info: Any) -> Location:
-    return Location(str(info.relative_path), int(info.offset), int(info.length), None, 0)
-
-
-def _key_path(path: Any) -> KeyPath:
-    return tuple(part if isinstance(part, (str, int)) else str(part) for part in path)
 
 
 Aliases = Mapping[str, tuple[str, KeyPath]]

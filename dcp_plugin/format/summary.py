@@ -28,6 +28,7 @@ _LAST_WITHOUT_HASH = 2
 _HASH, _END = b',\n  "sha256": "', b'"\n}\n'
 MAX_SIZE = 1 << 20
 """Bytes. A reader need not read more than one beyond that."""
+_MOST_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class Summary:
             if not all(isinstance(text, str) for text in (*bound, *summary.kinds.values())):
                 raise ValueError("fingerprints, the save's id and kinds are text")
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
+            numbers = [summary.time, summary.step or 0, summary.world_size, summary.payload_bytes]
+            if not all(type(number) in (int, float) and abs(number) < _MOST_NUMBER for number in numbers):
+                raise ValueError("times, steps and counts are numbers")
             if not all(isinstance(glob, str) for glob in summary.exclude) or not isinstance(summary.base, dict):
                 raise ValueError("exclude is a list of text, base an object")
             if summary.format != "dcp_plugin" or len(data) > MAX_SIZE:

@@ -25,6 +25,7 @@ from dcp_plugin.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     UnsafeCheckpoint,
+    damage_in,
 )
 from dcp_plugin.format import (
     INDEX,
@@ -35,9 +36,10 @@ from dcp_plugin.format import (
     has_traces,
     index_file,
     is_own,
-    metadata,
     opened,
     read,
+    stock_metadata,
+    uncollected,
     uncommitted_reason,
 )
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
@@ -97,7 +99,8 @@ class Opened:
         names = list(self.index.files if names is None else names)
         below = f"{self.base.files.where}/" if self.base else ""
         mine = [name for name in names if not below or not name.startswith(below)]
-        check_sizes(self.files, self.index.files, mine, self.links)
+        with damage_in(self.path):
+            check_sizes(self.files, self.index.files, mine, self.links)
         if self.base:
             self.base.check_files([name.removeprefix(below) for name in names if name.startswith(below)])
 
@@ -203,7 +206,8 @@ def _open(path: Path, complete: Callable[[Opened], Opened], check: bool) -> Open
             raise
         return opened
 
-    return in_one_view(path, look, _DISK.locate, keep_open=True)
+    with damage_in(path), uncollected():
+        return in_one_view(path, look, _DISK.locate, keep_open=True)
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,7 @@ def _open_held(path: Path, files: Readable) -> Opened:
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
         return Opened(path, files, index, said, "lightning", kinds)
-    return Opened(path, files, metadata.read_index(files), said, "stock")
+    return Opened(path, files, stock_metadata.read_index(files), said, "stock")
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
@@ -329,7 +333,8 @@ def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
 
 def summary_of(files: Files) -> Summary:
     """What ``dcp_plugin.json`` says. Raises CheckpointCorrupt if it is not there or no summary."""
-    return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
+    with damage_in(files.where):
+        return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
 
 
 def newest_time(medium: Medium, root: Path) -> float:
@@ -348,7 +353,8 @@ def read_summary(path: Path) -> Summary | None:
     Raises:
         CheckpointCorrupt: The summary is damaged; or ``.metadata`` is of another save, and not of a complete one.
     """
-    return in_one_view(path, lambda _, files: summary_in(files))
+    with damage_in(path):
+        return in_one_view(path, lambda _, files: summary_in(files))
 
 
 def summary_in(files: Readable) -> Summary | None:
@@ -390,14 +396,14 @@ def _check_that_stock_saved_over(files: Readable, summary: Summary) -> None:
     """
     index = _own_index(files, summary)
     try:
-        saved = metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
-        found = metadata.index_of(saved, files).files
+        saved = stock_metadata.decode(read(files, METADATA), f"{files.where}/{METADATA}")
+        found = stock_metadata.index_of(saved, files).files
     except (CheckpointCorrupt, UnsafeCheckpoint) as error:
         raise _mixed(files, str(error)) from error
     ours = [name for name, size in found.items() if index.files.get(name) == size]
     if ours:
         raise _mixed(files, f"it names {ours[0]}, which is still the data file that {INDEX} describes")
-    if metadata.save_id_of(saved) in ("", summary.save_id):
+    if saved.save_id in ("", summary.save_id):
         raise _mixed(files, "it has no save_id of its own")
 
 

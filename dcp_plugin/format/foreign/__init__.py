@@ -117,8 +117,9 @@ class Contents:
 
 
 def _chunk(view: View) -> StoredChunk:
-    payload = (None, 0) if view.strides is not None else (0, view.span)
-    location = Location(view.file, view.start, view.span, *payload)
+    span = view.span
+    payload = (None, 0) if view.strides is not None else (0, span)
+    location = Location(view.file, view.start, span, *payload)
     return StoredChunk(view.offsets or (0,) * len(view.shape), view.shape, location)
 
 
@@ -131,8 +132,9 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
     digest = hashlib.sha256()
 
     def sample(start: int, count: int) -> None:
-        file.seek(start)
-        digest.update(file.read(count))
+        if count:
+            file.seek(start)
+            digest.update(file.read(count))
 
     views = sorted(contents.views.items())
     views += [(key, part) for key, parts in sorted(contents.parts.items()) for part in parts]
@@ -145,6 +147,7 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
                 if view.file == name:
                     about = key, view.start, view.dtype, view.shape, view.strides
                     digest.update(repr(about if view.offsets is None else (*about, view.offsets)).encode())
-                    for start in (0, (view.span - _PLACE) // 2, view.span - _PLACE):
-                        sample(view.start + max(0, start), min(_PLACE, view.span))
+                    span = view.span
+                    for start in (0, (span - _PLACE) // 2, span - _PLACE):
+                        sample(view.start + max(0, start), min(_PLACE, span))
     return digest.hexdigest()

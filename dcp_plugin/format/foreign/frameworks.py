@@ -27,8 +27,8 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError
-from dcp_plugin.format import METADATA, Files, exists, metadata
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, damage_in
+from dcp_plugin.format import METADATA, Files, exists, stock_metadata
 from dcp_plugin.format.foreign import detect, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import KeyPath
@@ -62,7 +62,7 @@ def is_of_lightning(files: Files) -> bool:
 
 def lightning_index(files: Files) -> tuple[CheckpointIndex, Kinds]:
     """A sharded directory that Lightning wrote (``.metadata`` and ``meta.pt``), under our names."""
-    index = metadata.read_index(files)
+    index = stock_metadata.read_index(files)
     names = lightning_names(key.partition(".")[0] for key in index)
     return joined(files.where, [("", index, names.__getitem__)]), _kinds(names.values())
 
@@ -85,7 +85,7 @@ def accelerate_index(files: Files, folders: list[str]) -> tuple[CheckpointIndex,
     parts, kinds = [], []
     for folder in folders:
         name = _accelerate_name(folder, folders)
-        parts.append((f"{folder}/", metadata.read_index(files, f"{folder}/"), lambda _, name=name: name))
+        parts.append((f"{folder}/", stock_metadata.read_index(files, f"{folder}/"), lambda _, name=name: name))
         kinds.append(name)
     return joined(files.where, parts), _kinds(kinds)
 
@@ -275,19 +275,20 @@ def _examined_file(one: Saved) -> Saved | None:
 def _damage(files: Files) -> str:
     """What is cut or lost of a checkpoint that is a directory; empty if nothing is."""
     try:
-        for name in files.names():
-            suffix = posixpath.splitext(name)[1]
-            if suffix in (*_WITH_TENSORS, ".pkl", ".json"):
-                files.open(name).close()  # whoever resumes would wait for a named pipe
-            kind = detect.kind_of_file(files, name) if suffix in _WITH_TENSORS else ""
-            if kind == "safetensors":
-                safetensors.read_file(files, name)
-            elif kind == "torch.save":
-                torch_file.check_records(files, name)
-            elif suffix == ".safetensors":
-                return f"{name} is no safetensors file"
-        if folders := accelerate_folders(files):
-            accelerate_index(files, folders)
-    except (CheckpointError, OSError) as error:
+        with damage_in(files.where):
+            for name in files.names():
+                suffix = posixpath.splitext(name)[1]
+                if suffix in (*_WITH_TENSORS, ".pkl", ".json"):
+                    files.open(name).close()  # whoever resumes would wait for a named pipe
+                kind = detect.kind_of_file(files, name) if suffix in _WITH_TENSORS else ""
+                if kind == "safetensors":
+                    safetensors.read_file(files, name)
+                elif kind == "torch.save":
+                    torch_file.check_records(files, name)
+                elif suffix == ".safetensors":
+                    return f"{name} is no safetensors file"
+            if folders := accelerate_folders(files):
+                accelerate_index(files, folders)
+    except CheckpointError as error:
         return str(error)
     return ""

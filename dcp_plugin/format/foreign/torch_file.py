@@ -19,14 +19,12 @@ from typing import Any, BinaryIO
 
 import torch
 
+from dcp_plugin import torch_pickles
 from dcp_plugin._torch import load_structure, record_offset
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import Files
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
-
-_MOST_PICKLE = 1 << 28
-"""Bytes of the pickle. That of a million tensors takes half of it."""
 
 _GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -63,6 +61,7 @@ def read_file(files: Files, name: str) -> Contents:
             executed.
     """
     with _opened(files, name) as archive:
+        _check_pickle(archive)
         tree, refusal = _structure(archive)
         if not isinstance(tree, Mapping):
             if refusal is not None:
@@ -85,6 +84,12 @@ def read_file(files: Files, name: str) -> Contents:
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
             _replace_by_loaded(contents, archive)
     return contents
+
+
+def _check_pickle(archive: _Archive) -> None:
+    archive.file.seek(0)
+    with damage_in(archive.where):
+        torch_pickles.check(archive.file, archive.size)
 
 
 def _modules(archive: _Archive, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
@@ -264,12 +269,10 @@ def _opened(files: Files, name: str) -> Iterator[_Archive]:
     """The file, open, after :func:`check_records`."""
     where = f"{files.where}/{name}"
     with ExitStack() as stack:
-        try:
+        with damage_in(where):
             size = files.size(name)
             file = stack.enter_context(files.open(name))
             records = _records(where, file, size)
-        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
-            raise CheckpointCorrupt(f"{where} is a damaged or truncated zip: {error}") from error
         yield _Archive(file, name, size, where, records)
 
 
@@ -280,8 +283,6 @@ def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
         if root is None or f"{root}constants.pkl" in members:
             kind = "no torch.save file" if root is None else "a TorchScript archive; save its state_dict()"
             raise CheckpointMismatch(f"{where} is a zip, but {kind}")
-        if members[f"{root}data.pkl"].file_size > _MOST_PICKLE:
-            raise CheckpointCorrupt(f"{where}: its data.pkl is larger than {_MOST_PICKLE} bytes")
         order = members.get(f"{root}byteorder")
         if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
             raise CheckpointMismatch(f"{where} was written in another byte order: load and save it where it is from")
@@ -307,8 +308,7 @@ def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
 def mentions(files: Files, name: str, text: str) -> bool:
     """Whether a ``torch.save`` file has this text in its pickle, which is not loaded for that."""
     try:
-        with files.open(name) as file, zipfile.ZipFile(file) as archive:
-            pickled = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            return any(info.file_size <= _MOST_PICKLE and text.encode() in archive.read(info) for info in pickled)
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, RuntimeError):
+        with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
+            return text.encode() in torch_pickles.pickle_in(archive, files.size(name))
+    except CheckpointCorrupt:
         return False
