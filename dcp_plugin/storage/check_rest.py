@@ -67,7 +67,7 @@ def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the files beside the data files."""
     for name, expected in beside.items():
         try:
-            if files.leads_elsewhere(name) or _told(files, name) != expected:
+            if _told(files, name) != expected or files.leads_elsewhere(name):
                 yield f"{files.where}/{name} is not what was saved with the checkpoint"
         except OSError as error:
             yield f"{files.where}/{name} cannot be read: {error.strerror}"
@@ -104,9 +104,9 @@ def _gaps(places: Column, size: int) -> list[tuple[int, int]]:
 def _check_gap(file: RangedFile, begin: int, end: int) -> None:
     while begin < end:
         for at, piece in _pieces(file, begin, end):
-            used = np.flatnonzero(np.frombuffer(piece, np.uint8))
-            if len(used):
-                first = at + int(used[0])
+            used = np.frombuffer(piece, np.uint8) != 0
+            if used.any():
+                first = at + int(used.argmax())
                 begin = _end_of_item(file, first - first % ALIGNMENT, end)
                 break
         else:

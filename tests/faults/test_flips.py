@@ -75,6 +75,23 @@ def test_latest_says_why_it_passes_over_a_damaged_summary(tmp_path: Path, caplog
     assert f"passing over {tmp_path / '2'}" in caplog.text and "SHA-256" in caplog.text
 
 
+def test_a_metadata_with_a_flipped_bit_or_nothing_in_it_is_passed_over(tmp_path: Path) -> None:
+    """Stock loads other bytes with some of these flips, and says nothing; ours does not read this file."""
+    for step in (1, 2):
+        dcp.save({"w": torch.arange(9.0), "n": step}, tmp_path / str(step), step=step)
+    file = tmp_path / "2" / ".metadata"
+    good = file.read_bytes()
+    flipped = [good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :] for at in range(0, len(good), 29)]
+    for bad in (b"", *flipped):
+        file.write_bytes(bad)
+        assert dcp.latest(tmp_path) == tmp_path / "1" == dcp.resolve_resume("auto", tmp_path)
+        for look in (dcp.verify, lambda path: dcp.load({"w": torch.zeros(9)}, path)):
+            with pytest.raises(dcp.CheckpointCorrupt, match=r"\.metadata is not the one"):
+                look(tmp_path / "2")
+    file.write_bytes(good)
+    assert dcp.latest(tmp_path) == tmp_path / "2" and dcp.verify(tmp_path / "2").ok
+
+
 def test_bytes_of_a_linked_file_that_belong_to_nobody_any_more_are_verified_too(tmp_path: Path) -> None:
     linked(tmp_path)
     index = dcp.ShardedReader(tmp_path / "4").index
