@@ -245,7 +245,12 @@ class Checkpointer:
         take_off_hooks()
         untold = first_untold(ended)
         known = self._groups.known
-        ranks = known if self._queue.handles and known is not None else self._groups.main()
+        try:
+            ranks = known if self._queue.handles and known is not None else self._groups.main()
+        except BaseException as error:  # which is not to hide the failure that this call was going to raise
+            if untold is not None:
+                error.add_note(f"Before that, a save in the background failed: {type(untold).__name__}: {untold}")
+            raise
         if any(handle.exception() is not None for handle in ended):
             try:
                 ranks.agree("go on after a failed save", Attempt(None, untold).get)

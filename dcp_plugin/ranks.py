@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dcp_plugin import errors
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure
+from dcp_plugin.meeting import meet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -112,10 +113,18 @@ class Ranks:
         """All ranks of the default process group, in a new gloo group; this process alone if there is none.
 
         Collective.
+
+        Raises:
+            RankFailure: Ranks do not come within the timeout; naming them.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), timeout)
+        meet(timeout)
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        except Exception as error:
+            raise _lost(dist.get_rank(), "connect", timeout, error) from error
+        return cls(group, timeout)
 
     @property
     def usable(self) -> bool:
@@ -276,11 +285,15 @@ class Ranks:
             call()
         except Exception as error:
             self.close()
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RankFailure(
-                f"rank {self.rank} lost another rank while the ranks had to {step} (limit {self._timeout:g} s): "
-                f"{reason}. A rank died, hung or raised elsewhere; its own log has the reason."
-            ) from error
+            raise _lost(self.rank, step, self._timeout, error) from error
+
+
+def _lost(rank: int, step: str, timeout: float, error: Exception) -> RankFailure:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return RankFailure(
+        f"rank {rank} lost another rank while the ranks had to {step} (limit {timeout:g} s): {reason}. A rank died, "
+        f"hung or raised elsewhere; its own log has the reason."
+    )
 
 
 def _merge(failed: dict[int, _Failure]) -> _Failure:
