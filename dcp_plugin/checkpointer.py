@@ -26,8 +26,9 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
+from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.saving import sigterm
-from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState
+from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState, raise_as_failed_save
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
@@ -175,7 +176,7 @@ class Checkpointer:
         with self._queue.call(f"load {path}"):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
-            with _collector_paused():
+            with _collector_paused(), setting_aside(ranks, path):
                 loading = Loading(ranks, self.config, local_path(path), partial, strict)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
@@ -282,14 +283,21 @@ class Checkpointer:
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
             ranks.agree(f"add files to {path}", add)
-        except Exception:
+        except Exception as error:
+            publication.discard()
+            raise_as_failed_save(error, path)
+        except BaseException:  # Ctrl-C
             publication.discard()
             raise
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
         with _collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
             with module_cache():
-                staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
+                try:
+                    staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
+                except BaseException:  # Ctrl-C, or SystemExit in a state_dict
+                    request.publication.discard()
+                    raise
             event = self._saving.run(request, staged, ranks)
         handle.set_published(event)
 
@@ -314,6 +322,7 @@ class Checkpointer:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
             else:
                 copy.release()  # nobody will make the copy that others wait for
+                request.publication.discard()
 
     def _finish_copy(
         self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks

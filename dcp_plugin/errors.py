@@ -37,6 +37,13 @@ class CheckpointCorrupt(CheckpointError):
     """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
 
 
+class CheckpointUnreadable(CheckpointCorrupt):
+    """The file system failed while the checkpoint was read (an I/O error, a lost mount). Its bytes may be intact.
+
+    A ``CheckpointCorrupt`` too: what was loaded into may be half filled. But nothing is known to be damaged.
+    """
+
+
 class CheckpointMismatch(CheckpointError, RuntimeError):
     """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters.
 

@@ -303,7 +303,14 @@ def _merge(failed: dict[int, _Failure]) -> _Failure:
     if len({failure.text for failure in failed.values()}) == 1 and len(failed) > 1:
         said = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {said[0].partition(': ')[2]}"]
     text = "; ".join(said[:8]) + (f"; and {len(said) - 8} more ranks" if len(said) > 8 else "")
-    return _Failure(kinds.pop() if len(kinds) == 1 else "", text)
+    return _Failure(_common(kinds), text)
+
+
+def _common(kinds: set[str]) -> str:
+    """The class that several failures share, by name; empty if not all are of ours, or they share no more than that."""
+    classes = [cast(type[Exception], getattr(errors, kind, Exception)) for kind in kinds]
+    shared = next(base for base in classes[0].__mro__ if all(issubclass(other, base) for other in classes))
+    return shared.__name__ if issubclass(shared, CheckpointError) and shared is not CheckpointError else ""
 
 
 class RankGroups:

@@ -26,6 +26,7 @@ from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, sav
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
+from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.storage.open import read_summary, summary_of
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
@@ -63,6 +64,8 @@ def latest(root: PathLike) -> Path | None:
     """
     found = find_newest(root)
     found.warn(root)
+    if found.path is not None:
+        note_chosen(found.path)
     return found.path
 
 
@@ -222,9 +225,14 @@ class Newest:
             )
 
 
-def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> Newest:
+def find_newest(
+    root: PathLike,
+    tools: Collection[str] = RESUMABLE,
+    init_from: PathLike | None = None,
+    without: Collection[Path] = (),
+) -> Newest:
     of_others: list[Saved] = []
-    states = list(_scan(local_path(root), _DEPTH, of_others))
+    states = [state for state in _scan(local_path(root), _DEPTH, of_others) if state.path not in without]
     if init_from is not None:
         source = local_path(init_from)
         of_others = [one for one in of_others if source not in (one.path, *one.path.parents)]
@@ -235,7 +243,7 @@ def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: P
             break
         found.passed_over.append(one)
     for one in found.passed_over:  # not a save in flight, nor an export of weights
-        if found.path is not None and not one.export if isinstance(one, Saved) else one.committed:
+        if found.path is not None and not one.export if isinstance(one, Saved) else was_published(one):
             logger.warning("passing over %s: %s", one.path, one.reason)
     return found
 

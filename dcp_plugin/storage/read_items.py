@@ -17,7 +17,7 @@ from operator import itemgetter
 import torch
 from isal.isal_zlib import crc32
 
-from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.format.payload import RunningCrc, block_size, frame_if_possible
 from dcp_plugin.host_memory import BLOCK, Rings, memory_view
@@ -42,6 +42,7 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
 
     Raises:
         CheckpointCorrupt: Naming file and key. Targets may be partly filled.
+        CheckpointUnreadable: The same, if the file system failed.
     """
     batches = list(_batches(sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))))
     work = iter(batches)
@@ -99,7 +100,9 @@ def _read_batches(files: Readable, work: Iterator[list[Fetch]]) -> Count:
                 file = files.open(name)
             _read_batch(file, batch, rings, count)
     except OSError as error:
-        raise CheckpointCorrupt(f"{files.where}: cannot read {first.key} in {first.location.file}: {error}") from error
+        raise CheckpointUnreadable(
+            f"{files.where}: cannot read {first.key} in {first.location.file}: {error}"
+        ) from error
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(f"{files.where}: {error}") from None
     finally:
