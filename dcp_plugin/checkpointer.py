@@ -168,7 +168,9 @@ class Checkpointer:
                 are errors. ``False`` goes before ``partial``'s ``"error"``; its ``"warn"`` still warns.
 
         Raises:
-            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank.
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank. If an
+                automatic resume has chosen ``path``, and it is damaged, it is set aside for the next one.
+            CheckpointUnreadable: On every rank: the file system failed to read.
             CheckpointMismatch: Naming all keys that do not fit, and what would make them; or ranks that load
                 different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.

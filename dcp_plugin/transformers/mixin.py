@@ -116,7 +116,8 @@ class DCPTrainerMixin(Trainer):
         self._dcp = TrainerAdapter(self)
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete.
+        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete. If that turns
+        out to be damaged while it is loaded, this raises, and the next start takes the one before.
 
         Raises:
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is nothing (complete) to resume from.
