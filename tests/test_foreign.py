@@ -231,7 +231,7 @@ def test_tensors_of_an_extra_state_have_their_class_layout_and_shared_memory(tmp
     module = Stateful(None)
     dcp.load({"model": module}, tmp_path / "file")
     found, expected = module.state, torch.load(tmp_path / "file", weights_only=True)["_extra_state"]
-    assert_same(found["sparse"].to_dense(), state["sparse"].to_dense())
+    assert same_bytes(found["sparse"].to_dense(), torch.eye(3))
     assert type(found["parameter"]) is nn.Parameter
     for key in ("parameter", "conj", "a", "part", "empty"):
         assert same_bytes(found[key].detach().resolve_conj(), expected[key].detach().resolve_conj()), key
