@@ -316,11 +316,9 @@ def test_a_damaged_base_is_not_the_damage_of_what_needs_it(tmp_path: Path) -> No
     assert not list(tmp_path.glob("**/dcp_plugin.damaged"))
 
 
+@launch.on_ranks(2)
 def test_ranks_fall_back_together_though_one_of_them_sees_the_damage(tmp_path: Path) -> None:
-    launch.run(_fall_back_on_ranks, 2, tmp_path)
-
-
-def _fall_back_on_ranks(root: Path) -> None:
+    root = tmp_path
     model, optimizer = build("fsdp2", seed=3)
     checkpointer = dcp.Checkpointer(timeout=20.0, async_save=True, reuse=False)
     state = {"model": model, "optim": optimizer}
