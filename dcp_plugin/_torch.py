@@ -24,7 +24,10 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension  # no public reader
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what stock readers expect in ``.metadata``
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.distributed_c10d import _get_object_coll_device  # no public one tells a group's device
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # no public one leads from a group to its store
+    _get_object_coll_device,  # no public one tells a group's device
+)
 from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.errors import CheckpointMismatch
@@ -326,6 +329,11 @@ def record_offset(tensor: torch.Tensor) -> int | None:
     does not tell where a tensor lies, and ``PyTorchFileReader`` not which record a tensor has.
     """
     return tensor.untyped_storage()._checkpoint_offset
+
+
+def default_store() -> Any:
+    """The ``Store`` through which the ranks of the default process group have found each other."""
+    return _get_default_store()
 
 
 def before_threads_end(work: Callable[[], None]) -> None:

@@ -108,7 +108,8 @@ def resume_or_init(
         state: As for :meth:`Checkpointer.load`. A resume loads all of it, a warm start only the modules in it.
         root: Where this run's checkpoints are; it need not exist yet. Only rank 0 looks there.
         resume: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint, see
-            :func:`~dcp_plugin.resolve_resume`.
+            :func:`~dcp_plugin.resolve_resume`. If the newest turns out to be damaged while it is loaded, ``"auto"``
+            sets it aside and loads the one before; ``"must"`` and a path raise.
         init_from: A checkpoint to take the model's weights from if there is none of this run.
         partial: Which of the modules' keys ``init_from`` fills, and from where; all if omitted. Not for a resume.
         strict: Whether keys that do not fit are errors.
@@ -121,7 +122,8 @@ def resume_or_init(
     Raises:
         ValueError: ``partial`` without ``init_from``; a checkpointer and settings.
         CheckpointNotFound: ``"must"`` and there is nothing to resume from; or ``init_from`` is needed and not there.
-        CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried.
+        CheckpointError: What there is to start from cannot be loaded; on every rank. Nothing else is tried, but with
+            ``"auto"`` an older checkpoint of the run in place of one that is damaged.
         RankFailure: A rank died, or did not answer within the timeout.
 
     Example:
@@ -140,7 +142,10 @@ def resume_or_init(
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
     try:
         return options.start(
-            used, modules_of(state), lambda: options.find(root), lambda path: _resume(used, state, path, strict)
+            used,
+            modules_of(state),
+            lambda damaged: options.find(root, without=damaged),
+            lambda path: _resume(used, state, path, strict),
         )
     finally:
         if checkpointer is None:

@@ -26,8 +26,9 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
+from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.saving import sigterm
-from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState
+from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState, raise_as_failed_save
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
@@ -167,7 +168,9 @@ class Checkpointer:
                 are errors. ``False`` goes before ``partial``'s ``"error"``; its ``"warn"`` still warns.
 
         Raises:
-            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank.
+            CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank. If an
+                automatic resume has chosen ``path``, and it is damaged, it is set aside for the next one.
+            CheckpointUnreadable: On every rank: the file system failed to read.
             CheckpointMismatch: Naming all keys that do not fit, and what would make them; or ranks that load
                 different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
@@ -175,7 +178,7 @@ class Checkpointer:
         with self._queue.call(f"load {path}"):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
-            with _collector_paused():
+            with _collector_paused(), setting_aside(ranks, path):
                 loading = Loading(ranks, self.config, local_path(path), partial, strict)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
@@ -245,7 +248,12 @@ class Checkpointer:
         take_off_hooks()
         untold = first_untold(ended)
         known = self._groups.known
-        ranks = known if self._queue.handles and known is not None else self._groups.main()
+        try:
+            ranks = known if self._queue.handles and known is not None else self._groups.main()
+        except BaseException as error:  # which is not to hide the failure that this call was going to raise
+            if untold is not None:
+                error.add_note(f"Before that, a save in the background failed: {type(untold).__name__}: {untold}")
+            raise
         if any(handle.exception() is not None for handle in ended):
             try:
                 ranks.agree("go on after a failed save", Attempt(None, untold).get)
@@ -277,14 +285,21 @@ class Checkpointer:
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))
             ranks.agree(f"add files to {path}", add)
-        except Exception:
+        except Exception as error:
+            publication.discard()
+            raise_as_failed_save(error, path)
+        except BaseException:  # Ctrl-C
             publication.discard()
             raise
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
         with _collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
             with module_cache():
-                staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
+                try:
+                    staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
+                except BaseException:  # Ctrl-C, or SystemExit in a state_dict
+                    request.publication.discard()
+                    raise
             event = self._saving.run(request, staged, ranks)
         handle.set_published(event)
 
@@ -309,6 +324,7 @@ class Checkpointer:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
             else:
                 copy.release()  # nobody will make the copy that others wait for
+                request.publication.discard()
 
     def _finish_copy(
         self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks

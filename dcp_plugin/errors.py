@@ -40,6 +40,13 @@ class CheckpointCorrupt(CheckpointError):
     """The bytes are not those that were saved: truncated, overwritten, out of bounds, or a checksum differs."""
 
 
+class CheckpointUnreadable(CheckpointCorrupt):
+    """The file system failed while the checkpoint was read (an I/O error, a lost mount). Its bytes may be intact.
+
+    A ``CheckpointCorrupt`` too: what was loaded into may be half filled. But nothing is known to be damaged.
+    """
+
+
 class CheckpointMismatch(CheckpointError, RuntimeError):
     """The checkpoint and the target do not fit: missing or unexpected keys, other shapes, unknown parameters.
 
@@ -73,6 +80,12 @@ class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree on something."""
 
 
+def unreadable(what: str, error: OSError) -> CheckpointCorrupt:
+    """What to raise if a file of a checkpoint cannot be read: one that is not there is damage, all else may pass."""
+    kind = CheckpointCorrupt if isinstance(error, FileNotFoundError) else CheckpointUnreadable
+    return kind(f"{what}: {error.strerror or error}")
+
+
 @contextmanager
 def damage_in(where: object) -> Iterator[None]:
     """Around what reads a checkpoint: whatever its bytes lead to is raised as :class:`CheckpointCorrupt`.
@@ -85,7 +98,7 @@ def damage_in(where: object) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointCorrupt(f"{where} cannot be read: {error.strerror or error}") from error
+        raise unreadable(f"{where} cannot be read", error) from error
     except MemoryError as error:
         raise CheckpointCorrupt(f"{where} needs more memory than there is, or is damaged") from error
     except Exception as error:

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from dcp_plugin.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class SaveStarted:
@@ -111,6 +113,10 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
     """Call all of them with ``event``, also if one raises; then raise the first error.
 
     While they run, :func:`is_telling` is true in this thread.
+
+    Raises:
+        CheckpointError: One has raised SystemExit, or the like, in a thread of ours: that would end this thread alone,
+            and the other ranks would wait for it. In the main thread it is raised as it is, Ctrl-C for one.
     """
     failure: Exception | None = None
     outside, _here.telling = is_telling(), True
@@ -120,6 +126,12 @@ def call_each(callbacks: Iterable[Callable[[E], object]], event: E) -> None:
                 callback(event)
             except Exception as error:
                 failure = failure or error
+            except BaseException as error:
+                if threading.current_thread() is threading.main_thread():
+                    raise
+                told = CheckpointError(f"a subscriber raised {type(error).__name__}({error})")
+                told.__cause__ = error
+                failure = failure or told
     finally:
         _here.telling = outside
     if failure is not None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dcp_plugin import errors
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure
+from dcp_plugin.meeting import meet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -112,10 +113,18 @@ class Ranks:
         """All ranks of the default process group, in a new gloo group; this process alone if there is none.
 
         Collective.
+
+        Raises:
+            RankFailure: Ranks do not come within the timeout; naming them.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)), timeout)
+        meet(timeout)
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        except Exception as error:
+            raise _lost(dist.get_rank(), "connect", timeout, error) from error
+        return cls(group, timeout)
 
     @property
     def usable(self) -> bool:
@@ -276,11 +285,15 @@ class Ranks:
             call()
         except Exception as error:
             self.close()
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RankFailure(
-                f"rank {self.rank} lost another rank while the ranks had to {step} (limit {self._timeout:g} s): "
-                f"{reason}. A rank died, hung or raised elsewhere; its own log has the reason."
-            ) from error
+            raise _lost(self.rank, step, self._timeout, error) from error
+
+
+def _lost(rank: int, step: str, timeout: float, error: Exception) -> RankFailure:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return RankFailure(
+        f"rank {rank} lost another rank while the ranks had to {step} (limit {timeout:g} s): {reason}. A rank died, "
+        f"hung or raised elsewhere; its own log has the reason."
+    )
 
 
 def _merge(failed: dict[int, _Failure]) -> _Failure:
@@ -290,7 +303,14 @@ def _merge(failed: dict[int, _Failure]) -> _Failure:
     if len({failure.text for failure in failed.values()}) == 1 and len(failed) > 1:
         said = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {said[0].partition(': ')[2]}"]
     text = "; ".join(said[:8]) + (f"; and {len(said) - 8} more ranks" if len(said) > 8 else "")
-    return _Failure(kinds.pop() if len(kinds) == 1 else "", text)
+    return _Failure(_common(kinds), text)
+
+
+def _common(kinds: set[str]) -> str:
+    """The class that several failures share, by name; empty if not all are of ours, or they share no more than that."""
+    classes = [cast(type[Exception], getattr(errors, kind, Exception)) for kind in kinds]
+    shared = next(base for base in classes[0].__mro__ if all(issubclass(other, base) for other in classes))
+    return shared.__name__ if issubclass(shared, CheckpointError) and shared is not CheckpointError else ""
 
 
 class RankGroups:

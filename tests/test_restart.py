@@ -3,6 +3,10 @@ it should without a word."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import logging
+import os
 import re
 import shutil
 import signal
@@ -15,9 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.media.disk import LocalFile
 from tests import launch
 from tests.compare import assert_same
+from tests.damage import flip
 from tests.layouts import build, train, whole_state
+
+CLONE_NEWNS = 0x20000
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 0x1000, 0x4000, 1 << 18
 
 
 def _run(seed: int) -> dict[str, Any]:
@@ -194,3 +203,166 @@ def test_a_file_of_another_tool_is_something_to_start_from(tmp_path: Path) -> No
     start = dcp.resume_or_init(fresh, tmp_path / "run", init_from=tmp_path / "weights.pt")
     assert start.how == "warm-started"
     assert_same(fresh["model"].state_dict(), pretrained.state_dict())
+
+
+# What turns out to be damaged while it is loaded
+
+
+def _three_saves(root: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state after each of three steps, of which each was saved."""
+    state, saved = _run(seed=1), []
+    checkpointer = dcp.Checkpointer(**config)
+    for step in (1, 2, 3):
+        train(state["model"], state["optim"], 1)
+        state["step"] = step
+        checkpointer.save(state, root / f"step-{step}", step=step).wait()
+        saved.append({"whole": _whole(state)})
+    checkpointer.close()
+    return saved
+
+
+@pytest.mark.parametrize("key", ["model.inp.weight", "optim.state.out.weight.exp_avg"])
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    saved = _three_saves(tmp_path, {"async_save": True, "reuse": False})
+    newest = tmp_path / "step-3"
+    flip(newest, key)
+    with pytest.raises(dcp.CheckpointCorrupt, match=key):
+        dcp.resume_or_init(_run(2), tmp_path, resume="must")
+    with pytest.raises(dcp.CheckpointCorrupt, match=key):
+        dcp.resume_or_init(_run(2), tmp_path, resume=newest)
+    assert dcp.latest(tmp_path) == newest, "neither sets it aside"
+
+    state = _run(seed=2)
+    start = dcp.resume_or_init(state, tmp_path)
+    assert (start.how, start.step, start.damaged) == ("resumed", 2, (newest,))
+    assert str(start).endswith(f"; DAMAGED and set aside: {newest}")
+    assert_same(saved[1]["whole"], _whole(state))
+    assert state["step"] == 2
+    (said,) = [record.message for record in caplog.records if "DAMAGED" in record.message]
+    assert str(newest) in said and key in said and "checksum" in said
+
+    caplog.clear()
+    assert dcp.latest(tmp_path) == tmp_path / "step-2"
+    assert "passing over" in caplog.text and "dcp_plugin.damaged" in caplog.text
+    with pytest.raises(dcp.CheckpointIncomplete, match=r"set aside.*dcp_plugin\.damaged"):
+        dcp.load(_run(2), newest)
+    dcp.save(state, tmp_path / "step-4", keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"], "it is neither counted nor deleted"
+    dcp.save(state, newest)
+    assert dcp.verify(newest).ok and not (newest / "dcp_plugin.damaged").exists(), "a new save is not damaged"
+
+
+def test_if_all_are_damaged_the_run_never_starts_from_something_else(tmp_path: Path, pretrained: Path) -> None:
+    run = tmp_path / "run"
+    _three_saves(run, {"reuse": False})
+    for step in (1, 2, 3):
+        flip(run / f"step-{step}", "model.inp.weight")
+    for _ in range(2):  # also when all are set aside
+        with pytest.raises(dcp.CheckpointCorrupt, match=r"step-1.*resume=never"):
+            dcp.resume_or_init(_run(2), run, init_from=pretrained)
+    (run / "step-2" / "dcp_plugin.damaged").unlink()
+    flip(run / "step-2", "model.inp.weight")  # repaired
+    assert dcp.resume_or_init(_run(2), run, init_from=pretrained).step == 2
+
+
+def test_what_is_no_damage_moves_nothing(tmp_path: Path) -> None:
+    _three_saves(tmp_path, {"reuse": False})
+    newest = tmp_path / "step-3"
+    before = sorted(os.listdir(newest))
+    other = nn.ModuleDict({"net": build("plain")[0], "adapter": nn.Linear(2, 2)})
+    with pytest.raises(dcp.CheckpointMismatch):
+        dcp.resume_or_init({"model": other}, tmp_path)
+    read_into, LocalFile.read_into = LocalFile.read_into, _fail_to_read  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(dcp.CheckpointUnreadable, match="Input/output error"):
+            dcp.resume_or_init(_run(2), tmp_path)
+    finally:
+        LocalFile.read_into = read_into  # type: ignore[method-assign]
+    assert sorted(os.listdir(newest)) == before
+    assert dcp.resume_or_init(_run(2), tmp_path).step == 3
+
+
+def _fail_to_read(self: LocalFile, memory: Any, offset: int) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_values_that_the_damaged_one_left_are_no_start(tmp_path: Path) -> None:
+    """The older checkpoint does not have what the damaged one had filled."""
+    state = _run(1)
+    dcp.save({"model": state["model"], "step": 1}, tmp_path / "step-1", step=1)
+    dcp.save({**state, "more": torch.ones(3)}, tmp_path / "step-2", step=2, reuse=False)
+    flip(tmp_path / "step-2", "model.inp.weight")
+    target = {**_run(2), "more": torch.zeros(3)}
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"has no .*more.*The next start begins with the older one"):
+        dcp.resume_or_init(target, tmp_path, strict=False)
+    target["more"].zero_()
+    assert dcp.resume_or_init(target, tmp_path, strict=False).step == 1
+    assert not target["more"].any()
+
+
+def test_a_damaged_base_is_not_the_damage_of_what_needs_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    dcp.save({"model": model}, tmp_path / "base")
+    model[0].requires_grad_(False)
+    checkpointer = dcp.Checkpointer(trainable_only=True)
+    checkpointer.load({"model": model}, tmp_path / "base")
+    checkpointer.save({"model": model}, tmp_path / "run" / "step-1", step=1)
+    checkpointer.close()
+    flip(tmp_path / "base", "model.0.weight")
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"model\.0\.weight"):
+        dcp.resume_or_init({"model": model}, tmp_path / "run")
+    assert not list(tmp_path.glob("**/dcp_plugin.damaged"))
+
+
+@launch.on_ranks(2)
+def test_ranks_fall_back_together_though_one_of_them_sees_the_damage(tmp_path: Path) -> None:
+    root = tmp_path
+    model, optimizer = build("fsdp2", seed=3)
+    checkpointer = dcp.Checkpointer(timeout=20.0, async_save=True, reuse=False)
+    state = {"model": model, "optim": optimizer}
+    wholes = []
+    for step in (1, 2):
+        train(model, optimizer, 1)
+        checkpointer.save(state, root / f"step-{step}", step=step).wait()
+        wholes.append(whole_state(model, optimizer))
+    if dist.get_rank() == 0:  # in what rank 1 alone reads
+        flip(root / "step-2", "optim.state.inp.weight.exp_avg", chunk=1)
+    dist.barrier()
+    train(model, optimizer, 1)
+    start = dcp.resume_or_init(state, root, checkpointer=checkpointer)
+    assert (start.step, start.damaged) == (1, (root / "step-2",))
+    assert_same(wholes[0], whole_state(model, optimizer))
+    checkpointer.save(state, root / "step-3", step=3).wait()
+    checkpointer.close()
+    assert dcp.latest(root) == root / "step-3"
+
+
+def test_a_damaged_checkpoint_that_cannot_be_marked_is_passed_over_all_the_same(tmp_path: Path) -> None:
+    _three_saves(tmp_path, {"reuse": False})
+    flip(tmp_path / "step-3", "model.inp.weight")
+    (said,) = launch.run(_resume_on_a_read_only_mount, 1, tmp_path)
+    if not said:
+        pytest.skip("mounting is not permitted here")
+    assert "step-3 is DAMAGED" in said and "cannot be marked (Read-only file system)" in said
+    assert dcp.latest(tmp_path) == tmp_path / "step-3"
+
+
+def _resume_on_a_read_only_mount(root: Path) -> str:
+    libc = ctypes.CDLL(None, use_errno=True)
+    where, read_only = os.fsencode(root), MS_BIND | MS_REMOUNT | MS_RDONLY
+    private = libc.unshare(CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    if (
+        not private
+        or libc.mount(where, where, None, MS_BIND, None)
+        or libc.mount(b"none", where, None, read_only, None)
+    ):
+        return ""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_plugin").addHandler(handler)
+    for _ in range(2):
+        assert dcp.resume_or_init(_run(2), root).step == 2
+    return "\n".join(said)

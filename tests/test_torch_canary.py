@@ -228,3 +228,14 @@ def _devices() -> tuple[str, str]:
 
 def test_a_process_group_tells_on_which_device_it_communicates() -> None:
     assert launch.run(_devices, 1) == [("cpu", "cpu")]
+
+
+def _meets_in_the_store() -> bytes:
+    store = _torch.default_store()
+    if torch.distributed.get_rank() == 1:
+        store.compare_set("canary", "", "of rank 1")
+    return store.get("canary")
+
+
+def test_the_ranks_of_a_process_group_share_its_store() -> None:
+    assert launch.run(_meets_in_the_store, 2) == [b"of rank 1"] * 2

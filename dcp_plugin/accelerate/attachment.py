@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,10 +210,10 @@ class Attachment(BaseAttachment):
         project = Project.of(self._accelerator) if root is None else None
         given = Path() if project is not None else _given(root)
 
-        def find() -> Path | None:
+        def find(damaged: Collection[Path]) -> Path | None:
             if project is not None and resume in ("auto", "must"):
-                return project.resume_from(must=resume == "must")
-            return options.find(given, (ACCELERATE,))
+                return project.resume_from(resume == "must", damaged)
+            return options.find(given, (ACCELERATE,), damaged)
 
         def load(path: Path) -> LoadReport | None:
             self.load_state(path, strict=strict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.runs import catalog
+from dcp_plugin.runs.damage import note_chosen
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -216,26 +217,28 @@ class Project:
             )
         return path
 
-    def newest(self) -> Path:
-        """The committed checkpoint with the highest number. On rank 0.
+    def newest(self, without: Collection[Path] = ()) -> Path:
+        """The committed checkpoint with the highest number, but for those that turned out to be damaged. On rank 0.
 
         Raises:
             CheckpointNotFound: There is none.
         """
-        found, refused = catalog.first_usable(reversed(self._paths()), _require_complete)
+        paths = [path for path in reversed(self._paths()) if path not in without]
+        found, refused = catalog.first_usable(paths, _require_complete)
         for error in refused:
             logger.warning("passing over %s", error)
         if found is None:
             raise CheckpointNotFound(f"there is no committed checkpoint in {self._root}")
+        note_chosen(found)
         return found
 
-    def resume_from(self, must: bool) -> Path | None:
+    def resume_from(self, must: bool, without: Collection[Path] = ()) -> Path | None:
         """The same; None if nothing has ever been saved, unless there ``must`` be something. On rank 0.
 
         Raises:
             CheckpointNotFound: There is nothing to resume from, and there must be or there are incomplete checkpoints.
         """
-        return self.newest() if must or self._paths() else None
+        return self.newest(without) if must or self._paths() else None
 
     def continue_numbering(self) -> None:
         """After a load, number the next save after all that are there: also after those of a branch that was left."""

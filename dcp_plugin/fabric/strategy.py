@@ -155,7 +155,7 @@ class Attachment(BaseAttachment):
             self.checkpointer,
             unwrapped(self.fabric, modules_of(state)),
             # Fabric's own files are those of ``torch.save``, with the names of the state that is to be loaded.
-            lambda: options.find(root, (OTHERS,)),
+            lambda damaged: options.find(root, (OTHERS,), damaged),
             lambda path: self._load(path, state, strict),
         )
 

@@ -15,12 +15,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, Protocol
 
-from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.errors import unreadable
 
 METADATA = ".metadata"
 SUMMARY = "dcp_plugin.json"
 INDEX = "dcp_plugin.index"
 DATA_SUFFIX = ".distcp"
+DAMAGED = "dcp_plugin.damaged"
+"""In a directory that counts as no checkpoint, since a load has found it damaged."""
 
 _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
@@ -64,13 +66,14 @@ def opened(files: Files, name: str) -> Iterator[BinaryIO]:
     """A file, open for reading.
 
     Raises:
-        CheckpointCorrupt: It cannot be opened or read.
+        CheckpointCorrupt: It is not there.
+        CheckpointUnreadable: It cannot be opened or read.
     """
     try:
         with files.open(name) as file:
             yield file
     except OSError as error:
-        raise CheckpointCorrupt(f"{files.where}/{name} cannot be read: {error.strerror}") from error
+        raise unreadable(f"{files.where}/{name} cannot be read", error) from error
 
 
 def read(files: Files, name: str, most: int = -1) -> bytes:
@@ -81,7 +84,7 @@ def read(files: Files, name: str, most: int = -1) -> bytes:
 
 def is_own(name: str) -> bool:
     """Whether a file of this name belongs to the checkpoint itself, and was not added by a framework or a user."""
-    return name in (METADATA, SUMMARY, INDEX) or name.endswith(DATA_SUFFIX)
+    return name in (METADATA, SUMMARY, INDEX, DAMAGED) or name.endswith(DATA_SUFFIX)
 
 
 def has_traces(names: Collection[str]) -> bool:
@@ -91,6 +94,8 @@ def has_traces(names: Collection[str]) -> bool:
 
 def uncommitted_reason(names: Collection[str]) -> str:
     """Why a directory with these entries is not a committed checkpoint, or an empty string if it is one."""
+    if DAMAGED in names:
+        return f"it is set aside, since a load found it damaged: {DAMAGED} in it says why; delete that to use it again"
     if METADATA not in names:
         if any(map(_METADATA_OF_ONE_RANK.fullmatch, names)):
             return (

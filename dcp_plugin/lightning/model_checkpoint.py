@@ -34,6 +34,7 @@ from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.runs import catalog
+from dcp_plugin.runs.damage import note_chosen
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 """The hooks in which a ``ModelCheckpoint`` saves."""
@@ -157,6 +158,7 @@ def _committed(trainer: Any, found: set[str]) -> set[str]:
         return found
     passed_over = {path: reason for path in sorted(found) if (reason := _reason_to_pass_over(Path(path)))}
     if not passed_over:
+        _note_chosen(found)
         return found
     said = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
     remaining = found - passed_over.keys()
@@ -168,7 +170,13 @@ def _committed(trainer: Any, found: set[str]) -> set[str]:
             )
         remaining = {str(beside)}
     rank_zero_warn(f'ckpt_path="last" passes over {said}. Resuming from {" or ".join(sorted(remaining))}.')
+    _note_chosen(remaining)
     return remaining
+
+
+def _note_chosen(found: set[str]) -> None:
+    for path in found:
+        note_chosen(path)
 
 
 def _reason_to_pass_over(path: Path) -> str:

@@ -26,6 +26,7 @@ from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media.disk import LocalDisk, commit
+from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, summary_of
@@ -65,6 +66,8 @@ def latest(root: PathLike) -> Path | None:
     """
     found = find_newest(root)
     found.warn(root)
+    if found.path is not None:
+        note_chosen(found.path)
     return found.path
 
 
@@ -234,16 +237,22 @@ class Newest:
             )
 
 
-def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: PathLike | None = None) -> Newest:
+def find_newest(
+    root: PathLike,
+    tools: Collection[str] = RESUMABLE,
+    init_from: PathLike | None = None,
+    without: Collection[Path] = (),
+) -> Newest:
     """What :func:`latest` returns, and why not something newer.
 
     Args:
         tools: Whose checkpoints count besides ours.
         init_from: What is there, or below, counts only if it is ours.
+        without: What does not count.
     """
     for _ in range(_MOST_LOOKS):
         scan = Scan(local_path(root), others=True)
-        found, complete = _newest_of(scan, tools, None if init_from is None else local_path(init_from))
+        found, complete = _newest_of(scan, tools, None if init_from is None else local_path(init_from), without)
         if found.path is not None or (complete and scan.is_current()):
             break
     for one in found.passed_over:  # not a save in flight, nor an export of weights
@@ -252,12 +261,15 @@ def find_newest(root: PathLike, tools: Collection[str] = RESUMABLE, init_from: P
     return found
 
 
-def _newest_of(scan: Scan, tools: Collection[str], source: Path | None) -> tuple[Newest, bool]:
+def _newest_of(
+    scan: Scan, tools: Collection[str], source: Path | None, without: Collection[Path]
+) -> tuple[Newest, bool]:
     """The newest of what was seen; and whether all of that was still there to be examined."""
     of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
     passed_over: list[CheckpointState | Saved] = []
     complete = True
-    candidates: list[CheckpointState | Saved] = [*scan.states.values(), *in_order(of_others)]
+    ours = [state for state in scan.states.values() if state.path not in without]
+    candidates: list[CheckpointState | Saved] = [*ours, *in_order(of_others)]
     for one in sorted(candidates, key=_age, reverse=True):
         try:
             examined = _examined(one, tools)

@@ -2,7 +2,8 @@
 
 Rank 0 looks, and all ranks do what it found: ranks that looked for themselves could see different things on a shared
 file system, and one would resume where the other starts anew. What was decided is done or raised: a run whose
-checkpoint cannot be loaded never starts from something else.
+checkpoints cannot be loaded never starts from something else. If the newest turns out to be damaged while it is loaded,
+``"auto"`` sets it aside (:mod:`~dcp_plugin.runs.damage`) and goes on with the one before, on all ranks.
 
 A resumed run takes everything from its checkpoint; what it was once warm-started from is not looked at, and need not
 exist any more. A warm start takes the model only: optimizer, schedules, counters and random streams are a new run's.
@@ -11,6 +12,7 @@ exist any more. A warm start takes the model only: optimizer, schedules, counter
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,11 +20,12 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from dcp_plugin.config import PathLike, local_path
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
 from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.runs import damage
 from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import LoadReport
@@ -39,12 +42,15 @@ class Restart:
     """The step at which the run's own checkpoint was made, if that says."""
     report: LoadReport | None = None
     """What was loaded from there; None if a framework has loaded a file of its own."""
+    damaged: tuple[Path, ...] = ()
+    """Newer checkpoints of the run that turned out to be damaged while they were loaded, and are set aside."""
 
     def __str__(self) -> str:
         if self.how == "fresh":
             return "starts fresh: nothing to resume from, and no init_from"
         at = "" if self.step is None else f" at step {self.step}"
-        return f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
+        said = f"{self.how}{at}: {self.report}" if self.report is not None else f"{self.how} from {self.path}{at}"
+        return f"{said}; DAMAGED and set aside: {', '.join(map(str, self.damaged))}" if self.damaged else said
 
 
 class Loader(Protocol):
@@ -78,18 +84,19 @@ class StartOptions:
                 "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
             )
 
-    def find(self, root: PathLike, tools: Collection[str] = RESUMABLE) -> Path | None:
+    def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Path] = ()) -> Path | None:
         """The run's own checkpoint to resume from, see :func:`resolve_resume`.
 
         What another tool saved at ``init_from`` is what the run was warm-started from, and no checkpoint of its own.
 
         Args:
             tools: Whose checkpoints the integration resumes from, besides those of this package.
+            without: What has turned out to be damaged.
         """
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
-            found = find_newest(root, tools, self.init_from)
+            found = find_newest(root, tools, self.init_from, without)
             if found.path is None and self.resume == "must":
                 reasons = f" Passed over: {found.said()}." if found.said() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
@@ -99,6 +106,8 @@ class StartOptions:
                     "without them, say resume=never."
                 )
             found.warn(root)
+            if self.resume == "auto" and found.path is not None:
+                damage.note_chosen(found.path)
             return found.path
         path = commit.locate(local_path(self.resume))
         if reason := commit.uncommitted_reason(path) if path.is_dir() else "":
@@ -111,30 +120,52 @@ class StartOptions:
         self,
         loader: Loader,
         modules: Mapping[str, Any],
-        find: Callable[[], Path | None] = lambda: None,
+        find: Callable[[Collection[Path]], Path | None] = lambda damaged: None,
         resume: Callable[[Path], LoadReport | None] = lambda path: None,
     ) -> Restart:
         """Resume, or load the weights of ``init_from``, or neither. Collective.
 
         Args:
             modules: What ``init_from`` is loaded into.
-            find: Finds the checkpoint of this run to resume from, or None if there is none. Called on rank 0.
+            find: Finds the checkpoint of this run to resume from, or None if there is none; not among those that it is
+                given, which are damaged. Called on rank 0.
             resume: Loads that checkpoint. Called on every rank.
 
         Raises:
             CheckpointNotFound: There is nothing to resume from, and nothing at ``init_from`` either.
+            CheckpointCorrupt: All that this run has saved is damaged; or what there is, if it was not ``"auto"`` that
+                has chosen it.
             CheckpointError: What ``find``, ``resume`` or the load of ``init_from`` raises; on every rank.
         """
-        begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find()))
-        if begun.path is None:
-            return begun
-        if begun.how == "resumed":
-            return replace(begun, report=resume(begun.path))
-        return replace(begun, report=loader.load(modules, begun.path, self.partial, self.strict))
+        damaged: list[Path] = []
+        while True:
+            begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
+            if begun.path is None:
+                return begun
+            if begun.how != "resumed":
+                return replace(begun, report=loader.load(modules, begun.path, self.partial, self.strict))
+            try:
+                report = resume(begun.path)
+            except CheckpointCorrupt as error:
+                if self.resume != "auto" or not self._set_aside(loader, begun.path, error):
+                    raise
+                damaged.append(begun.path)
+                continue
+            _refuse_a_mixture(begun, report, damaged)
+            return replace(begun, report=report, damaged=tuple(damaged))
 
-    def _decide(self, own: Path | None) -> Restart:
+    @staticmethod
+    def _set_aside(loader: Loader, path: Path, error: CheckpointCorrupt) -> bool:
+        return loader.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
+
+    def _decide(self, find: Callable[[Collection[Path]], Path | None], damaged: list[Path]) -> Restart:
+        own = find(damaged)
+        if own is None and damaged:
+            raise CheckpointCorrupt(_all_damaged(damaged))
         if own is not None:
-            summary = read_summary(own)
+            summary = None
+            with suppress(CheckpointCorrupt):  # damaged since it was found: the load will say so
+                summary = read_summary(own)
             return Restart("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Restart("fresh")
@@ -145,6 +176,23 @@ class StartOptions:
                 "Give the path of a checkpoint, or no init_from to start from scratch."
             )
         return Restart("warm-started", source)
+
+
+def _all_damaged(damaged: list[Path]) -> str:
+    return (
+        f"no checkpoint of this run can be loaded: {', '.join(map(str, damaged))} turned out to be damaged, and there "
+        f"is no other. What was loaded into is half filled. To start without them, say resume=never."
+    )
+
+
+def _refuse_a_mixture(begun: Restart, report: LoadReport | None, damaged: list[Path]) -> None:
+    """What a damaged checkpoint had half filled is filled again, if the one before has it."""
+    if damaged and report is not None and report.missing:
+        raise CheckpointCorrupt(
+            f"{damaged[-1]} turned out to be damaged while it was loaded, and {begun.path}, which is older, has no "
+            f"{some(report.missing)}, where values of the damaged one may be left. The next start begins with the "
+            f"older one alone."
+        )
 
 
 def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:

@@ -330,11 +330,7 @@ class SavePipeline:
         if request.publication.published:  # and a rank was lost before all had heard of it
             error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
         self._tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}"))
-        if type(error) is CheckpointError:  # not one of ours on some rank, told to all
-            raise SaveFailed(str(error)) from (error.__cause__ or error)
-        if isinstance(error, CheckpointError):
-            raise error
-        raise SaveFailed(f"cannot save {request.path}: {type(error).__name__}: {error}") from error
+        raise_as_failed_save(error, request.path)
 
     def _tell(self, event: events.SaveFinished | events.SaveAborted) -> None:
         """How a save has ended. What goes wrong with telling it is not the save's failure."""
@@ -344,6 +340,15 @@ class SavePipeline:
                 events.append_json(Path(self._config.events), event)
         except Exception:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
+
+
+def raise_as_failed_save(error: Exception, path: Path) -> NoReturn:
+    """Raise what a save has failed with, before anything was published, as an error of ours."""
+    if type(error) is CheckpointError:  # not one of ours on some rank, told to all
+        raise SaveFailed(str(error)) from (error.__cause__ or error)
+    if isinstance(error, CheckpointError):
+        raise error
+    raise SaveFailed(f"cannot save {path}: {type(error).__name__}: {error}") from error
 
 
 def _refuse_another_path(mine: Path, planned: PlannedState) -> None:

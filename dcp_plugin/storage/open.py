@@ -26,6 +26,7 @@ from dcp_plugin.errors import (
     CheckpointNotFound,
     UnsafeCheckpoint,
     damage_in,
+    unreadable,
 )
 from dcp_plugin.format import (
     INDEX,
@@ -167,7 +168,7 @@ def gone_or_damaged(files: Readable, what: str, error: OSError) -> CheckpointErr
             f"{files.where} was deleted or replaced while it was read: {what} ({error.strerror}). Load what is there "
             f"now; dcp_plugin.latest(root) finds the newest."
         )
-    return CheckpointCorrupt(f"{files.where}: {what} ({error.strerror})")
+    return unreadable(f"{files.where}: {what}", error)
 
 
 def open_checkpoint(path: Path, base: Path | None = None, check: bool = False) -> Opened:

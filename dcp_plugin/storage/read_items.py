@@ -44,6 +44,7 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
     Raises:
         CheckpointCorrupt: Naming file and key. Targets may be partly filled.
         CheckpointNotFound: The same, if a file is missing because the checkpoint was deleted meanwhile.
+        CheckpointUnreadable: The same, if the file system failed.
     """
     batches = list(_batches(sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))))
     work = iter(batches)

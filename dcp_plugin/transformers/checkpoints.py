@@ -34,6 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from dcp_plugin.format import DAMAGED
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.runs import catalog
@@ -202,7 +203,8 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
 
 
 def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: int | None) -> None:
-    """Delete the oldest checkpoints until ``limit`` are left; torn ones first, never the newest or the best.
+    """Delete the oldest checkpoints until ``limit`` are left; torn ones first, never the newest or the best. What is
+    set aside as damaged stays, and does not count.
 
     Args:
         newest: Which is complete.
@@ -211,7 +213,7 @@ def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: 
         return
     present = [path for _, path in catalog.numbered(Path(os.path.abspath(directory)), _PREFIX)]
     protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
-    others = [path for path in present if path not in protected]
+    others = [path for path in present if path not in protected and not (path / DAMAGED).exists()]
     others.sort(key=lambda path: (_is_complete(path), path.stat().st_mtime))
     catalog.remove_oldest(others, max(0, limit - len(protected)))
 

@@ -32,6 +32,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, PathLike, as_local
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
@@ -115,7 +116,8 @@ class DCPTrainerMixin(Trainer):
         self._dcp = TrainerAdapter(self)
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete.
+        """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete. If that turns
+        out to be damaged while it is loaded, this raises, and the next start takes the one before.
 
         Raises:
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is nothing (complete) to resume from.
@@ -211,6 +213,7 @@ class TrainerAdapter:
         ranks = self._checkpointer.ranks
         if resume is True:
             found = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(str(output_dir), config))
+            note_chosen(found.path)
         else:
             found = ranks.from_zero(f"open {resume}", lambda: checkpoints.named(resume, config))
         self.found = None if found.stock else found
