@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
-from dcp_plugin.media.disk import LocalFile
+from dcp_plugin.media.disk.files import LocalFile
 from tests import launch
 from tests.compare import assert_same
 from tests.damage import flip

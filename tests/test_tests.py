@@ -11,8 +11,11 @@ FILES = {
     ".".join(path.relative_to(HERE.parent).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(HERE.rglob("*.py"))
 }
-CLOCKS = {"tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"}
-"""They end ranks that hang, make delays, and tell how long a case took."""
+CLOCKS = {
+    *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
+    *("tests.faults.fuzz", "tests.faults.soak"),
+}
+"""They end ranks that hang, make delays, tell how long a case took, and go on for so many minutes."""
 
 
 def _tests() -> Iterator[tuple[str, ast.FunctionDef]]:
