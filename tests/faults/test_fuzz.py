@@ -33,7 +33,7 @@ NESTED = b")" + b"\x85" * 200_000
 COLLIDING = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 40_000))
 NOTED = b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n"
 COPIED = b"c_codecs\nencode\nh\1h\2\x86R"
-METADATA = "ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x0c\0\0\0planner_data%sub.".encode()
+METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x0c\0\0\0planner_data%sub."
 PATCH = b"cpathlib\nPurePosixPath\n}(X\x0b\0\0\0is_absoluteNub"
 
 
@@ -51,7 +51,7 @@ def _archive(content: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def _torch_file(content: bytes, method: int = zipfile.ZIP_STORED) -> dict[str, bytes]:
-    return {"pytorch_model.bin": _archive(b"}X\4\0\0\0model" + content + b"s", method)}
+    return {"pytorch_model.bin": _archive(b"}X\5\0\0\0model" + content + b"s", method)}
 
 
 def _safetensors(header: bytes) -> dict[str, bytes]:
