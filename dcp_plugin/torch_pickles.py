@@ -266,8 +266,8 @@ def pickle_in(archive: zipfile.ZipFile, size: int) -> bytes:
     members = archive.infolist()
     if any(one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size for one in members):
         raise ValueError("a record is compressed")
-    if sum(one.file_size for one in members) > size:
-        raise ValueError("its records are larger than the file")
+    if sum(one.file_size for one in members) > size or min((one.header_offset for one in members), default=1):
+        raise ValueError("its records are larger than the file, or do not begin where it begins")
     pickles = [one for one in members if one.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0].file_size > _MOST_PICKLE:
         raise ValueError("it has no data.pkl, several, or one that is too large")

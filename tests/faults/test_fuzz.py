@@ -32,8 +32,16 @@ from tests.faults.victims import Victims
 NESTED = b")" + b"\x85" * 200_000
 COLLIDING = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 40_000))
 NOTED = b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n"
+_KEYS = [b"X\4\0\0\0%04d" % number for number in range(1_800)]
+SHARED = (  # one that is in another 1800 times, and filled then
+    b"}(X\1\0\0\0b}q\1X\1\0\0\0a}("
+    + b"".join(key + b"h\1" for key in _KEYS)
+    + b"uX\1\0\0\0ch\1("
+    + b"".join(key + b"K\1" for key in _KEYS)
+    + b"uu"
+)
 COPIED = b"c_codecs\nencode\nh\1h\2\x86R"
-METADATA = "ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x0c\0\0\0planner_data%sub.".encode()
+METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x0c\0\0\0planner_data%sub."
 PATCH = b"cpathlib\nPurePosixPath\n}(X\x0b\0\0\0is_absoluteNub"
 
 
@@ -51,7 +59,7 @@ def _archive(content: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def _torch_file(content: bytes, method: int = zipfile.ZIP_STORED) -> dict[str, bytes]:
-    return {"pytorch_model.bin": _archive(b"}X\4\0\0\0model" + content + b"s", method)}
+    return {"pytorch_model.bin": _archive(b"}X\5\0\0\0model" + content + b"s", method)}
 
 
 def _safetensors(header: bytes) -> dict[str, bytes]:
@@ -75,6 +83,7 @@ FILES: dict[str, dict[str, bytes]] = {
     "torch: one text copied again and again": _torch_file(
         b"](X\xa0\x86\1\0" + b"x" * 100_000 + b"q\1X\6\0\0\0latin1q\2" + COPIED * 20_000 + b"e"
     ),
+    "torch: the same dictionaries in each other": _torch_file(SHARED),
     "torch: compressed": _torch_file(b"](" + b"]" * 50_000_000 + b"e", zipfile.ZIP_DEFLATED),
     "safetensors: nested": _safetensors(b'{"a":' * 100_000),
     "safetensors: large numbers": _safetensors(

@@ -34,6 +34,7 @@ LIGHTNING = "pytorch-lightning_version"
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (bool, int, float, str)
 _DEPTH = 3
+_MOST_VISITS = 3_000_000
 
 Tree = Mapping[Any, Any]
 
@@ -71,8 +72,9 @@ def read_file(files: Files, name: str) -> Contents:
         named = _modules(archive, tree, refusal)
         written_by = "lightning" if LIGHTNING in tree else "torch.save"
         contents = Contents(written_by, {name: archive.size}, shares_bytes=True)
-        leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in state.items()]
-        others = _other_leaves(tree, {id(state) for state in named.values()})
+        visits = _Visits()
+        leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in visits.of(state)]
+        others = _other_leaves(tree, {id(state) for state in named.values()}, visits)
         leaves += [(key, leaf) for key, leaf in others if key.partition(".")[0] not in named]
         contents.kinds = dict.fromkeys(named, "module")
         for key, leaf in leaves:
@@ -110,7 +112,7 @@ def modules_in(tree: Tree) -> dict[str, Tree]:
 
     A state dict has nothing but tensors (and extra state). The only one, or the one with a usual name, is ``model``.
     """
-    found = dict(_state_dicts((), tree, _DEPTH))
+    found = dict(_state_dicts((), tree, _DEPTH, _Visits()))
     if not found and any(isinstance(value, torch.Tensor) for value in tree.values()):
         found = {(): tree}
     usual = [path for name in _MODEL_NAMES for path in found if path and path[-1] == name]
@@ -125,31 +127,49 @@ def _is_certain(tree: Tree, model: Tree | None) -> bool:
     return any(state is model for state in named) and not any(refused_in(one) for one in named if one is not model)
 
 
-def _state_dicts(path: tuple[str, ...], node: Tree, depth: int) -> Iterator[tuple[tuple[str, ...], Tree]]:
+class _Visits:
+    """Counts what is looked at. A dictionary in a file may be in many others, and these in many more."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_VISITS
+
+    def of(self, node: Tree) -> Iterator[tuple[Any, Any]]:
+        self._left -= len(node)
+        if self._left < 0:
+            raise CheckpointCorrupt("it names the same tensors or values too often")
+        return iter(node.items())
+
+
+def _state_dicts(
+    path: tuple[str, ...], node: Tree, depth: int, visits: _Visits
+) -> Iterator[tuple[tuple[str, ...], Tree]]:
+    items = visits.of(node)
     if not all(isinstance(key, str) for key in node) or _is_optimizer(node):
         return
     leaves = {key: value for key, value in node.items() if not key.endswith(_EXTRA_STATE)}
     if leaves and all(isinstance(value, torch.Tensor) for value in leaves.values()):
         yield path, node
         return
-    for key, value in node.items():
+    for key, value in items:
         if isinstance(value, Mapping) and depth:
-            yield from _state_dicts((*path, key), value, depth - 1)
+            yield from _state_dicts((*path, key), value, depth - 1, visits)
 
 
 def _is_optimizer(node: Tree) -> bool:
     return "param_groups" in node and "state" in node
 
 
-def _other_leaves(node: Tree, taken: set[int], prefix: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+def _other_leaves(
+    node: Tree, taken: set[int], visits: _Visits, prefix: str = "", depth: int = _DEPTH
+) -> Iterator[tuple[str, Any]]:
     """Tensors and plain values outside of the state dicts."""
     if id(node) in taken or _is_optimizer(node) or not depth:
         return
-    for key, value in node.items():
+    for key, value in visits.of(node):
         if not isinstance(key, str):
             continue
         if isinstance(value, Mapping):
-            yield from _other_leaves(value, taken, f"{prefix}{key}.", depth - 1)
+            yield from _other_leaves(value, taken, visits, f"{prefix}{key}.", depth - 1)
         elif isinstance(value, (torch.Tensor, StandIn, *_PLAIN)):
             yield prefix + key, value
 
