@@ -112,8 +112,13 @@ class _Meeting:
             if time.monotonic() < deadline - _ROUNDED:
                 raise
             missing = self._missing(self._size - store.add(f"{self._key}/come", 0))
-            store.compare_set(end, "", missing)  # whose end is the first is the end of all
+            if missing:
+                store.compare_set(end, "", missing)  # whose end is the first is the end of all
+            else:  # the last one comes in this moment
+                store.wait([end], timedelta(seconds=_GRACE / 2))
         said = store.get(end)
+        if not said:  # that of a fake process group
+            raise RuntimeError("it keeps nothing")
         if said != _ALL:
             raise RankFailure(
                 f"rank {self.rank} could not meet the other ranks, to save or load together: they have waited "

@@ -217,8 +217,11 @@ class Project:
             )
         return path
 
-    def newest(self, without: Collection[Path] = ()) -> Path:
+    def newest(self, must: bool = False, without: Collection[Path] = ()) -> Path:
         """The committed checkpoint with the highest number, but for those that turned out to be damaged. On rank 0.
+
+        Args:
+            must: It is this one or none: it is not set aside if it is damaged.
 
         Raises:
             CheckpointNotFound: There is none.
@@ -229,7 +232,8 @@ class Project:
             logger.warning("passing over %s", error)
         if found is None:
             raise CheckpointNotFound(f"there is no committed checkpoint in {self._root}")
-        note_chosen(found)
+        if not must:
+            note_chosen(found)
         return found
 
     def resume_from(self, must: bool, without: Collection[Path] = ()) -> Path | None:
@@ -238,7 +242,7 @@ class Project:
         Raises:
             CheckpointNotFound: There is nothing to resume from, and there must be or there are incomplete checkpoints.
         """
-        return self.newest(without) if must or self._paths() else None
+        return self.newest(must, without) if must or self._paths() else None
 
     def continue_numbering(self) -> None:
         """After a load, number the next save after all that are there: also after those of a branch that was left."""
