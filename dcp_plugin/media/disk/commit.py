@@ -268,7 +268,10 @@ def locate(path: Path) -> Path:
     for _ in range(_ATTEMPTS):
         if looks_like_checkpoint(path):
             break
-        records = [one for one in workspace.glob("*.json") if target_of(one) == _name_in(workspace, path)]
+        try:
+            records = [one for one in workspace.glob("*.json") if target_of(one) == _name_in(workspace, path)]
+        except OSError:  # the workspace has just been removed: a save has ended
+            continue
         for record in records:
             aside = record.with_suffix(".aside")
             if uncommitted_reason(aside) == "":
