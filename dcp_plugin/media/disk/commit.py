@@ -296,12 +296,17 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 def _names_in(path: Path) -> list[str] | None:
     """What is in a directory; None if there is none, or none any more."""
-    try:
-        return os.listdir(path)
-    except OSError:
-        if path.is_dir():
-            raise
-        return None
+    for _ in range(_ATTEMPTS):
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            if not path.is_dir():  # else it has just come
+                return None
+        except OSError:
+            if path.is_dir():
+                raise
+            return None
+    return None
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
