@@ -156,6 +156,9 @@ class Checkpointer:
         Everything that can be checked is checked before the first byte is overwritten. What remains: if reading
         fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
 
+        Another process may overwrite or delete the checkpoint meanwhile: all ranks load the old one or the new one, as
+        a whole. Of one with more than 256 files, some may be missed then: that is a ``CheckpointNotFound``, half-way.
+
         Parameters and buffers are filled in their own memory. Where a module has a ``load_state_dict``, a
         ``_load_from_state_dict``, load hooks or extra state of its own, these run in the order of
         ``nn.Module.load_state_dict``, with what that would hand them; what they ask for is read one submodule after

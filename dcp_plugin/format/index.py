@@ -200,8 +200,10 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def hash_of(self, chunk: int) -> bytes | None:
         """The XXH3-128 of a chunk's payload, if its writer computed it."""
-        hashed = self.columns.get("hashed", np.empty(0, np.int64))
-        at = int(np.searchsorted(hashed, chunk))
+        hashed = self.columns.get("hashed")
+        if hashed is None:  # as in most: this is asked for every tensor of a load, several times
+            return None
+        at = int(hashed.searchsorted(chunk))
         known = at < len(hashed) and hashed[at] == chunk and self.columns["hash"][at].any()
         return self.columns["hash"][at].tobytes() if known else None
 

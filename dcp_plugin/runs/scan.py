@@ -7,6 +7,7 @@ workspace in it is listed again until two listings in a row are the same, and on
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,7 +66,9 @@ class Scan:
         self.of_others: list[Saved] = []
         self._others = others
         self._listed: dict[Path, set[tuple[Path, int]]] = {}
-        self._complete = self._visit(root, _DEPTH) or not root.is_dir()
+        self._complete = self._visit(root, _DEPTH)
+        if not self._complete:  # it may be a checkpoint that is set aside at this moment
+            self._complete = self._visit(commit.locate(root), _DEPTH) or not os.path.lexists(root)
 
     def is_current(self) -> bool:
         """Whether nothing came or went since. A directory of very many entries may not be listed in one moment."""

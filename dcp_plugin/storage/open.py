@@ -116,6 +116,10 @@ class Opened:
         self.files.close()
 
 
+class _HasCome(OSError):
+    """There is something now where there was nothing: look again, even if it has gone again meanwhile."""
+
+
 def in_one_view(
     path: Path,
     look: Callable[[Path, Readable], T],
@@ -143,7 +147,7 @@ def in_one_view(
             done = True
             return found
         except (OSError, CheckpointError) as error:
-            if there == path and not files.moved():
+            if there == find(path) == path and not files.moved() and not isinstance(error, _HasCome):
                 if failure is not None and isinstance(error, FileNotFoundError):
                     raise CheckpointNotFound(f"{path} was deleted while it was read.") from failure
                 raise
@@ -307,7 +311,7 @@ def _open_held(path: Path, files: Readable) -> Opened:
     except OSError:
         if reason := _DISK.uncommitted_reason(path):
             return _open_foreign(path, files, reason)
-        raise
+        raise _HasCome(f"{path} has just come") from None
     reason = uncommitted_reason(names)
     if reason and has_traces(names):
         raise CheckpointIncomplete(

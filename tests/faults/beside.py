@@ -208,14 +208,16 @@ def campaign(root: Path, writer_name: str, count: int) -> Counter[str]:
         finally:
             os._exit(1)
     results: Counter[str] = Counter()
-    newest = -1
+    newest = {True: -1, False: -1}  # a link is set after the new checkpoint is there
     try:
         for turn in range(count):
+            by_name = turn % 4 == 3 and not writer.deletes
             try:
-                number = _look(root, writer, by_name=turn % 4 == 3 and not writer.deletes)
-                results["loaded" if number >= newest else f"{_WRONG}: an older one than before"] += number != GONE
+                number = _look(root, writer, by_name)
+                said = "loaded" if number >= newest[by_name] else f"{_WRONG}: an older one than before"
+                results[said] += number != GONE
                 results["deleted meanwhile"] += number == GONE
-                newest = max(newest, number)
+                newest[by_name] = max(newest[by_name], number)
             except Exception as error:
                 results[f"{_WRONG}: {type(error).__name__}: {str(error)[:150]}"] += 1
         results[f"{_WRONG}: the writer has ended"] += os.waitpid(pid, os.WNOHANG) != (0, 0)
@@ -223,7 +225,7 @@ def campaign(root: Path, writer_name: str, count: int) -> Counter[str]:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    results["saves"] = newest // 2
+    results["saves"] = newest[False] // 2
     return +results
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import dcp_plugin as dcp
 from dcp_plugin.loading.load import Loading, plan_load
@@ -18,9 +19,11 @@ from dcp_plugin.runs import catalog
 from dcp_plugin.storage.reader import ShardedReader
 from tests.faults.beside import FILE_SYSTEMS, READERS, WRITERS, by_chance, windows, wrong_in
 from tests.faults.scenes import number_in, save, state_of
-from tests.faults.victims import Victims
+from tests.faults.victims import NO_EXCHANGE, Fault, Victims
 from tests.launch import on_ranks
 from tests.slowness import RankGate
+
+_BETWEEN_RENAMES = Fault("kill", calls=("rename",), at=2)
 
 
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
@@ -121,6 +124,26 @@ def test_a_checkpoint_that_is_deleted_after_it_was_opened_is_not_found(tmp_path:
         catalog.remove(tmp_path / "ck")
         with pytest.raises(dcp.CheckpointNotFound, match="deleted or replaced"):
             reader.opened.check_files()
+
+
+def test_ranks_of_a_stock_load_that_opened_different_saves_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "ck", 1)
+    with ShardedReader(tmp_path / "ck") as first, ShardedReader(tmp_path / "ck") as second:
+        plans = [first.prepare_local_plan(LoadPlan([]))]
+        save(tmp_path / "ck", 1)  # the same contents, and another save all the same
+        plans.append(second.prepare_local_plan(LoadPlan([])))
+        with pytest.raises(dcp.CheckpointMismatch, match="rank 1 has opened another checkpoint"):
+            first.prepare_global_plan(plans)
+
+
+def test_a_checkpoint_that_is_set_aside_is_its_own_latest(victims: Victims, tmp_path: Path) -> None:
+    save(tmp_path / "ck", 1)
+    outcome = victims.run(save, tmp_path / "ck", 2, below=tmp_path, faults=[NO_EXCHANGE, _BETWEEN_RENAMES])
+    assert outcome.exit_code == -9
+    assert not (tmp_path / "ck").exists()
+    found = dcp.latest(tmp_path / "ck")
+    assert found is not None
+    assert number_in(found) == 1
 
 
 def _descriptors() -> int:

@@ -65,7 +65,7 @@ of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
 _ATTEMPTS = 20
-"""Another process may remove the empty workspace just after we made it."""
+"""Another process may remove the empty workspace just after we made it, or publish while we look."""
 
 
 def workspace_of(final: Path) -> Path:
@@ -277,12 +277,20 @@ def _sweep_one(workspace: Path, record: Path) -> None:
 
 def locate(path: Path) -> Path:
     """``path``, or where its checkpoint is if a crash came between the two renames of an overwrite."""
-    if not looks_like_checkpoint(path):
-        workspace = workspace_of(path)
-        for record in workspace.glob("*.json"):
+    workspace = workspace_of(path)
+    for _ in range(_ATTEMPTS):
+        if looks_like_checkpoint(path):
+            break
+        try:
+            records = [one for one in workspace.glob("*.json") if target_of(one) == _name_in(workspace, path)]
+        except OSError:  # the workspace has just been removed: a save has ended
+            continue
+        for record in records:
             aside = record.with_suffix(".aside")
-            if target_of(record) == _name_in(workspace, path) and uncommitted_reason(aside) == "":
+            if uncommitted_reason(aside) == "":
                 return aside
+        if not records:
+            break  # else a save is in flight, and the new one may have got its name meanwhile
     return path
 
 
@@ -301,12 +309,17 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 def _names_in(path: Path) -> list[str] | None:
     """What is in a directory; None if there is none, or none any more."""
-    try:
-        return os.listdir(path)
-    except OSError:
-        if path.is_dir():
-            raise
-        return None
+    for _ in range(_ATTEMPTS):
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            if not path.is_dir():  # else it has just come
+                return None
+        except OSError:
+            if path.is_dir():
+                raise
+            return None
+    return None
 
 
 def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> None:
