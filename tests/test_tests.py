@@ -11,8 +11,11 @@ FILES = {
     ".".join(path.relative_to(HERE.parent).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(HERE.rglob("*.py"))
 }
-CLOCKS = {"tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"}
-"""They end ranks that hang, make delays, and tell how long a case took."""
+CLOCKS = {
+    *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
+    "tests.faults.fuzz",
+}
+"""They end ranks that hang, make delays, and tell how long a case took, or a campaign may take."""
 
 
 def _tests() -> Iterator[tuple[str, ast.FunctionDef]]:
