@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.errors import CheckpointCorrupt, damage_in
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.media import Listed, Readable
@@ -43,8 +43,9 @@ def _state_in(path: Path, files: Readable) -> CheckpointState | None:
     written = files.modified("")
     step = None
     try:
-        if not reason and (summary := summary_in(files)) is not None:
-            written, step = summary.time, summary.step
+        with damage_in(path):
+            if not reason and (summary := summary_in(files)) is not None:
+                written, step = summary.time, summary.step
     except CheckpointCorrupt as error:
         if files.moved():
             raise

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 import dcp_plugin as dcp
 from tests.faults.fuzz import KINDS, cases, look
 from tests.faults.victims import Victims
+from tests.forge import change_summary
 
 NESTED = b")" + b"\x85" * 200_000
 COLLIDING = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 40_000))
@@ -117,8 +118,7 @@ def test_what_once_did_harm_is_an_error_of_ours(victims: Victims, tmp_path: Path
 def test_a_summary_that_lies_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
     dcp.save({"a": torch.ones(2)}, tmp_path / "old", step=1)
     dcp.save({"a": torch.ones(2)}, tmp_path / "new", step=2)
-    file = tmp_path / "new" / "dcp_plugin.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    change_summary(tmp_path / "new", **change)
     assert dcp.latest(tmp_path) == dcp.resolve_resume("auto", tmp_path) == tmp_path / "old"
     assert [state.committed for state in dcp.list_checkpoints(tmp_path) if state.path.name == "new"] == [False]
 

@@ -98,6 +98,7 @@ def test_lightning_goes_on_with_the_one_before_at_its_next_start(tmp_path: Path)
     assert fit(dcp.resolve_resume("auto", tmp_path)) == tmp_path / "step=1.ckpt"
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_the_trainer_of_transformers_goes_on_with_the_one_before_at_its_next_start(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t
