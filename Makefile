@@ -1,6 +1,6 @@
 # make check   ruff, mypy and the fast tests, in three minutes: while working
 # make test    all tests, but for those that take minutes each: make test-long
-# make test-faults   every fault at every call of a save, every state after a loss of power, and damage to files (half an hour)
+# make test-faults   faults at every call of a save, every state after a loss of power, damage to files (half an hour)
 # make lint    ruff and mypy          make demo    the demonstration
 # make bench   every benchmark        make clean   remove what these made
 #
@@ -28,9 +28,9 @@ FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not ranks" $(FAST) $(ARGS)
 
-# Two files of tests at a time: ranks wait for each other, and for the disk, most of the time.
+# Three files of tests at a time, on two cores: ranks wait for each other, and for the disk, most of the time.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(ARGS)
