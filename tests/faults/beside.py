@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -198,7 +197,8 @@ def windows(
 
 
 def campaign(root: Path, writer_name: str, count: int) -> Counter[str]:
-    """Let one process write without a pause, and look and load ``count`` times meanwhile: how often what came of it."""
+    """Let one process write without a pause, and look and load ``count`` times meanwhile, or until something was saved:
+    how often what came of it."""
     writer = WRITERS[writer_name]
     pid = os.fork()
     if pid == 0:
@@ -209,9 +209,12 @@ def campaign(root: Path, writer_name: str, count: int) -> Counter[str]:
             os._exit(1)
     results: Counter[str] = Counter()
     newest = {True: -1, False: -1}  # a link is set after the new checkpoint is there
+    turn, is_writing = 0, True
     try:
-        for turn in range(count):
+        while is_writing and (turn < count or newest[False] < NEW):
             by_name = turn % 4 == 3 and not writer.deletes
+            turn += 1
+            is_writing = os.waitpid(pid, os.WNOHANG) == (0, 0)
             try:
                 number = _look(root, writer, by_name)
                 said = "loaded" if number >= newest[by_name] else f"{_WRONG}: an older one than before"
@@ -220,9 +223,9 @@ def campaign(root: Path, writer_name: str, count: int) -> Counter[str]:
                 newest[by_name] = max(newest[by_name], number)
             except Exception as error:
                 results[f"{_WRONG}: {type(error).__name__}: {str(error)[:150]}"] += 1
-        results[f"{_WRONG}: the writer has ended"] += os.waitpid(pid, os.WNOHANG) != (0, 0)
+        results[f"{_WRONG}: the writer has ended"] += not is_writing
     finally:
-        with suppress(OSError):
+        if is_writing:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     results["saves"] = newest[False] // 2
