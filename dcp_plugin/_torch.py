@@ -178,9 +178,15 @@ def shape_of(value: Any) -> Shape | None:
         return None
 
 
+def is_meta(value: Any) -> bool:
+    """Whether a value is a tensor on the meta device. A ShardedTensor is not, and answers only if it has exactly one
+    shard on this rank."""
+    return not isinstance(value, ShardedTensor) and bool(getattr(value, "is_meta", False))
+
+
 def with_memory(value: Any) -> Any:
     """A tensor to load into: the value itself or, for one on the meta device, the same with memory, as in stock DCP."""
-    if not getattr(value, "is_meta", False) or isinstance(value, ShardedTensor) or nn.parameter.is_lazy(value):
+    if not is_meta(value) or nn.parameter.is_lazy(value):
         return value
     device = value.device_mesh.device_type if isinstance(value, DTensor) else _device_of_process()
     with torch.no_grad():

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -181,3 +183,28 @@ def test_a_file_in_memory_that_the_user_allows_stays_allowed(tmp_path: Path) -> 
         with torch.serialization.safe_globals(allowed):
             dcp.load({"f": file_in_memory(0)}, tmp_path / "checkpoint")
             assert (io.BytesIO in torch.serialization.get_safe_globals()) == bool(allowed)
+
+
+def _sharded(rows: list[int]) -> sharded_tensor.ShardedTensor:
+    """Ten rows of which each rank has some, in as many shards as ``rows`` has for it: by turns from rank 0 on."""
+    begins = [sum(rows[:number]) for number in range(len(rows))]
+    spec = EnumerableShardingSpec(
+        [
+            ShardMetadata([begin, 0], [count, 3], placement=f"rank:{number % 2}/cpu")
+            for number, (begin, count) in enumerate(zip(begins, rows, strict=True))
+        ]
+    )
+    return sharded_tensor.zeros(spec, 10, 3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rows", [[2, 3, 4, 1], [10]], ids=["two shards each", "none on rank 1"])
+def test_a_sharded_tensor_of_several_shards_or_none_is_filled(tmp_path: Path, rows: list[int]) -> None:
+    """What some of its attributes refuse: they answer for one shard."""
+    whole = torch.arange(30.0).reshape(10, 3)
+    stock.save({"t": whole}, checkpoint_id=tmp_path / "ck")
+    target = _sharded(rows)
+    stock.load({"t": target}, storage_reader=dcp.ShardedReader(tmp_path / "ck"), planner=dcp.ShardedLoadPlanner())
+    for shard in target.local_shards():
+        begin, count = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+        assert torch.equal(shard.tensor, whole[begin : begin + count])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_plugin._torch import is_tensor, sharded_value
+from dcp_plugin._torch import is_meta, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
@@ -260,7 +260,7 @@ class Matching:
         self._unexpected.extend(unexpected)
 
     def _described(self, target: Any) -> ShardedValue:
-        if not self._dry_run or not getattr(target, "is_meta", False):
+        if not self._dry_run or not is_meta(target):
             return sharded_value(target)
         shape = tuple(target.shape)
         return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))

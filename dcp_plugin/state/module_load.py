@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_like
+from dcp_plugin._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_like
 from dcp_plugin._torch_modules import (
     Incompatible,
     call_post_load_hooks,
@@ -75,7 +75,7 @@ class Deferred:
             if tuple(like.shape) == shape:
                 return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
             return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-        on_device = is_tensor(like) and not like.is_meta
+        on_device = is_tensor(like) and not is_meta(like)
         return torch.empty(shape, dtype=dtype, device=like.device if on_device else None)
 
 
