@@ -77,7 +77,10 @@ def problems(scene: Scene, outcome: Outcome, facts: Facts) -> list[str]:
         old, new, there = scene.before.get(name), scene.after.get(name), facts.numbers.get(name)
         allowed = {old, new}
         if name == scene.target and said != "killed" and name in scene.after:
-            allowed = {new} if said in ("success", "DurabilityUnknown") else {old}
+            if said in ("success", "DurabilityUnknown"):
+                allowed = {new}
+            elif said != "CheckpointError":  # which a link or a removal raises, after the save
+                allowed = {old}
         if there not in allowed:
             found.append(f"after {said}, {name} is {there}, not one of {allowed}")
     newest = max(facts.numbers.values(), default=None)
