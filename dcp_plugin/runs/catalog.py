@@ -253,7 +253,7 @@ def find_newest(
     for _ in range(_MOST_LOOKS):
         scan = Scan(local_path(root), others=True)
         found, complete = _newest_of(scan, tools, None if init_from is None else local_path(init_from), without)
-        if found.path is not None or (complete and scan.is_current()):
+        if complete and (found.path is not None or scan.is_current()):  # else something newer may have come meanwhile
             break
     for one in found.passed_over:  # not a save in flight, nor an export of weights
         if found.path is not None and not one.export if isinstance(one, Saved) else was_published(one):
