@@ -7,13 +7,11 @@ publish. With ``async_save`` everything after staging runs in a thread (:mod:`~d
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig, PathLike, local_path
 from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import LocalDisk
@@ -181,7 +180,7 @@ class Checkpointer:
         with self._queue.call(f"load {path}"):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
-            with _collector_paused(), setting_aside(ranks, path):
+            with collector_paused(), setting_aside(ranks, path):
                 loading = Loading(ranks, self.config, local_path(path), partial, strict)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
@@ -296,7 +295,7 @@ class Checkpointer:
             raise
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
-        with _collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
+        with collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
             with module_cache():
                 try:
                     staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
@@ -310,7 +309,7 @@ class Checkpointer:
         copy = HostCopy(self._pools[self._saves % len(self._pools)], self._saving.encode)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
-            with _collector_paused(), module_cache():
+            with collector_paused(), module_cache():
                 gathered = Attempt.of(lambda: self._saving.gather(live))
                 begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
             if copy.complete:
@@ -350,16 +349,3 @@ class Checkpointer:
     def _shows_progress(self, ranks: Ranks) -> bool:
         wanted = sys.stderr.isatty() if self.config.progress == "auto" else self.config.progress
         return wanted and ranks.rank == 0
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Saves and loads make many small objects, none of them garbage: looking for it again and again takes most of
-    the time of a checkpoint of small tensors. Not in the background, where training makes garbage meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

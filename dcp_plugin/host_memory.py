@@ -9,8 +9,10 @@ its way.
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -156,3 +158,16 @@ def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
 def _arrived(block: Block, count: int) -> memoryview:
     block.wait()
     return memory_view(block.memory)[:count]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Saves and loads make many small objects, none of them garbage: looking for it again and again takes most of
+    the time of a checkpoint of small tensors. Not in the background, where training makes garbage meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

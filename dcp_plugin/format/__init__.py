@@ -9,7 +9,6 @@ A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -107,16 +106,3 @@ def uncommitted_reason(names: Collection[str]) -> str:
     if (SUMMARY in names) != (INDEX in names):
         return f"incomplete: {SUMMARY if INDEX in names else INDEX} is missing"
     return ""
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the collector of cycles, which looks at all the millions of objects again and again while they are made:
-    that takes four times as long as making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -40,12 +40,12 @@ from dcp_plugin.format import (
     opened,
     read,
     stock_metadata,
-    uncollected,
     uncommitted_reason,
 )
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
+from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.media import Medium, RangedFile, Readable
 from dcp_plugin.media.disk import LocalDisk
 
@@ -211,7 +211,7 @@ def _open(path: Path, complete: Callable[[Opened], Opened], check: bool) -> Open
             raise
         return opened
 
-    with damage_in(path), uncollected():
+    with damage_in(path), collector_paused():
         return in_one_view(path, look, _DISK.locate, keep_open=True)
 
 

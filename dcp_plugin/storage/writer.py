@@ -205,8 +205,8 @@ class Publication:
         self.path = path
         self.medium = medium
         self.save_id = str(uuid.uuid4())
-        """Whether :meth:`publish` was called: then what was at ``path`` may have been moved aside."""
         self.published = False
+        """Whether the checkpoint is at ``path``."""
         self._reservation: Reservation | None = None
 
     @property

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.faults.oracle import find, problems
-from tests.faults.scenes import NEW, SCENES, prepare
+from tests.faults.oracle import find, wrong
+from tests.faults.scenes import NEW, SCENES, Scene, prepare
 from tests.faults.victims import Fault, Outcome, Victims
 
 _SIZE = 48 << 20
@@ -62,9 +62,7 @@ def after_cuts(victims: Victims, scene_name: str, every: int = 1, start: int = 1
     scene = SCENES[scene_name]
     with tempfile.TemporaryDirectory(prefix="dcp-faults-") as made:
         place = Path(made)
-        template = _new_image(place)
-        with _mounted(template, place) as root:
-            assert victims.run(prepare, scene, root, below=root).error is None
+        template = _prepared(victims, scene, place)
         number, outcome = start, Outcome(-9)
         while outcome.exit_code:
             image = _copy(template)
@@ -73,7 +71,7 @@ def after_cuts(victims: Victims, scene_name: str, every: int = 1, start: int = 1
                 outcome = victims.run(scene.act, root / scene.target, NEW, below=root, faults=[cut])
             with _mounted(image, place) as root:
                 seen = victims.run(find, root, scene, below=root)
-            found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+            found = wrong(scene, outcome, seen)
             yield f"{scene_name}, power cut at call {number}: {'; '.join(found)}" if found else None
             number += every
 
@@ -87,9 +85,7 @@ def on_full_disks(victims: Victims, scene_name: str, every: int = 1) -> Iterator
     scene = SCENES[scene_name]
     with tempfile.TemporaryDirectory(prefix="dcp-faults-") as made:
         place = Path(made)
-        template = _new_image(place)
-        with _mounted(template, place) as root:
-            assert victims.run(prepare, scene, root, below=root).error is None
+        template = _prepared(victims, scene, place)
         free, outcome = 0, Outcome(-9)
         while outcome.exit_code or outcome.error is not None:
             image = _copy(template)
@@ -98,10 +94,18 @@ def on_full_disks(victims: Victims, scene_name: str, every: int = 1) -> Iterator
                 outcome = victims.run(scene.act, root / scene.target, NEW, below=root)
                 filler.unlink()
                 seen = victims.run(find, root, scene, below=root)
-            found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+            found = wrong(scene, outcome, seen)
             said = f"{scene_name}, {free} bytes free ({outcome.error!r:.200})"
             yield f"{said}: {'; '.join(found)}" if found else None
             free += every << 14
+
+
+def _prepared(victims: Victims, scene: Scene, place: Path) -> Path:
+    """The image of a file system with what is there before a scene."""
+    template = _new_image(place)
+    with _mounted(template, place) as root:
+        assert victims.run(prepare, scene, root, below=root).error is None
+    return template
 
 
 def _fill(root: Path, free: int) -> Path:

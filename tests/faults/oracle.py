@@ -67,6 +67,11 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else "(gone)"
 
 
+def wrong(scene: Scene, outcome: Outcome, seen: Outcome) -> list[str]:
+    """:func:`problems` of what :func:`find` has returned in another process, or that it has failed there."""
+    return [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+
+
 def problems(scene: Scene, outcome: Outcome, facts: Facts) -> list[str]:
     """Everything that should not be so."""
     said = type(outcome.error).__name__ if outcome.error else "killed" if outcome.exit_code else "success"

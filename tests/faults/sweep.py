@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import power
-from tests.faults.oracle import find, problems
+from tests.faults.oracle import find, wrong
 from tests.faults.scenes import NEW, SCENES, prepare
 from tests.faults.victims import Fault, Outcome, Victims
 
@@ -58,7 +58,7 @@ def sweep(
                 outcome = victims.run(scene.act, root / scene.target, NEW, below=root, faults=faults)
                 number += every
             seen = victims.run(find, root, scene, below=root, faults=always)
-            found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+            found = wrong(scene, outcome, seen)
             yield Found(scene_name, fault, number - every, repr(outcome.error)[:200], found) if found else None
             shutil.rmtree(root)
 
@@ -82,5 +82,5 @@ def after_power_loss(victims: Victims, scene_name: str, every: int = 1) -> Itera
                 disk.put_at(root)
                 seen = victims.run(find, root, scene, below=root)
                 outcome = Outcome(0 if finished else -9)
-                found = [f"looking afterwards: {seen.error!r}"] if seen.error else problems(scene, outcome, seen.result)
+                found = wrong(scene, outcome, seen)
                 yield f"{scene_name}, power lost {said}: {'; '.join(found)}" if found else None
