@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import LoadReport
@@ -135,11 +136,12 @@ def resume_or_init(
         >>> str(dcp_plugin.resume_or_init(state, "run"))  # doctest: +ELLIPSIS
         'resumed at step 1: loaded 3 items from ...run/step-1'
     """
-    options = StartOptions(resume, init_from, partial, strict)
+    StartOptions(resume, init_from, partial, strict)  # before anything else, what is wrong with these
     if checkpointer is not None and (config is not None or overrides):
         raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
+    options = StartOptions(resume, init_from, partial, strict, used.config.storage_options)
     try:
         return options.start(
             used,
@@ -152,11 +154,11 @@ def resume_or_init(
             used.close()
 
 
-def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Path, strict: bool) -> LoadReport:
+def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
     try:
         return checkpointer.load(state, path, strict=strict)
     except CheckpointMismatch as error:
-        if path.is_file() or read_summary(path) is None:
+        if medium_of(path).kind(path) == "file" or read_summary(path) is None:
             error.add_note(
                 f"Another tool has saved {path}. What only that tool restores, such as an optimizer whose "
                 "parameters have numbers, is resumed there. To take the weights alone: "

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from dcp_plugin import events
-from dcp_plugin.config import CheckpointConfig, PathLike, local_path
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import setting_aside
@@ -127,7 +128,7 @@ class Checkpointer:
                 one that this one comes from; or this comes from a subscriber, while a save is in flight.
         """
         began = time.monotonic()
-        handle = SaveHandle(local_path(path), step)
+        handle = SaveHandle(as_path(path, self.config.storage_options), step)
         with self._queue.beginning(handle):
             if self.config.finish_on_sigterm:
                 sigterm.watch(self._queue, self.config.timeout)
@@ -135,7 +136,7 @@ class Checkpointer:
                 handle.set_skipped()
                 return handle
             ranks = self._meet_again(self._may_go_on)
-            publication = Publication(handle.path, LocalDisk(self.config.direct_io))
+            publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
             if files is not None:
                 self._add_files(publication, files)
             request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
@@ -181,7 +182,7 @@ class Checkpointer:
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             with collector_paused(), setting_aside(ranks, path):
-                loading = Loading(ranks, self.config, local_path(path), partial, strict)
+                loading = Loading(ranks, self.config, as_path(path, self.config.storage_options), partial, strict)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
             return report
@@ -192,11 +193,12 @@ class Checkpointer:
         Raises:
             CheckpointError: A subscriber of that save's events calls it.
         """
+        where = as_path(path, self.config.storage_options)
         for handle in self._queue.handles:
-            if handle.path == local_path(path):
+            if handle.path == where:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
-        catalog.remove(path)
+        catalog.remove(where)
 
     def wait(self) -> None:
         """Wait until no save is in flight.
@@ -265,7 +267,7 @@ class Checkpointer:
                 raise
         return ranks
 
-    def _to_be_skipped(self, path: Path) -> bool:
+    def _to_be_skipped(self, path: Where) -> bool:
         """Whether rank 0 is still busy with an earlier save: then no rank saves."""
         if not self.config.async_save or self.config.when_busy != "skip":
             return False
@@ -282,7 +284,7 @@ class Checkpointer:
 
         def add() -> None:
             publication.medium.join(directory, path)
-            files(directory)
+            publication.medium.attach(directory, files)
 
         try:
             directory = ranks.from_zero(f"reserve {path}", lambda: publication.reserve(among_other_files=True))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
+
+from dcp_plugin.paths import as_local, text_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -136,6 +136,11 @@ class CheckpointConfig:
     through Lightning's sharded strategies everything, so that Lightning resumes without this package. A few bytes; the
     tensors are shared. What converts a whole directory (``dcp_to_torch_save``) then finds them twice."""
 
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    """How the object store of a URL is reached, as `obstore <https://developmentseed.org/obstore>`_ names it
+    (``{"endpoint": …, "region": …, "client_options": {…}}``), beyond what the environment and the machine's role say.
+    It is never shown, nor saved."""
+
     allow_pickle: tuple[str, ...] = ()
     """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a
     checkpoint from somebody else."""
@@ -145,15 +150,17 @@ class CheckpointConfig:
             keys: object = getattr(self, name)
             if isinstance(keys, Iterable) and not isinstance(keys, str):
                 object.__setattr__(self, name, tuple(keys))
-        for field in fields(self):
-            wanted, fits = _TYPES.get(str(field.type), ("", lambda value: True))
-            value = getattr(self, field.name)
+        for one in fields(self):
+            wanted, fits = _TYPES.get(str(one.type), ("", lambda value: True))
+            value = getattr(self, one.name)
             if not fits(value):
-                raise TypeError(f"{field.name} must be {wanted}, got {value!r}.")
+                raise TypeError(f"{one.name} must be {wanted}, got {value!r}.")
         self._check_ranges()
-        for name in ("base", "events"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, as_local(getattr(self, name)))
+        if self.base is not None:
+            object.__setattr__(self, "base", text_of(self.base))
+        if self.events is not None:
+            local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
+            object.__setattr__(self, "events", local)
 
     def _check_ranges(self) -> None:
         for name, choices in _CHOICES.items():
@@ -217,7 +224,7 @@ class CheckpointConfig:
         Raises:
             TypeError: One of these is no field. The message names the nearest.
         """
-        known = [*besides, *(field.name for field in fields(cls))]
+        known = [*besides, *(one.name for one in fields(cls))]
         near = {name: difflib.get_close_matches(name, known, n=1) for name in given if name not in known}
         if unknown := [f"{name!r} (did you mean {one[0]!r}?)" if one else repr(name) for name, one in near.items()]:
             raise TypeError(f"there is no setting {', '.join(unknown)}. The settings are {', '.join(known)}.")
@@ -250,8 +257,8 @@ def fields_in_signature(init: F) -> F:
     known = signature(init, eval_str=True).parameters.values()
     own = [one for one in known if one.name != "config" and one.kind != one.VAR_KEYWORD]
     added = [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(CheckpointConfig)
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(CheckpointConfig)
     ]
     init.__signature__ = Signature([*own, *added])  # type: ignore[attr-defined]
     return init
@@ -276,46 +283,8 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", _is_int),
     "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "Mapping[str, Any] | None": ("a mapping or None", lambda value: value is None or isinstance(value, Mapping)),
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
     "tuple[str, ...]": ("a sequence of keys", _are_keys),
 }
 """What a field must be, by its annotation. Choices are in :data:`_CHOICES`."""
-
-PathLike = str | os.PathLike[str]
-
-
-_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]+):/")
-"""How a URL begins, also when ``pathlib`` has made one slash of two. One letter is a drive."""
-
-
-def local_path(path: PathLike) -> Path:
-    """An absolute path, links kept; raises as :func:`as_local` does."""
-    return Path(os.path.abspath(as_local(path)))
-
-
-def as_local(path: PathLike) -> str:
-    """A path as it was given, ``~`` being the home directory, and that of a ``file://`` URL. Every path that a person
-    can give comes through here.
-
-    Raises:
-        TypeError: It is no path at all.
-        ValueError: It is another URL. Without this, ``s3://bucket/x`` would become a directory called ``s3:``.
-    """
-    try:
-        text = os.fspath(path)
-    except TypeError as error:
-        none = "None: dcp_plugin.latest() gives that where there is no checkpoint"
-        what = none if path is None else type(path).__name__
-        raise TypeError(f"a path is a str or a pathlib.Path, not {what}") from error
-    if ":/" not in text:
-        return os.path.expanduser(text)
-    # Who makes a path absolute, as ModelCheckpoint does, puts the URL below the current directory.
-    found = _SCHEME.match(text.removeprefix(os.path.join(os.getcwd(), "")))
-    if found and found["scheme"].lower() == "file":
-        return found.string[len("file:") :].removeprefix("//")
-    if found or "://" in text:
-        raise ValueError(
-            f"{text} is a URL; checkpoints need a file system that all ranks mount. (A directory that is called like "
-            "this is given with ./ before it.)"
-        )
-    return os.path.expanduser(text)

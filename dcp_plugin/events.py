@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.paths import Where
 
 
 @dataclass(frozen=True)
 class SaveStarted:
     """The state is gathered; this rank starts to write."""
 
-    path: Path
+    path: Where
     step: int | None
 
 
@@ -33,7 +34,7 @@ class SaveStarted:
 class BytesWritten:
     """``written`` of this rank's ``total`` bytes are handed to the file system."""
 
-    path: Path
+    path: Where
     written: int
     total: int
 
@@ -42,7 +43,7 @@ class BytesWritten:
 class SaveFinished:
     """The checkpoint is published. ``bytes`` is what this rank wrote, ``bytes_reused`` what it linked instead."""
 
-    path: Path
+    path: Where
     step: int | None
     bytes: int
     seconds: float
@@ -66,7 +67,7 @@ class SaveFinished:
 class SaveAborted:
     """The save has failed; nothing was published."""
 
-    path: Path
+    path: Where
     step: int | None
     rank: int
     error: str
@@ -148,7 +149,7 @@ NOTE_SECONDS = 10.0
 
 
 @contextmanager
-def progress(path: Path, wanted: bool, in_background: bool = False) -> Iterator[None]:
+def progress(path: Where, wanted: bool, in_background: bool = False) -> Iterator[None]:
     """While active, show on stderr how far the save to ``path`` is.
 
     Once a save that blocks takes over a second, its line is drawn again every half second. In the background, where

@@ -116,11 +116,13 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor for which :func:`is_plain_memory`. Keep the tensor alive: the view does not.
+    """The memory of a tensor for which :func:`is_plain_memory`. The view keeps the tensor alive.
 
     ``tensor.numpy()`` knows fewer dtypes and takes five times as long, which counts for thousands of small ones.
     """
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))).cast("B")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(address_of(tensor))
+    memory.owner = tensor  # type: ignore[attr-defined]  # an upload that was broken off may read it for a moment more
+    return memoryview(memory).cast("B")
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dcp_plugin.paths import Where
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ class Wanted:
 class LoadReport:
     """What a load did. Keys are the target's, unless something else is said."""
 
-    path: Path
+    path: Where
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Keys that the target has and the checkpoint has not; the target kept its values."""
@@ -160,7 +161,7 @@ class PlannedItem:
 class PlannedLoad:
     """What a load would do, from :func:`dcp_plugin.loading.load.plan_load`."""
 
-    path: Path
+    path: Where
     items: list[PlannedItem]
     report: LoadReport
     """What would be missing, unexpected, renamed, left out and cast; nothing is loaded."""
@@ -192,7 +193,7 @@ class TensorInfo:
 class CheckpointInfo:
     """What a checkpoint says about itself, read without a model and without torch.distributed."""
 
-    path: Path
+    path: Where
     format: str
     """``"dcp_plugin"``, ``"stock"`` (any other writer of DCP checkpoints), ``"safetensors"``, ``"torch.save"``,
     ``"lightning"`` or ``"accelerate"``."""
@@ -208,7 +209,7 @@ class CheckpointInfo:
     versions: dict[str, str]
     bytes_reused: int = 0
     """Of the bytes on the disk, those that were linked from an earlier checkpoint instead of written."""
-    base: Path | None = None
+    base: Where | None = None
     """The checkpoint that has what this one leaves out."""
     left_out: list[str] = field(default_factory=list)
     """Keys of frozen tensors that are in the base."""
@@ -228,7 +229,7 @@ class CheckpointInfo:
 class VerifyReport:
     """The outcome of reading every byte of a checkpoint."""
 
-    path: Path
+    path: Where
     items: int
     nbytes: int
     errors: list[str]
@@ -250,7 +251,7 @@ class VerifyReport:
 class CheckpointState:
     """A directory that is, or pretends to be, a checkpoint."""
 
-    path: Path
+    path: Where
     committed: bool
     reason: str = ""
     """Why it is not a checkpoint; empty for one that is."""

@@ -14,7 +14,7 @@ import dcp_plugin as dcp
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *("config", "errors", "types", "tensors", "events", "meeting", "ranks", "host_memory"),
+        *("config", "paths", "errors", "types", "tensors", "events", "meeting", "ranks", "host_memory"),
         *("_torch", "_torch_modules", "_entry_points", "torch_pickles"),
     ),
     ("format",),

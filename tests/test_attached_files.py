@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.media.disk import commit, posix
+from dcp_plugin.media import WORKSPACE
+from dcp_plugin.media.disk import posix
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
@@ -31,7 +32,7 @@ def _note(text: str) -> Any:
 def test_files_of_all_ranks_are_part_of_the_checkpoint_also_in_the_background(tmp_path: Path) -> None:
     launch.run(_save_with_files, 2, tmp_path / "ck")
     assert {path.name for path in (tmp_path / "ck" / "deep").iterdir()} == {"note_0.txt", "note_1.txt"}
-    assert not (tmp_path / commit.WORKSPACE).exists()
+    assert not (tmp_path / WORKSPACE).exists()
 
 
 def _save_with_files(path: Path) -> None:
@@ -89,7 +90,7 @@ def test_files_of_others_survive_a_kill_in_the_middle_of_an_overwrite(tmp_path: 
     dcp.save({"n": 3}, tmp_path / "next")
     assert (path / "log.txt").read_text() == "theirs"
     assert (path / "new.bin").exists() and not (path / "old.bin").exists()
-    assert not (tmp_path / commit.WORKSPACE).exists()
+    assert not (tmp_path / WORKSPACE).exists()
 
 
 def test_numbered_checkpoints_of_accelerate_are_made_outside_of_their_folder(tmp_path: Path) -> None:

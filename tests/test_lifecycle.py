@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.media import WORKSPACE
 from dcp_plugin.media.disk import commit
 from dcp_plugin.runs import catalog
 from tests import launch
@@ -267,13 +268,13 @@ def test_a_save_over_a_file_or_a_link_replaces_just_that(tmp_path: Path) -> None
 
 def test_no_name_in_the_workspace_repeats_the_checkpoints(tmp_path: Path) -> None:
     reservation = commit.reserve(tmp_path / "hpc_ckpt_7.ckpt")
-    assert not any("ckpt" in name for name in os.listdir(tmp_path / commit.WORKSPACE))
+    assert not any("ckpt" in name for name in os.listdir(tmp_path / WORKSPACE))
     assert json.loads(reservation.directory.with_suffix(".json").read_text())["target"] == "hpc_ckpt_7.ckpt"
     commit.discard(reservation)
 
 
 def test_a_torn_record_is_swept(tmp_path: Path) -> None:
-    workspace = tmp_path / commit.WORKSPACE
+    workspace = tmp_path / WORKSPACE
     (workspace / "0123.saving").mkdir(parents=True)
     (workspace / "0123.json").write_bytes(b'{"targ')
     _save(tmp_path / "ck", 1)

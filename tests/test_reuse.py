@@ -24,7 +24,7 @@ import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.media.disk import commit
+from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves, train
@@ -230,7 +230,7 @@ def test_a_failed_save_leaves_the_last_committed_one_as_base(tmp_path: Path, eve
         ours.save(_state(model, optimizer), tmp_path / "1")
     unsubscribe()
     assert dcp.verify(tmp_path / "0").ok
-    assert not (tmp_path / commit.WORKSPACE).exists()
+    assert not (tmp_path / WORKSPACE).exists()
     ours.save(_state(model, optimizer), tmp_path / "1")
     assert events[1].bytes <= 0.11 * events[0].bytes
     _check_alone(tmp_path / "1", model)
@@ -472,7 +472,7 @@ def _save_and_die(root: Path, victims: list[int]) -> None:
 
     def die(event: dcp.events.Event) -> None:
         if isinstance(event, dcp.events.BytesWritten):
-            (saving,) = (root / commit.WORKSPACE).glob("*.saving")
+            (saving,) = (root / WORKSPACE).glob("*.saving")
             mine = list(saving.glob(f"__{dist.get_rank()}_*.distcp"))
             assert any(file.stat().st_nlink == 2 for file in mine), "killed too early: nothing is linked yet"
             os.kill(os.getpid(), signal.SIGKILL)
@@ -489,7 +489,7 @@ def test_a_save_that_is_killed_between_its_links_harms_no_other_checkpoint(tmp_p
     assert [rank for rank, outcome in enumerate(outcomes) if outcome.exit_code == -signal.SIGKILL] == victims
     assert dcp.latest(tmp_path) == tmp_path / "0"
     launch.run(_save_once, 2, tmp_path / "2")
-    assert not (tmp_path / commit.WORKSPACE).exists()
+    assert not (tmp_path / WORKSPACE).exists()
     assert dcp.verify(tmp_path / "0").ok
     links = {file.stat().st_nlink for file in (tmp_path / "0").glob("*.distcp")}
     assert links == {1}, "what the dead save had linked is gone"

@@ -20,7 +20,7 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
-from dcp_plugin.media.disk import commit
+from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_completes_its_neighbour_is_not_overwritten_by_anybody
     ours.save(_state(model, optimizer), tmp_path / "0")
     with pytest.raises(dcp.SaveFailed, match=r"/0 leaves out.*new name"):
         dcp.save(_state(*build(seed=9)), tmp_path / "last")
-    assert not (tmp_path / commit.WORKSPACE).exists()
+    assert not (tmp_path / WORKSPACE).exists()
     _check(tmp_path / "0", model)
     ours.remove(tmp_path / "0")
     dcp.save(_state(*build(seed=9)), tmp_path / "last")

@@ -27,12 +27,13 @@ from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, local_path
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.format.foreign.frameworks import ACCELERATE
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.paths import PathLike, as_path
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
@@ -345,7 +346,7 @@ class Attachment(BaseAttachment):
 def _given(path: PathLike | None) -> Path:
     if path is None:
         raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
-    return local_path(path)
+    return as_path(path)
 
 
 def _through_link(path: PathLike | None) -> Path:

@@ -23,7 +23,6 @@ from torch import nn
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import local_path
 from dcp_plugin.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
@@ -37,6 +36,7 @@ from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import commit
 from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.paths import as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
 
@@ -201,7 +201,7 @@ class Project:
 
     def __post_init__(self) -> None:
         if self.config.project_dir is not None:
-            local_path(self.config.project_dir)  # here, not in the first save
+            as_path(self.config.project_dir)  # here, not in the first save
 
     def next_path(self) -> Path:
         """Where the next automatic save goes.
@@ -257,7 +257,7 @@ class Project:
 
     @property
     def _root(self) -> Path:
-        return local_path(self.config.project_dir) / "checkpoints"
+        return as_path(self.config.project_dir) / "checkpoints"
 
     def _paths(self) -> list[Path]:
         return [path for _, path in catalog.numbered(self._root, _PREFIX)]

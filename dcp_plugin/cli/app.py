@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format.columns import dtype_named
 from dcp_plugin.loading.load import plan_load
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.paths import as_path
 from dcp_plugin.runs.catalog import inspect, list_checkpoints, verify
 from dcp_plugin.types import PlannedLoad
 
@@ -36,7 +36,7 @@ app = typer.Typer(
 def _path(text: str) -> Path:
     """What was typed, before a ``Path`` has made a directory of a URL."""
     try:
-        return local_path(text)
+        return as_path(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -207,7 +207,7 @@ def module_of(into: str, name: str) -> nn.Module:
         CheckpointError: It is a checkpoint that cannot be opened.
     """
     try:
-        path = local_path(into)
+        path = as_path(into)
     except ValueError as error:
         raise NoTarget(f"--into {error}") from error
     if path.exists():

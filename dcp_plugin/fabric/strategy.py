@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, as_local
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
@@ -29,6 +29,7 @@ from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.paths import PathLike, text_of
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
 
@@ -248,7 +249,7 @@ class FabricAdapter(StrategyAdapter):
         """Save on all ranks. ``step`` or ``global_step`` of the state is recorded as the step."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
-        path = Path(as_local(self.strategy.broadcast(path)))
+        path = Path(text_of(self.strategy.broadcast(path)))
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
         self.checkpointer.save(state_mapping.named_state(self, state, filter or {}), path, step)
 
@@ -256,7 +257,7 @@ class FabricAdapter(StrategyAdapter):
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = Path(as_local(self.strategy.broadcast(path)))
+        path = Path(text_of(self.strategy.broadcast(path)))
         self.attachment.wait()
         if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
             rest: dict[str, Any] = self.stock.load_checkpoint(

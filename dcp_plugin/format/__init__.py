@@ -23,6 +23,9 @@ DATA_SUFFIX = ".distcp"
 DAMAGED = "dcp_plugin.damaged"
 """In a directory that counts as no checkpoint, since a load has found it damaged."""
 
+PACKED = "dcp_plugin-"
+"""How the folder of a save begins that is written in place, see :mod:`dcp_plugin.format.packed`."""
+
 _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
 
@@ -83,12 +86,12 @@ def read(files: Files, name: str, most: int = -1) -> bytes:
 
 def is_own(name: str) -> bool:
     """Whether a file of this name belongs to the checkpoint itself, and was not added by a framework or a user."""
-    return name in (METADATA, SUMMARY, INDEX, DAMAGED) or name.endswith(DATA_SUFFIX)
+    return name in (METADATA, SUMMARY, INDEX, DAMAGED) or name.endswith(DATA_SUFFIX) or name.startswith(PACKED)
 
 
 def has_traces(names: Collection[str]) -> bool:
     """Whether a directory with these entries has files that only checkpoints have, committed or not."""
-    return any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) for name in names)
+    return any(name in (METADATA, INDEX) or name.endswith(DATA_SUFFIX) or name.startswith(PACKED) for name in names)
 
 
 def uncommitted_reason(names: Collection[str]) -> str:

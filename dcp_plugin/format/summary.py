@@ -13,13 +13,13 @@ import json
 import platform
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
 from dcp_plugin.format import INDEX, SUMMARY
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import VERSION
 
 FORMAT_VERSION = 3
@@ -35,7 +35,7 @@ _MOST_NUMBER = 1 << 63
 class Base:
     """The checkpoint that has what another one leaves out: where it was, also as seen from there, and what it was."""
 
-    path: Path
+    path: Where
     relative: str
     fingerprint: str
 
@@ -44,7 +44,11 @@ class Base:
         """Raises CheckpointCorrupt, which names the checkpoint, if nothing is said, or no base."""
         if not all(isinstance(said.get(name), str) for name in ("path", "relative", "fingerprint")):
             raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} does not say which base has what is left out")
-        return cls(Path(said["path"]), said["relative"], said["fingerprint"])
+        try:
+            where = as_path(said["path"])
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{checkpoint}/{SUMMARY} has no path of its base: {error}") from error
+        return cls(where, said["relative"], said["fingerprint"])
 
     def to_summary(self) -> dict[str, str]:
         return {"path": str(self.path), "relative": self.relative, "fingerprint": self.fingerprint}

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dcp_plugin.config import PathLike
 from dcp_plugin.format import values
+from dcp_plugin.paths import PathLike
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.types import CheckpointInfo
 

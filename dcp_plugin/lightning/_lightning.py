@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_utilities.core.overrides import is_overridden
 
-from dcp_plugin.config import PathLike
 from dcp_plugin.integration.lightning_packages import Package, has_base, package_behind
+from dcp_plugin.paths import PathLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer

@@ -35,7 +35,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, as_local, fields_in_signature, local_path
+from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration import lightning_packages
@@ -47,6 +47,7 @@ from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.paths import PathLike, as_path, text_of
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
@@ -82,7 +83,7 @@ class PostCommit:
 
     def is_under_way(self, path: PathLike) -> bool:
         """Whether ``path`` will be a checkpoint soon."""
-        return self._newest is not None and not self._newest.done() and self._newest.path == local_path(path)
+        return self._newest is not None and not self._newest.done() and self._newest.path == as_path(path)
 
     def with_files(self, action: Callable[[], object], first: bool = False) -> None:
         """Change files when the newest save is published, in the thread that publishes: ``last`` is always the newest.
@@ -324,7 +325,7 @@ class DCPCheckpointIO:
     ) -> Checkpoint:
         """The full dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         weights_only = self.weights_only if weights_only is None else weights_only
-        path = as_local(path)
+        path = text_of(path)
         if self.post_commit.is_under_way(path):
             self.wait()
         if os.path.isfile(path):

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import StoredTensor
@@ -39,6 +38,7 @@ from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.paths import PathLike, text_of
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
@@ -269,7 +269,7 @@ def load_from_checkpoint(
         >>> load_from_checkpoint(BoringModel, "boring.ckpt").layer.out_features
         2
     """
-    path, loadable, package = Path(as_local(path)), cast(Any, cls), _package_of(cls)
+    path, loadable, package = Path(text_of(path)), cast(Any, cls), _package_of(cls)
     if path.is_file():
         options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
         return cast(Loadable, loadable.load_from_checkpoint(path, weights_only=weights_only, **options))

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointNotFound
 from dcp_plugin.format import SUMMARY
 from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
+from dcp_plugin.paths import PathLike, text_of
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
 
@@ -62,7 +62,7 @@ def require_local_dirpaths(trainer: Any) -> None:
     """
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None) is not None:
-            callback.dirpath = as_local(callback.dirpath)
+            callback.dirpath = text_of(callback.dirpath)
 
 
 @functools.cache

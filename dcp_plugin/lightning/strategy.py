@@ -17,7 +17,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import PathLike, as_local
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
@@ -27,6 +26,7 @@ from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
 from dcp_plugin.lightning.model_checkpoint import promote_callbacks, require_local_dirpaths
 from dcp_plugin.lightning.resume import Resume
+from dcp_plugin.paths import PathLike, text_of
 from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
 
@@ -127,7 +127,7 @@ class LightningAdapter(StrategyAdapter):
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
         refuse_storage_options(storage_options)
         strategy, io = self.strategy, self.io
-        path = Path(as_local(strategy.broadcast(filepath)))
+        path = Path(text_of(strategy.broadcast(filepath)))
         checkpoint = resume.beside_ours(checkpoint)
         if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
@@ -149,7 +149,7 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
-        path = Path(as_local(self.strategy.broadcast(checkpoint_path)))
+        path = Path(text_of(self.strategy.broadcast(checkpoint_path)))
         weights_only = self.io.weights_only if weights_only is None else weights_only
         if not path.is_file():
             self.io.wait()

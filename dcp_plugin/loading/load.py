@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from dcp_plugin._torch import sharded_value
 from dcp_plugin._torch_modules import Incompatible
-from dcp_plugin.config import CheckpointConfig, PathLike, local_path
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
+from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.load import BroadcastRead, ShardedLoadPlanner
 from dcp_plugin.ranks import Ranks
@@ -51,7 +51,7 @@ class Loading:
     """One load. :meth:`run` has its steps."""
 
     def __init__(
-        self, ranks: Ranks, config: CheckpointConfig, path: Path, partial: PartialLoad | None, strict: bool
+        self, ranks: Ranks, config: CheckpointConfig, path: Where, partial: PartialLoad | None, strict: bool
     ) -> None:
         self._ranks, self._config, self._path = ranks, config, path
         self._asked, self._partial, self._strict = partial, partial, strict
@@ -282,7 +282,7 @@ def plan_load(
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
         CheckpointMismatch: A sub-module is not in the state. Everything else that does not fit is in the result.
     """
-    return Loading(Ranks(), CheckpointConfig(), local_path(path), partial, strict).dry_run(state)
+    return Loading(Ranks(), CheckpointConfig(), as_path(path), partial, strict).dry_run(state)
 
 
 def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
@@ -295,7 +295,7 @@ def _planned(key: str, match: Match, index: CheckpointIndex) -> PlannedItem:
     return PlannedItem(key, stored, None, "", wanted, entry.location.length)
 
 
-def misfit(path: Path, problems: list[str]) -> str:
+def misfit(path: Where, problems: list[str]) -> str:
     """The one error for all that does not fit; empty if all does."""
     if not problems:
         return ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
+from dcp_plugin.paths import Where
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
 from dcp_plugin.state.adapters import StateAdapter
@@ -113,7 +113,7 @@ class Matching:
 
     def __init__(
         self,
-        path: Path,
+        path: Where,
         index: CheckpointIndex,
         kinds: Mapping[str, str],
         partial: PartialLoad | None,

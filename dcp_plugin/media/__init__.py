@@ -4,21 +4,45 @@ Named sequences of bytes go in, and ranges of them come out. A medium never sees
 the bytes mean is the matter of :mod:`dcp_plugin.format`. The rule it keeps: until :meth:`Medium.publish` returns, a
 reader finds the checkpoint that was there before, complete, or nothing.
 
-:class:`~dcp_plugin.media.disk.LocalDisk` is a file system that all ranks share. What other media need is thought of: an
-object store reserves a prefix, writes a :class:`NewFile` as a multipart upload, publishes by a conditional put of
-``.metadata`` as the last object, reads ranges by GET, and lists by prefix with ``/`` as the delimiter.
+:class:`~dcp_plugin.media.disk.LocalDisk` is a file system that all ranks share, and
+:class:`~dcp_plugin.media.objects.ObjectStore` a store of objects that have URLs. :func:`medium_of` says which of them a
+path is of.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from dcp_plugin.format import Files
+from dcp_plugin.paths import ObjectPath, Where
+
+P = TypeVar("P", Path, ObjectPath)
+
+WORKSPACE = ".dcp_plugin"
+"""The directory beside checkpoints in which they are made, or noted while they are."""
+_ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
+
+
+def workspace_of(final: P) -> P:
+    """Where a checkpoint is made and deleted: beside it. Only not among the numbered checkpoints of an Accelerate
+    project: Accelerate takes every entry of that folder for one of them."""
+    numbered = _ACCELERATE_NUMBERED.fullmatch(f"{final.parent.name}/{final.name}")
+    return (final.parent.parent if numbered else final.parent) / WORKSPACE
+
+
+def is_target(name: object) -> bool:
+    """Whether this names a checkpoint relative to the parent of its workspace."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return "/" not in name or _ACCELERATE_NUMBERED.fullmatch(name) is not None
+
 
 PAGE = 4096
 """Bytes. A device reads and writes memory directly if it begins at a multiple of this; no device in use wants more."""
@@ -27,15 +51,17 @@ IN_PLACE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Reservation:
+class Reservation(Generic[P]):
     """A save in flight. Only the rank that reserved has it; the others are told its directory."""
 
-    final: Path
+    final: P
     """What the checkpoint will be called."""
     token: str
     """Unique to this save."""
-    directory: Path
-    """Where all ranks put their files until the save is published."""
+    directory: P
+    """Where all ranks put their files until the save is published. Its stem is the token."""
+    time: float | None = None
+    """When the save began, in seconds since the epoch, by a clock that all saves have in common, if there is one."""
 
 
 class NewFile(Protocol):
@@ -53,8 +79,12 @@ class NewFile(Protocol):
     def takes_in_place(self, address: int) -> bool:
         """Whether bytes at this address of memory, if appended next, are written without being copied."""
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. ``data`` may change as soon as this returns."""
+    def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
+        """Append.
+
+        Args:
+            kept: ``data`` does not change before the file is complete. Otherwise it may as soon as this returns.
+        """
 
 
 class RangedFile(io.BufferedReader):
@@ -71,6 +101,15 @@ class RangedFile(io.BufferedReader):
 
 class Readable(Files, Protocol):
     """The files of one checkpoint. Threads may open them at the same time."""
+
+    @property
+    def streams(self) -> int:
+        """How many ranges are worth reading at the same time, whatever the number of threads for files is; 0: it is
+        that number."""
+
+    @property
+    def gap(self) -> int:
+        """Bytes between two ranges that are cheaper to read than to skip."""
 
     def open(self, name: str) -> RangedFile: ...
 
@@ -93,10 +132,10 @@ class Readable(Files, Protocol):
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listed(Generic[P]):
     """What :meth:`Medium.entries` finds. A link to a folder is not a folder."""
 
-    path: Path
+    path: P
     is_folder: bool
     is_file: bool
     number: int = 0
@@ -106,7 +145,16 @@ class Listed:
 class Medium(Protocol):
     """A place for checkpoints. All methods raise OSError for what the medium refuses."""
 
-    def reserve(self, path: Path, among_other_files: bool = False) -> Reservation:
+    @property
+    def advice(self) -> str:
+        """What to look at when the medium refuses, as a question."""
+
+    @property
+    def keeps_names(self) -> bool:
+        """Whether the files of a save are, from the first moment, under the names at which they will be published,
+        beside those of other saves. Then all data files have the save's token in their names."""
+
+    def reserve(self, path: Where, among_other_files: bool = False) -> Reservation[Any]:
         """Begin a save to ``path``. On one rank.
 
         Args:
@@ -116,14 +164,14 @@ class Medium(Protocol):
             SaveFailed: It has other things in it than a checkpoint, or nothing can be written there.
         """
 
-    def join(self, directory: Path, path: Path) -> None:
+    def join(self, directory: Where, path: Where) -> None:
         """Take part in the save to ``path`` that another rank has reserved.
 
         Raises:
             SaveFailed: This rank does not see the reserved directory.
         """
 
-    def create(self, directory: Path, name: str, size: int, wrote: Callable[[int], None]) -> NewFile:
+    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> NewFile:
         """Begin a new file of a save.
 
         Args:
@@ -131,10 +179,10 @@ class Medium(Protocol):
             wrote: Called with the number of bytes that went to the medium, as they go; from any thread.
         """
 
-    def flush(self, directory: Path) -> None:
+    def flush(self, directory: Where) -> None:
         """Make the names of the files durable that this rank has written. Their bytes are durable already."""
 
-    def publish(self, reservation: Reservation, files: Mapping[str, bytes]) -> None:
+    def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes]) -> None:
         """Add these files to a save, in this order, and give it its final name, in place of what is there.
 
         All other files of the save are durable. The last of ``files`` is what makes a checkpoint of them.
@@ -144,28 +192,106 @@ class Medium(Protocol):
             DurabilityUnknown: The new checkpoint is there, but a loss of power may undo that.
         """
 
-    def discard(self, reservation: Reservation) -> None:
+    def discard(self, reservation: Reservation[Any]) -> None:
         """Delete what a save has written that is not to be published. What it was to replace stays. Never raises
         OSError: what cannot be deleted now is left for the next save beside it."""
 
-    def locate(self, path: Path) -> Path:
+    def locate(self, path: Where) -> Where:
         """``path``, or where its checkpoint is after a crash in the middle of replacing it."""
 
-    def uncommitted_reason(self, path: Path) -> str:
+    def uncommitted_reason(self, path: Where) -> str:
         """Why there is no committed checkpoint at ``path``; empty if there is one."""
 
-    def open(self, path: Path) -> Readable:
+    def open(self, path: Where) -> Readable:
         """The files of a checkpoint, or of a directory with those of a save in flight. Nothing is read yet."""
 
-    def hold(self, path: Path) -> Readable:
+    def hold(self, path: Where) -> Readable:
         """The files of what is at ``path`` now, and of nothing that takes its name later. The caller closes it. If
         nothing is there, what it returns raises OSError when it is used."""
 
-    def entries(self, root: Path) -> list[Listed]:
+    def entries(self, root: Where) -> list[Listed[Any]]:
         """What is directly below ``root``, sorted by name."""
 
-    def link(self, path: Path, target: Path) -> None:
+    def link(self, path: Where, target: Where) -> None:
         """Make ``path`` another name of the checkpoint ``target``, in place of what is there."""
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Where) -> None:
         """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
+
+    def kind(self, path: Where) -> Literal["folder", "file", ""]:
+        """What is at a path, or at what it links to; empty if nothing is."""
+
+    def attach(self, directory: Where, put: Callable[[Path], None]) -> None:
+        """Add the files to a save in flight that ``put`` writes into the local directory that it is given."""
+
+    def mark(self, path: Where, name: str, data: bytes) -> bool:
+        """Add a small file to a published checkpoint, durably; False if it is there already."""
+
+    def linkable(self, *homes: Where, size: int | None = None) -> Linkable:
+        """A data file, to be put into later checkpoints too.
+
+        Args:
+            homes: The names that it may have.
+            size: Its size in bytes, if it was written by another process; None if this one has just written it.
+        """
+
+    def snapshot(self, root: Where) -> Medium:
+        """This medium, as it was in one moment below ``root``, if it lists all of that at once: what is asked of its
+        folders costs nothing then."""
+
+    def may_have_base(self, path: Where) -> bool:
+        """Whether another checkpoint may have what the one at a path leaves out, as far as names of files tell that."""
+
+    def time_from_names(self, path: Where) -> float | None:
+        """When the checkpoint was saved, as far as the names of its files tell that for sure."""
+
+
+class CannotLink(Exception):
+    """A file cannot be put into another checkpoint; the message says why. Never reaches the user."""
+
+
+class Linkable(Protocol):
+    """A data file that was published, under the names that it is known to have. Any of them may be deleted."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def verified(self) -> bool:
+        """Whether it is known to have the bytes that this process has written or verified."""
+
+    def published(self, home: Where) -> Linkable:
+        """The same file when its newest name has become ``home``."""
+
+    def opened(self) -> AbstractContextManager[tuple[RangedFile, Linkable]]:
+        """The file, open to be verified, and this object as verified.
+
+        Raises:
+            CannotLink: It is not there.
+        """
+
+    def link_to(self, target: Where) -> Linkable:
+        """Make ``target`` this file, without its bytes passing through here.
+
+        Raises:
+            CannotLink: In words: why that cannot be; empty if nobody need hear of it.
+        """
+
+
+def medium_of(path: Where, direct_io: bool | Literal["auto"] = "auto") -> Medium:
+    """What a path is of.
+
+    Args:
+        direct_io: For a file system, see :class:`~dcp_plugin.media.disk.LocalDisk`.
+
+    Raises:
+        ValueError: A URL, and what talks to its store is not installed.
+    """
+    if isinstance(path, ObjectPath):
+        from dcp_plugin.media.objects import ObjectStore  # only who has a URL needs it
+
+        return cast(Medium, ObjectStore.of(path))
+    from dcp_plugin.media.disk import LocalDisk
+
+    return cast(Medium, LocalDisk(direct_io))  # each takes its own kind of path, and is given no other

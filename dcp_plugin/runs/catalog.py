@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,17 +18,17 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, some
-from dcp_plugin.format import METADATA, SUMMARY
+from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
-from dcp_plugin.media.disk import LocalDisk, commit
+from dcp_plugin.media import Medium, medium_of
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage import check_rest
-from dcp_plugin.storage.open import open_alone, read_summary, summary_of
+from dcp_plugin.storage.open import open_alone, read_summary, said_base
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 
@@ -42,7 +41,7 @@ _MOST_LOOKS = 50
 """How often is looked again because others have deleted or replaced meanwhile what was found."""
 
 
-def latest(root: PathLike) -> Path | None:
+def latest(root: PathLike, storage_options: StorageOptions | None = None) -> Path | str | None:
     """The newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
 
     A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over with
@@ -50,13 +49,15 @@ def latest(root: PathLike) -> Path | None:
     package counts, under any name, if it has the state of a training; weights alone do not.
 
     Args:
-        root: Where to look, up to six directories deep.
+        root: Where to look, up to six directories deep: a directory, or the URL of a prefix.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
-        Its path; None if there is none. If only what cannot be resumed from is there, a ``UserWarning`` names it.
+        Its path, or its URL as a ``str``; None if there is none. If only what cannot be resumed from is there, a
+        ``UserWarning`` names it.
 
     Raises:
-        ValueError: ``root`` is a URL.
+        OSError: The store of a URL cannot be reached.
 
     Example:
         >>> import dcp_plugin
@@ -64,22 +65,22 @@ def latest(root: PathLike) -> Path | None:
         >>> dcp_plugin.latest("run").name
         'step-1'
     """
-    found = find_newest(root)
+    found = find_newest(as_path(root, storage_options))
     found.warn(root)
     if found.path is not None:
         note_chosen(found.path)
-    return found.path
+    return str(found.path) if isinstance(found.path, ObjectPath) else found.path
 
 
 def reason_to_pass_over(path: PathLike) -> str:
     """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
     try:
-        return _damage_of(local_path(path))
+        return _damage_of(as_path(path))
     except CheckpointNotFound as error:
         return str(error)
 
 
-def _damage_of(path: Path) -> str:
+def _damage_of(path: Where) -> str:
     """Why a checkpoint cannot be resumed from. Raises CheckpointNotFound if it is not there, or not any more."""
     try:
         open_alone(path, check=True).close()  # compares all files with their sizes
@@ -90,17 +91,18 @@ def _damage_of(path: Path) -> str:
     return ""
 
 
-def list_checkpoints(root: PathLike) -> list[CheckpointState]:
+def list_checkpoints(root: PathLike, storage_options: StorageOptions | None = None) -> list[CheckpointState]:
     """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
 
     Args:
-        root: Where to look, up to six directories deep. Links are not followed.
+        root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
         Their states. What a crash left in flight is listed as not committed, with the reason.
 
     Raises:
-        ValueError: ``root`` is a URL.
+        OSError: The store of a URL cannot be reached.
 
     Example:
         >>> import dcp_plugin
@@ -108,17 +110,19 @@ def list_checkpoints(root: PathLike) -> list[CheckpointState]:
         >>> [(state.step, state.committed) for state in dcp_plugin.list_checkpoints("run")]
         [(1, True)]
     """
-    return sorted(Scan(local_path(root)).states.values(), key=lambda state: (state.time, state.step or -1))
+    scan = Scan(as_path(root, storage_options), read_all=True)
+    return sorted(scan.states.values(), key=lambda state: (state.time, state.step or -1))
 
 
-def numbered(root: Path, prefix: str) -> list[tuple[int, Path]]:
+def numbered(root: Where, prefix: str) -> list[tuple[int, Where]]:
     """The directories in ``root`` that are called ``<prefix><number>``, lowest number first, with their numbers."""
-    children = root.iterdir() if root.is_dir() else ()
+    medium = medium_of(root)
+    children = [one.path for one in medium.entries(root)] if medium.kind(root) == "folder" else []
     named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", path.name), path) for path in children]
-    return sorted((int(name[1]), path) for name, path in named if name is not None and path.is_dir())
+    return sorted((int(name[1]), path) for name, path in named if name is not None and medium.kind(path) == "folder")
 
 
-def first_usable(paths: Iterable[Path], examine: Callable[[Path], T]) -> tuple[T | None, list[CheckpointError]]:
+def first_usable(paths: Iterable[Where], examine: Callable[[Where], T]) -> tuple[T | None, list[CheckpointError]]:
     """What ``examine`` returns for the first path that it accepts; None if it accepts none.
 
     Returns:
@@ -133,21 +137,29 @@ def first_usable(paths: Iterable[Path], examine: Callable[[Path], T]) -> tuple[T
     return None, refused
 
 
-def prune(newest: Path, keep: int) -> None:
+def prune(newest: Where, keep: int) -> None:
     """Delete all but the newest ``keep`` committed checkpoints among the siblings of ``newest``.
 
     Only checkpoints of this package are candidates: what others wrote, over one of ours too, is not ours to delete.
     """
-    times: dict[Path, float] = {}
-    for path in newest.parent.iterdir():
-        if path != newest and path.is_dir() and not path.is_symlink():
+    times: dict[Where, float] = {}
+    medium = medium_of(newest).snapshot(newest.parent)
+    for one in medium.entries(newest.parent):
+        if one.path != newest and one.is_folder:
             with suppress(CheckpointCorrupt, OSError):
-                if not commit.uncommitted_reason(path) and (summary := read_summary(path)) is not None:
-                    times[path] = summary.time
+                if not medium.uncommitted_reason(one.path) and (time := _time_if_ours(one.path, medium)) is not None:
+                    times[one.path] = time
     remove_oldest(sorted(times, key=times.__getitem__), keep - 1)
 
 
-def remove_oldest(paths: Sequence[Path], keep: int) -> None:
+def _time_if_ours(path: Where, medium: Medium) -> float | None:
+    if (time := medium.time_from_names(path)) is not None:
+        return time
+    summary = read_summary(path)
+    return summary.time if summary is not None else None
+
+
+def remove_oldest(paths: Sequence[Where], keep: int) -> None:
     """Delete all but the last ``keep`` of ``paths``, which are sorted from old to new.
 
     What cannot be deleted is logged: the checkpoint that replaces it is published, and an old one does no harm.
@@ -168,7 +180,7 @@ def remove(path: PathLike) -> None:
     Raises:
         CheckpointError: The file system failed, and it is there as it was.
     """
-    path = local_path(path)
+    path = as_path(path)
     try:
         completes = completed_by(path)
     except OSError as error:
@@ -176,33 +188,37 @@ def remove(path: PathLike) -> None:
     if completes is not None:
         _say_kept(path)
     else:
-        commit.remove(path)
+        medium_of(path).remove(path)
 
 
 @functools.cache  # once: ``keep_last`` comes by after every save
-def _say_kept(base: Path) -> None:
+def _say_kept(base: Where) -> None:
     logger.warning("%s is not deleted: it has the frozen parameters that checkpoints beside it leave out", base)
 
 
-def completed_by(base: Path) -> Path | None:
+def completed_by(base: Where) -> Where | None:
     """A checkpoint in the same directory that cannot be loaded without this one. Symlinks are ignored."""
-    if base.is_symlink() or not (base / METADATA).exists():
+    medium = medium_of(base)
+    if (isinstance(base, Path) and base.is_symlink()) or not exists(medium.open(base), METADATA):
         return None
     own = ""
     with suppress(CheckpointCorrupt):
         summary = read_summary(base)
         own = summary.index_sha256 if summary else ""
-    for file in base.parent.glob(f"*/{SUMMARY}"):
+    medium = medium.snapshot(base.parent)
+    for one in medium.entries(base.parent):
+        checkpoint: Where = one.path
+        if one.is_file or not medium.may_have_base(checkpoint):
+            continue
         with suppress(CheckpointCorrupt, ValueError):
-            checkpoint = file.parent
-            said = summary_of(LocalDisk().open(checkpoint)).base
+            said = said_base(checkpoint, medium)
             needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
             if needed and not _is_replaced(checkpoint):
                 return checkpoint
     return None
 
 
-def _is_replaced(checkpoint: Path) -> bool:
+def _is_replaced(checkpoint: Where) -> bool:
     """Whether stock has saved over a checkpoint of ours. One that is damaged may be repaired, and needs its base."""
     try:
         return read_summary(checkpoint) is None
@@ -210,17 +226,17 @@ def _is_replaced(checkpoint: Path) -> bool:
         return False
 
 
-def _is_base(path: Path, fingerprint: str, said: Base, checkpoint: Path) -> bool:
+def _is_base(path: Where, fingerprint: str, said: Base, checkpoint: Where) -> bool:
     """Whether a load of the checkpoint would find its base at this path."""
-    places = map(os.path.realpath, (said.path, checkpoint / said.relative))
-    return os.path.realpath(path) in places and fingerprint in ("", said.fingerprint)
+    places = map(resolved, (said.path, checkpoint / said.relative))
+    return resolved(path) in places and fingerprint in ("", said.fingerprint)
 
 
 @dataclass(frozen=True)
 class Newest:
     """The newest checkpoint that can be resumed from, and what is newer and cannot, newest first."""
 
-    path: Path | None
+    path: Where | None
     passed_over: list[CheckpointState | Saved]
 
     def said(self) -> str:
@@ -241,7 +257,7 @@ def find_newest(
     root: PathLike,
     tools: Collection[str] = RESUMABLE,
     init_from: PathLike | None = None,
-    without: Collection[Path] = (),
+    without: Collection[Where] = (),
 ) -> Newest:
     """What :func:`latest` returns, and why not something newer.
 
@@ -251,8 +267,8 @@ def find_newest(
         without: What does not count.
     """
     for _ in range(_MOST_LOOKS):
-        scan = Scan(local_path(root), others=True)
-        found, complete = _newest_of(scan, tools, None if init_from is None else local_path(init_from), without)
+        scan = Scan(as_path(root), others=True)
+        found, complete = _newest_of(scan, tools, None if init_from is None else as_path(init_from), without)
         if complete and (found.path is not None or scan.is_current()):  # else something newer may have come meanwhile
             break
     for one in found.passed_over:  # not a save in flight, nor an export of weights
@@ -262,7 +278,7 @@ def find_newest(
 
 
 def _newest_of(
-    scan: Scan, tools: Collection[str], source: Path | None, without: Collection[Path]
+    scan: Scan, tools: Collection[str], source: Where | None, without: Collection[Where]
 ) -> tuple[Newest, bool]:
     """The newest of what was seen; and whether all of that was still there to be examined."""
     of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
@@ -304,19 +320,23 @@ def was_published(state: CheckpointState | Saved) -> bool:
     """Whether this was a checkpoint of ours once, and not only a save that was interrupted."""
     if isinstance(state, Saved):
         return False
-    return state.committed or (state.path.suffix != ".saving" and (state.path / SUMMARY).exists())
+    if state.committed or state.path.suffix == ".saving":
+        return state.committed
+    return exists(medium_of(state.path).open(state.path), SUMMARY)
 
 
 def link(path: PathLike, target: PathLike) -> None:
     """Make ``path`` a link to a checkpoint, in place of the link or the checkpoint that is there."""
-    commit.link(local_path(path), local_path(target))
+    where = as_path(path)
+    medium_of(where).link(where, as_path(target))
 
 
-def inspect(path: PathLike) -> CheckpointInfo:
+def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
     """What is in a checkpoint; without what it leaves out because its base has it. No tensor is read.
 
     Args:
-        path: A checkpoint of this package or of stock DCP, or what another tool saved.
+        path: A checkpoint of this package or of stock DCP, or what another tool saved; or the URL of one.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
         Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
@@ -331,7 +351,7 @@ def inspect(path: PathLike) -> CheckpointInfo:
         >>> info.tensors[0].key, info.tensors[0].shape, info.values
         ('w', (2, 3), ['step'])
     """
-    with ShardedReader(path, complete=False) as reader:
+    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
         index, summary = reader.index, reader.summary
     tensors, values = [], []
     for key, entry in index.items():
@@ -357,7 +377,9 @@ def inspect(path: PathLike) -> CheckpointInfo:
     )
 
 
-def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) -> VerifyReport:
+def verify(
+    path: PathLike, io_threads: int = 2, base: PathLike | None = None, storage_options: StorageOptions | None = None
+) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
 
     Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
@@ -367,6 +389,7 @@ def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) ->
         path: The checkpoint.
         io_threads: Threads that read.
         base: Where its base is now, if that was moved.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
         What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
@@ -382,7 +405,7 @@ def verify(path: PathLike, io_threads: int = 2, base: PathLike | None = None) ->
         True
     """
     for _ in range(_MOST_LOOKS):
-        with ShardedReader(path, io_threads=io_threads, base=base) as reader:
+        with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
             report = _verified(reader, io_threads)
             if not report.errors or not reader.opened.files.moved():
                 return report
@@ -400,7 +423,8 @@ def _verified(reader: ShardedReader, io_threads: int) -> VerifyReport:
             unverified.append(key)
     with suppress(OSError):  # so that it is all there to be read if it is deleted meanwhile
         reader.opened.files.keep(reader.index.files)
-    with ThreadPoolExecutor(io_threads, thread_name_prefix="dcp-verify") as pool:
+    threads = max(io_threads, reader.opened.files.streams)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
         errors = [said for said in pool.map(lambda item: reader.check(*item), items.values()) if said]
         errors += check_rest.check(reader.opened, pool)
     unverified += check_rest.sizes_only(reader.index.beside)

@@ -12,28 +12,27 @@ what does not fit, and not if it is the base that is damaged, which other checkp
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable
-from dcp_plugin.format import DAMAGED, SUMMARY
+from dcp_plugin.format import DAMAGED, exists
 from dcp_plugin.format.summary import Base
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import PathLike, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import read_summary
 
 logger = logging.getLogger("dcp_plugin")
 
-_chosen: set[Path] = set()
+_chosen: set[Where] = set()
 """What automatic resumes of this process have chosen, and nobody has named."""
 
 
 def note_chosen(path: PathLike) -> None:
     """Remember that an automatic resume has chosen this checkpoint: it may be set aside."""
-    _chosen.add(local_path(path))
+    _chosen.add(as_path(path))
 
 
 @contextmanager
@@ -47,13 +46,13 @@ def setting_aside(ranks: Ranks, path: PathLike) -> Iterator[None]:
     try:
         yield
     except CheckpointCorrupt as error:
-        damage, where = error, local_path(path)
+        damage, where = error, as_path(path)
         if ranks.from_zero(f"set {path} aside", lambda: where in _chosen and set_aside(where, damage)):
             error.add_note("It is set aside: the next automatic resume goes on with the checkpoint before it.")
         raise
 
 
-def set_aside(path: Path, error: CheckpointCorrupt) -> bool:
+def set_aside(path: Where, error: CheckpointCorrupt) -> bool:
     """Set a checkpoint aside if ``error``, with which a load of it has failed, means that it is damaged. On rank 0.
 
     Returns:
@@ -61,29 +60,29 @@ def set_aside(path: Path, error: CheckpointCorrupt) -> bool:
     """
     if not _is_damage(path, error):
         return False
-    if (path / DAMAGED).exists():
+    medium = medium_of(path)
+    if exists(medium.open(path), DAMAGED):
         return True
     kept = f"It is kept with a file {DAMAGED} in it, and passed over from now on."
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     try:
-        with open(path / DAMAGED, "x", encoding="utf-8") as file:
-            file.write(
+        medium.mark(
+            path,
+            DAMAGED,
+            (
                 f"{now}: a load of this checkpoint failed: {error}\n"
                 f"It is not taken for a checkpoint while this file is in it: no automatic resume takes it, and nothing "
                 f"but a save to the same name deletes it. Delete this file to use it again.\n"
-            )
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:  # by another process
-        pass
+            ).encode(),
+        )
     except OSError as failure:
         kept = f"It cannot be marked ({failure.strerror}), so the next start will find it again: delete or move it."
     logger.warning("%s is DAMAGED: %s. %s", path, str(error).rstrip("."), kept)
     return True
 
 
-def _is_damage(path: Path, error: CheckpointCorrupt) -> bool:
-    if isinstance(error, CheckpointUnreadable) or str(path) not in str(error) or not (path / SUMMARY).is_file():
+def _is_damage(path: Where, error: CheckpointCorrupt) -> bool:
+    if isinstance(error, CheckpointUnreadable) or str(path) not in str(error) or not _is_ours(path):
         return False
     with suppress(CheckpointCorrupt):
         summary = read_summary(path)
@@ -91,6 +90,13 @@ def _is_damage(path: Path, error: CheckpointCorrupt) -> bool:
             return False
         if summary.base:
             base = Base.of_summary(summary.base, path)
-            places = {str(base.path), os.path.realpath(base.path), os.path.realpath(path / base.relative)}
+            places = {str(base.path), str(resolved(base.path)), str(resolved(path / base.relative))}
             return not any(f"{place}/" in str(error) for place in places)
     return True
+
+
+def _is_ours(path: Where) -> bool:
+    try:
+        return read_summary(path) is not None
+    except CheckpointCorrupt:
+        return True  # its summary is what is damaged

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from dcp_plugin.config import PathLike, local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
 from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import commit
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import damage
 from dcp_plugin.runs.catalog import find_newest, was_published
@@ -36,13 +36,13 @@ class Restart:
     """How a run has started. ``str()`` of it is one line for the log."""
 
     how: Literal["resumed", "warm-started", "fresh"]
-    path: Path | None = None
+    path: Where | None = None
     """The run's own checkpoint, or what it was warm-started from."""
     step: int | None = None
     """The step at which the run's own checkpoint was made, if that says."""
     report: LoadReport | None = None
     """What was loaded from there; None if a framework has loaded a file of its own."""
-    damaged: tuple[Path, ...] = ()
+    damaged: tuple[Where, ...] = ()
     """Newer checkpoints of the run that turned out to be damaged while they were loaded, and are set aside."""
 
     def __str__(self) -> str:
@@ -76,6 +76,7 @@ class StartOptions:
     init_from: PathLike | None = None
     partial: PartialLoad | None = None
     strict: bool = True
+    storage_options: StorageOptions | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.partial is not None and self.init_from is None:
@@ -84,7 +85,7 @@ class StartOptions:
                 "init_from=PATH, or take partial out. A resumed run takes everything from its own checkpoint."
             )
 
-    def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Path] = ()) -> Path | None:
+    def find(self, root: PathLike, tools: Collection[str] = RESUMABLE, without: Collection[Where] = ()) -> Where | None:
         """The run's own checkpoint to resume from, see :func:`resolve_resume`.
 
         What another tool saved at ``init_from`` is what the run was warm-started from, and no checkpoint of its own.
@@ -96,7 +97,7 @@ class StartOptions:
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
-            found = find_newest(root, tools, self.init_from, without)
+            found = find_newest(as_path(root, self.storage_options), tools, self.init_from, without)
             if found.path is None and self.resume == "must":
                 reasons = f" Passed over: {found.said()}." if found.said() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
@@ -109,10 +110,13 @@ class StartOptions:
             if self.resume == "auto" and found.path is not None:
                 damage.note_chosen(found.path)
             return found.path
-        path = commit.locate(local_path(self.resume))
-        if reason := commit.uncommitted_reason(path) if path.is_dir() else "":
+        path = as_path(self.resume, self.storage_options)
+        medium = medium_of(path)
+        path = medium.locate(path)
+        kind = medium.kind(path)
+        if reason := medium.uncommitted_reason(path) if kind == "folder" else "":
             raise CheckpointIncomplete(f"cannot resume from {path}: {reason}. Try resume=auto.")
-        if not path.exists():
+        if not kind:
             raise CheckpointNotFound(f"cannot resume from {path}: it does not exist. Try resume=auto.")
         return path
 
@@ -120,8 +124,8 @@ class StartOptions:
         self,
         loader: Loader,
         modules: Mapping[str, Any],
-        find: Callable[[Collection[Path]], Path | None] = lambda damaged: None,
-        resume: Callable[[Path], LoadReport | None] = lambda path: None,
+        find: Callable[[Collection[Where]], Where | None] = lambda damaged: None,
+        resume: Callable[[Where], LoadReport | None] = lambda path: None,
     ) -> Restart:
         """Resume, or load the weights of ``init_from``, or neither. Collective.
 
@@ -137,7 +141,7 @@ class StartOptions:
                 has chosen it.
             CheckpointError: What ``find``, ``resume`` or the load of ``init_from`` raises; on every rank.
         """
-        damaged: list[Path] = []
+        damaged: list[Where] = []
         while True:
             begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
             if begun.path is None:
@@ -155,10 +159,10 @@ class StartOptions:
             return replace(begun, report=report, damaged=tuple(damaged))
 
     @staticmethod
-    def _set_aside(loader: Loader, path: Path, error: CheckpointCorrupt) -> bool:
+    def _set_aside(loader: Loader, path: Where, error: CheckpointCorrupt) -> bool:
         return loader.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
 
-    def _decide(self, find: Callable[[Collection[Path]], Path | None], damaged: list[Path]) -> Restart:
+    def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Restart:
         own = find(damaged)
         if own is None and damaged:
             raise CheckpointCorrupt(_all_damaged(damaged))
@@ -169,8 +173,10 @@ class StartOptions:
             return Restart("resumed", own, summary.step if summary is not None else None)
         if self.init_from is None:
             return Restart("fresh")
-        source = commit.locate(local_path(self.init_from))
-        if not source.exists():
+        source = as_path(self.init_from, self.storage_options)
+        medium = medium_of(source)
+        source = medium.locate(source)
+        if not medium.kind(source):
             raise CheckpointNotFound(
                 f"nothing is at init_from={self.init_from}, and this run has no checkpoint of its own to resume from. "
                 "Give the path of a checkpoint, or no init_from to start from scratch."
@@ -178,14 +184,14 @@ class StartOptions:
         return Restart("warm-started", source)
 
 
-def _all_damaged(damaged: list[Path]) -> str:
+def _all_damaged(damaged: list[Where]) -> str:
     return (
         f"no checkpoint of this run can be loaded: {', '.join(map(str, damaged))} turned out to be damaged, and there "
         f"is no other. What was loaded into is half filled. To start without them, say resume=never."
     )
 
 
-def _refuse_a_mixture(begun: Restart, report: LoadReport | None, damaged: list[Path]) -> None:
+def _refuse_a_mixture(begun: Restart, report: LoadReport | None, damaged: list[Where]) -> None:
     """What a damaged checkpoint had half filled is filled again, if the one before has it."""
     if damaged and report is not None and report.missing:
         raise CheckpointCorrupt(
@@ -195,16 +201,19 @@ def _refuse_a_mixture(begun: Restart, report: LoadReport | None, damaged: list[P
         )
 
 
-def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
+def resolve_resume(
+    resume: str | PathLike, root: PathLike, storage_options: StorageOptions | None = None
+) -> Path | str | None:
     """What to resume from.
 
     Args:
         resume: ``"never"``: nothing. ``"auto"``: the newest committed checkpoint below ``root`` if there is one.
             ``"must"``: the same, but there has to be one. Anything else: the path of a checkpoint.
         root: Where the run's checkpoints are, see :func:`~dcp_plugin.latest`.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Returns:
-        The path of a checkpoint; None for a run that starts anew.
+        The path of a checkpoint, or its URL as a ``str``; None for a run that starts anew.
 
     Raises:
         CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
@@ -219,7 +228,8 @@ def resolve_resume(resume: str | PathLike, root: PathLike) -> Path | None:
         'step-1'
         >>> dcp_plugin.resolve_resume("never", "run")
     """
-    return StartOptions(resume).find(root)
+    found = StartOptions(resume, storage_options=storage_options).find(root)
+    return str(found) if isinstance(found, ObjectPath) else found
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,25 +7,25 @@ workspace in it is listed again until two listings in a row are the same, and on
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from dcp_plugin.errors import CheckpointCorrupt, damage_in
+from dcp_plugin.errors import CheckpointCorrupt, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
-from dcp_plugin.media import Listed, Readable
-from dcp_plugin.media.disk import LocalDisk, commit
+from dcp_plugin.media import WORKSPACE, Listed, Readable, medium_of
+from dcp_plugin.media.disk import commit
+from dcp_plugin.paths import Where
 from dcp_plugin.storage.open import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
 
-_DISK = LocalDisk()
 _DEPTH = 6
 """How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
 _MOST_ROUNDS = 100
 
 
-def state_of(path: Path) -> CheckpointState | None:
+def state_of(path: Where) -> CheckpointState | None:
     """The state of one directory; None if it is no DCP checkpoint and does not pretend to be one."""
     try:
         return in_one_view(path, _state_in)
@@ -33,7 +33,7 @@ def state_of(path: Path) -> CheckpointState | None:
         return None
 
 
-def _state_in(path: Path, files: Readable) -> CheckpointState | None:
+def _state_in(path: Where, files: Readable) -> CheckpointState | None:
     names = [name.rstrip("/") for name in files.names()]
     reason = uncommitted_reason(names)
     if reason and files.moved():
@@ -59,32 +59,40 @@ class Scan:
     Args:
         others: Whether to look for what other tools have saved for a resume, too. What is inside of that is no
             checkpoint of its own.
+        read_all: Whether to look into each checkpoint. Otherwise, where names of files tell when it was saved, nothing
+            is read of it, its step included.
+
+    Raises:
+        CheckpointUnreadable: The store of a URL cannot be listed.
     """
 
-    def __init__(self, root: Path, others: bool = False) -> None:
-        self.states: dict[Path, CheckpointState] = {}
+    def __init__(self, root: Where, others: bool = False, read_all: bool = False) -> None:
+        self.states: dict[Where, CheckpointState] = {}
         """What is a checkpoint of DCP, or pretends to be one."""
         self.of_others: list[Saved] = []
-        self._others = others
-        self._listed: dict[Path, set[tuple[Path, int]]] = {}
+        self._others, self._read_all = others, read_all
+        try:
+            self._medium = medium_of(root).snapshot(root)
+        except OSError as error:
+            raise unreadable(f"{root} cannot be listed", error) from error
+        self._listed: dict[Where, set[tuple[Where, int]]] = {}
         self._complete = self._visit(root, _DEPTH)
         if not self._complete:  # it may be a checkpoint that is set aside at this moment
-            self._complete = self._visit(commit.locate(root), _DEPTH) or not os.path.lexists(root)
+            self._complete = self._visit(self._medium.locate(root), _DEPTH) or not self._medium.kind(root)
 
     def is_current(self) -> bool:
         """Whether nothing came or went since. A directory of very many entries may not be listed in one moment."""
         return self._complete and all(self._entries(path) == there for path, there in self._listed.items())
 
-    @staticmethod
-    def _entries(directory: Path) -> set[tuple[Path, int]]:
+    def _entries(self, directory: Where) -> set[tuple[Where, int]]:
         with suppress(OSError):
-            return {(one.path, one.number) for one in _DISK.entries(directory)}
+            return {(one.path, one.number) for one in self._medium.entries(directory)}
         return set()
 
-    def _visit(self, directory: Path, depth: int) -> bool:
+    def _visit(self, directory: Where, depth: int) -> bool:
         """Whether the directory was there until it was looked into."""
         try:
-            state = in_one_view(directory, _state_in)
+            state = self._state(directory)
             if state is None:
                 return self._look_below(directory, depth)
             self.states[directory] = state
@@ -94,16 +102,22 @@ class Scan:
             pass
         return True
 
-    def _look_below(self, directory: Path, depth: int) -> bool:
-        entries = _DISK.entries(directory)
+    def _state(self, directory: Where) -> CheckpointState | None:
+        time = None if self._read_all else self._medium.time_from_names(directory)
+        if time is not None:
+            return CheckpointState(directory, True, "", None, time)
+        return in_one_view(directory, _state_in, medium=self._medium)
+
+    def _look_below(self, directory: Where, depth: int) -> bool:
+        entries = self._medium.entries(directory)
         if self._others and self._is_of_others(directory, entries):
             return True
-        seen: dict[Path, int] = {}
+        seen: dict[Where, int] = {}
         before = None
         for _ in range(_MOST_ROUNDS):
             self._listed[directory] = {(one.path, one.number) for one in entries}
             folders = {one.path: one.number for one in entries if one.is_folder}
-            workspace = directory / commit.WORKSPACE
+            workspace = directory / WORKSPACE
             has_workspace = folders.pop(workspace, None) is not None
             for path in seen.keys() - folders.keys():
                 self.states.pop(path, None)
@@ -117,12 +131,12 @@ class Scan:
             if (there and not has_workspace) or now == before:
                 break
             before = now
-            entries = _DISK.entries(directory)
+            entries = self._medium.entries(directory)
         return True
 
-    def _is_of_others(self, directory: Path, entries: list[Listed]) -> bool:
+    def _is_of_others(self, directory: Where, entries: list[Listed[Any]]) -> bool:
         """Whether it is the checkpoint of another tool. Such files are noted."""
-        files = _DISK.open(directory)
+        files = self._medium.open(directory)
         saved = saved_as_folder(files, (one.path.name for one in entries))
         if saved is not None:
             self.of_others.append(saved)
@@ -131,17 +145,17 @@ class Scan:
         self.of_others += saved_as_files(files, [one.path.name for one in entries if one.is_file])
         return False
 
-    def _look_into_workspace(self, workspace: Path) -> list[Path]:
+    def _look_into_workspace(self, workspace: Where) -> list[Where]:
         """Note the saves in flight, and what is set aside. What is there."""
         for path in [path for path in self.states if path.parent == workspace]:
             del self.states[path]
         try:
-            paths = [one.path for one in _DISK.entries(workspace)]
+            paths = [one.path for one in self._medium.entries(workspace)]
         except OSError:
             return []
         for path in paths:
             state = None
-            if path.suffix == ".saving":
+            if path.suffix == ".saving" and isinstance(path, Path):
                 state = _in_flight(path)
             elif path.suffix == ".aside":
                 state = state_of(path)

@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcp_plugin.config import CheckpointConfig, local_path
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import MAX_CANDIDATES, CheckpointError, CheckpointMismatch, SaveFailed, nearest, some
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
 from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.loading.key_map import find_prefix
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where, relative_to, resolved
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
@@ -48,7 +48,7 @@ _Hashes = tuple[tuple[Shape, Shape, bytes], ...]  # offsets, sizes and hash of e
 class Source:
     """A checkpoint that was loaded, or named."""
 
-    path: Path
+    path: Where
     fingerprint: str
 
 
@@ -59,11 +59,11 @@ class LeftOut:
     keys: Mapping[str, str]  # our key -> the key in the base
     base: Source | None = None
 
-    def summary_of_base(self, checkpoint: Path) -> dict[str, str]:
+    def summary_of_base(self, checkpoint: Where) -> dict[str, str]:
         """What the summary of a checkpoint says of its base; nothing if it has all."""
         if not self.keys or self.base is None:
             return {}
-        relative = os.path.relpath(os.path.realpath(self.base.path), os.path.realpath(checkpoint))
+        relative = relative_to(self.base.path, checkpoint)
         return Base(self.base.path, relative, self.base.fingerprint).to_summary()
 
 
@@ -114,7 +114,7 @@ class KeySelection:
         self._matched.update(*hits.values())
         return {key: value for key, value in state.items() if not hits[key]}
 
-    def agree(self, state: Attempt[Flat], ranks: Ranks, path: Path) -> LeftOut:
+    def agree(self, state: Attempt[Flat], ranks: Ranks, path: Where) -> LeftOut:
         """What this save leaves out, the same on all ranks. Collective, if there is anything to agree on.
 
         Args:
@@ -138,7 +138,7 @@ class KeySelection:
         frozen = self.provenance.of_frozen(state) if self._config.trainable_only else {}
         return _Told(frozenset(self._matched), () if self._globs_checked or self._matched else tuple(state), frozen)
 
-    def _decide(self, told: list[_Told], path: Path) -> LeftOut:
+    def _decide(self, told: list[_Told], path: Where) -> LeftOut:
         """On rank 0."""
         if not self._globs_checked:
             self._refuse_idle_globs(told)
@@ -166,7 +166,7 @@ class KeySelection:
                 f"exclude={globs!r} matches no key of the state; its keys look like {', '.join(near) or 'nothing'}"
             )
 
-    def _base_of(self, frozen: list[tuple[str, _Frozen]], path: Path) -> Source | None:
+    def _base_of(self, frozen: list[tuple[str, _Frozen]], path: Where) -> Source | None:
         """The named base, or the checkpoint that has most bytes of the frozen parameters; None if none is frozen."""
         if not frozen:
             return None
@@ -184,7 +184,7 @@ class KeySelection:
                 f"name it: base=PATH. trainable_only=False saves everything and links what does not change."
             )
         base = self.provenance.named or max(sources.values(), key=lambda source: nbytes[source.fingerprint])
-        if path == base.path or (path.exists() and os.path.realpath(path) == os.path.realpath(base.path)):
+        if path == base.path or (medium_of(path).kind(path) and resolved(path) == resolved(base.path)):
             raise SaveFailed(
                 f"cannot save {path} with trainable_only=True: it is the base, which has the frozen parameters that "
                 f"this save leaves out. Save to a new name."
@@ -229,7 +229,7 @@ class Provenance:
             names: The loaded keys, and their keys in the checkpoint.
         """
         base = opened.base or opened
-        source = Source(Path(os.path.realpath(base.path)), base.fingerprint)  # a link may lead elsewhere tomorrow
+        source = Source(resolved(base.path), base.fingerprint)  # a link may lead elsewhere tomorrow
         left_out = opened.index.left_out
         tensors: dict[str, ShardedValue] = {}
         names = {**names, **_tied_to(names, state)}
@@ -273,7 +273,7 @@ class Provenance:
             raise CheckpointMismatch(
                 f"{reader.path} is no base: it leaves out frozen parameters itself. Name the base that it has."
             )
-        source = Source(Path(os.path.realpath(local_path(reader.path))), reader.fingerprint)
+        source = Source(resolved(reader.path), reader.fingerprint)
         if any(origin.source.fingerprint == source.fingerprint for origin in self._origins.values()):
             return source
         names = _names_in(frozen, reader)

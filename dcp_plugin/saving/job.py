@@ -18,7 +18,6 @@ the checkpoint is published. Before that, if some keys may be left out, to agree
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +27,12 @@ from typing import Any, NoReturn
 
 from dcp_plugin import events
 from dcp_plugin._torch import is_tensor
-from dcp_plugin.config import CheckpointConfig, local_path
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
 from dcp_plugin.planning.save import PlanExchange, RankPlan, data_of, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
@@ -62,7 +62,7 @@ class SaveRequest:
     aliases: Aliases = field(default_factory=dict)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Where:
         return self.publication.path
 
 
@@ -105,7 +105,7 @@ class StagedState:
 class PlannedState:
     """What one rank writes, and where."""
 
-    path: Path  # the checkpoint, as rank 0 names it
+    path: Where  # the checkpoint, as rank 0 names it
     directory: RankDirectory
     state: Flat  # key -> memory or bytes, under the keys that the plan has
     plan: RankPlan  # this rank's items; on rank 0 the plan of all ranks, too
@@ -184,7 +184,7 @@ class SavePipeline:
         self._local = RankLocal()
         self.reuse = Reuse() if config.reuse else None
         if self.reuse is not None and config.base is not None:
-            self.reuse.loaded(local_path(config.base))
+            self.reuse.loaded(as_path(config.base, config.storage_options))
         self.selection = KeySelection(config)
 
     def forget_plan(self) -> None:
@@ -342,7 +342,7 @@ class SavePipeline:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
 
 
-def raise_as_failed_save(error: Exception, path: Path) -> NoReturn:
+def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
     """Raise what a save has failed with, before anything was published, as an error of ours."""
     if type(error) is CheckpointError:  # not one of ours on some rank, told to all
         raise SaveFailed(str(error)) from (error.__cause__ or error)
@@ -351,15 +351,15 @@ def raise_as_failed_save(error: Exception, path: Path) -> NoReturn:
     raise SaveFailed(f"cannot save {path}: {type(error).__name__}: {error}") from error
 
 
-def _refuse_another_path(mine: Path, planned: PlannedState) -> None:
-    if mine != planned.path and os.path.realpath(mine) != os.path.realpath(planned.path):
+def _refuse_another_path(mine: Where, planned: PlannedState) -> None:
+    if mine != planned.path and resolved(mine) != resolved(planned.path):
         raise CheckpointMismatch(
             f"rank {planned.directory.rank} saves {mine} and rank 0 {planned.path}: all ranks save one checkpoint "
             f"together. Have rank 0 choose the name, and tell the others, if there is a time or a random part in it."
         )
 
 
-def _reserve(publication: Publication) -> tuple[Path, Path]:
+def _reserve(publication: Publication) -> tuple[Where, Where]:
     """On rank 0: the path of the checkpoint, and the directory in which it is made."""
     if (dependent := catalog.completed_by(publication.path)) is not None:
         raise SaveFailed(

@@ -19,12 +19,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin import events
 from dcp_plugin._torch import before_threads_end
 from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.paths import Where
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -51,7 +51,7 @@ class SaveHandle:
         >>> checkpointer.close()
     """
 
-    def __init__(self, path: Path, step: int | None) -> None:
+    def __init__(self, path: Where, step: int | None) -> None:
         self.path = path
         self.step = step
         self.skipped = False
@@ -328,7 +328,7 @@ class SaveQueue:
                 logger.error("%s was NOT saved, and the program ended without asking: %s", handle.path, error)
 
 
-def _as_exception(error: BaseException, path: Path) -> Exception:
+def _as_exception(error: BaseException, path: Where) -> Exception:
     """The error itself; SaveFailed for what is no ``Exception``, Ctrl-C for one."""
     if isinstance(error, Exception):
         return error

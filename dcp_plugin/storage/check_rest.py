@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
-from pathlib import Path
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -22,6 +21,7 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, directory_at, frame_in
 from dcp_plugin.host_memory import BLOCK
 from dcp_plugin.media import Medium, RangedFile, Readable
+from dcp_plugin.paths import Where
 from dcp_plugin.storage.open import Opened
 
 _MOST_HASHED = 64 << 20
@@ -31,7 +31,7 @@ _MOST_HEAD = 64 << 10
 """More bytes than come before a payload."""
 
 
-def told_beside(medium: Medium, directory: Path, below: str = "") -> dict[str, str]:
+def told_beside(medium: Medium, directory: Where, below: str = "") -> dict[str, str]:
     """What can be compared of each file beside the data files of a save in flight, by its name: its XXH3-128, or the
     size of one that would take long. Links and what is no file are left out. Raises OSError."""
     found: dict[str, str] = {}

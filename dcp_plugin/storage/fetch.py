@@ -137,9 +137,19 @@ def of_value(key: str, location: Location, block: int | None) -> tuple[Fetch, by
 
 
 def of_box(
-    key: str, chunk: StoredChunk, dtype: torch.dtype, box: tuple[Shape, Shape], target: torch.Tensor, block: int | None
+    key: str,
+    chunk: StoredChunk,
+    dtype: torch.dtype,
+    box: tuple[Shape, Shape],
+    target: torch.Tensor,
+    block: int | None,
+    gap: int = 0,
 ) -> Iterator[Fetch]:
-    """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape."""
+    """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
+
+    Args:
+        gap: Bytes between two runs that are cheaper to read than to skip.
+    """
     if target.numel() == 0:
         return
     location = chunk.location
@@ -152,7 +162,7 @@ def of_box(
         strides = strides_of(chunk.sizes)
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
             starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
-            ranges = covering(starts, run, block, location.payload_length)
+            ranges = covering(starts, run, block, location.payload_length, gap)
             yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
         return
     straight = is_plain_memory(target) and target.dtype == dtype
@@ -237,16 +247,18 @@ def covering_one(start: int, stop: int, block: int | None, end: int) -> list[Ran
     return [(start, stop) if block is None else (start // block * block, min(-(-stop // block) * block, end))]
 
 
-def covering(starts: Positions, length: int, block: int | None, end: int) -> list[Range]:
-    """The ranges to read for these runs."""
+def covering(starts: Positions, length: int, block: int | None, end: int, gap: int = 0) -> list[Range]:
+    """The ranges to read for these runs; across gaps that are shorter than a request is long, with whole blocks."""
     if len(starts) == 1:
         return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
     stops = starts + length
     if block is not None:
         blocks = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
+        if len(starts) > 1 and int((starts[1:] - stops[:-1]).max()) <= gap:
+            return _merged(np.array([blocks[0][0]]), np.array([blocks[-1][1]]), 0)
         if sum(b - a for a, b in blocks) <= (1 + MOST_WASTE) * length * len(starts):
             return blocks
-    return _merged(starts, stops, int(MOST_WASTE * length))
+    return _merged(starts, stops, max(gap, int(MOST_WASTE * length)))
 
 
 def _merged(starts: Positions, stops: Positions, gap: int) -> list[Range]:

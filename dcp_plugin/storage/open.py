@@ -10,13 +10,11 @@ damaged (:meth:`Opened.check_files`); it is compared less often, as a million it
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
-from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from dcp_plugin.errors import (
     CheckpointCorrupt,
@@ -46,12 +44,12 @@ from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, framewor
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
 from dcp_plugin.host_memory import collector_paused
-from dcp_plugin.media import Medium, RangedFile, Readable
-from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.media import Medium, RangedFile, Readable, medium_of
+from dcp_plugin.media.packed import unpacked
+from dcp_plugin.paths import ObjectPath, Where, as_path, resolved
 
 T = TypeVar("T")
 
-_DISK: Medium = LocalDisk()
 _MOST_LOOKS = 50
 """How often a checkpoint is looked at again that another one replaces meanwhile: a save takes longer than a look."""
 _MOST_LISTED = 1000
@@ -64,7 +62,7 @@ _END = 1 << 10
 class Opened:
     """An open checkpoint."""
 
-    path: Path
+    path: Where
     """Where it is: a directory, or a file of another tool."""
     files: Readable
     """What the files of the index are relative to."""
@@ -121,10 +119,11 @@ class _HasCome(OSError):
 
 
 def in_one_view(
-    path: Path,
-    look: Callable[[Path, Readable], T],
-    find: Callable[[Path], Path] = lambda path: path,
+    path: Where,
+    look: Callable[[Where, Readable], T],
+    find: Callable[[Where], Where] = lambda path: path,
     keep_open: bool = False,
+    medium: Medium | None = None,
 ) -> T:
     """What ``look`` finds in the files of what is at a path; again if something else takes its place meanwhile.
 
@@ -133,16 +132,20 @@ def in_one_view(
             still there.
         find: Where the checkpoint is that has the path.
         keep_open: What ``look`` returns closes the files.
+        medium: What the path is of, where that is known.
 
     Raises:
         CheckpointNotFound: It was deleted while it was looked at, or replaced every time.
     """
     failure: Exception | None = None
+    medium = medium or medium_of(path)
     for _ in range(_MOST_LOOKS):
         there = find(path)
-        files = _DISK.hold(there)
+        files = medium.hold(there)
         done = False
         try:
+            with suppress(FileNotFoundError, NotADirectoryError):  # whoever looks finds that, too
+                files = unpacked(files)
             found = look(there, files)
             done = True
             return found
@@ -175,7 +178,7 @@ def gone_or_damaged(files: Readable, what: str, error: OSError) -> CheckpointErr
     return unreadable(f"{files.where}: {what}", error)
 
 
-def open_checkpoint(path: Path, base: Path | None = None, check: bool = False) -> Opened:
+def open_checkpoint(path: Where, base: Where | None = None, check: bool = False) -> Opened:
     """Read and validate the table of contents; of a checkpoint that leaves out what a base has, together with that.
 
     Args:
@@ -193,13 +196,13 @@ def open_checkpoint(path: Path, base: Path | None = None, check: bool = False) -
     return _open(path, lambda opened: completed(opened, base), check)
 
 
-def open_alone(path: Path, check: bool = False) -> Opened:
+def open_alone(path: Where, check: bool = False) -> Opened:
     """:func:`open_checkpoint` without what a base would add."""
     return _open(path, lambda opened: opened, check)
 
 
-def _open(path: Path, complete: Callable[[Opened], Opened], check: bool) -> Opened:
-    def look(there: Path, files: Readable) -> Opened:
+def _open(path: Where, complete: Callable[[Opened], Opened], check: bool) -> Opened:
+    def look(there: Where, files: Readable) -> Opened:
         opened = complete(_open_held(there, files))
         try:
             if opened.summary is None:  # the rest of one of ours that is being deleted may look like something else
@@ -212,7 +215,8 @@ def _open(path: Path, complete: Callable[[Opened], Opened], check: bool) -> Open
         return opened
 
     with damage_in(path), collector_paused():
-        return in_one_view(path, look, _DISK.locate, keep_open=True)
+        medium = medium_of(path)
+        return in_one_view(path, look, medium.locate, keep_open=True, medium=medium)
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,14 @@ class _WithBase:
     @property
     def where(self) -> str:
         return self.own.where
+
+    @property
+    def streams(self) -> int:
+        return max(self.own.streams, self.base.streams)
+
+    @property
+    def gap(self) -> int:
+        return max(self.own.gap, self.base.gap)
 
     def _of(self, name: str) -> tuple[Readable, str]:
         below = f"{self.base.where}/"
@@ -262,7 +274,7 @@ class _WithBase:
         self.base.close()
 
 
-def completed(opened: Opened, base: Path | None) -> Opened:
+def completed(opened: Opened, base: Where | None) -> Opened:
     """The checkpoint together with its base, if it has one.
 
     Raises:
@@ -283,12 +295,12 @@ def completed(opened: Opened, base: Path | None) -> Opened:
     return replace(opened, files=files, index=opened.index.with_added(added), base=found)
 
 
-def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
+def _find_base(opened: Opened, said: Base, moved: Where | None) -> Opened:
     """The base, where it is said to be: by the caller, by the checkpoint, or in the same place seen from there."""
     others = []
-    for place in [moved] if moved else [said.path, opened.path / said.relative]:
+    for place in [moved] if moved else _places_of(said, opened.path):
         try:
-            found = open_alone(Path(os.path.realpath(place)))
+            found = open_alone(resolved(place))
         except (CheckpointNotFound, OSError, ValueError):  # no name of a file at all
             continue
         if found.fingerprint == said.fingerprint:
@@ -304,12 +316,21 @@ def _find_base(opened: Opened, said: Base, moved: Path | None) -> Opened:
     raise CheckpointNotFound(f"{what}, and {moved or said.path} is not there. If it was moved, name it: base=PATH.")
 
 
-def _open_held(path: Path, files: Readable) -> Opened:
+def _places_of(said: Base, checkpoint: Where) -> list[Where]:
+    """Where a base may be. What a checkpoint says of it is followed on the same medium only: whoever has written it is
+    not to choose which server is asked."""
+    near = isinstance(said.path, ObjectPath) == isinstance(checkpoint, ObjectPath)
+    if isinstance(said.path, ObjectPath) and isinstance(checkpoint, ObjectPath):
+        near = said.path.store == checkpoint.store
+    return [*([as_path(said.path)] if near else []), checkpoint / said.relative]
+
+
+def _open_held(path: Where, files: Readable) -> Opened:
     """What the files of a directory are, or what is at a path that is none."""
     try:
         names = [name.rstrip("/") for name in files.names()]
     except OSError:
-        if reason := _DISK.uncommitted_reason(path):
+        if reason := medium_of(path).uncommitted_reason(path):
             return _open_foreign(path, files, reason)
         raise _HasCome(f"{path} has just come") from None
     reason = uncommitted_reason(names)
@@ -322,7 +343,7 @@ def _open_held(path: Path, files: Readable) -> Opened:
     if INDEX in names and (summary := summary_in(files)) is not None:
         index = _own_index(files, summary)
         return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
-    if frameworks.is_of_accelerate(path.name) and exists(_DISK.open(path.parent), INDEX):
+    if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     said = fingerprint(read(files, METADATA))
@@ -342,7 +363,13 @@ def summary_of(files: Files) -> Summary:
         return Summary.decode(read(files, SUMMARY, MAX_SIZE + 1), f"{files.where}/{SUMMARY}")
 
 
-def newest_time(medium: Medium, root: Path) -> float:
+def said_base(path: Where, medium: Medium) -> dict[str, Any]:
+    """What the summary of a checkpoint says of its base, if it is one of ours; else nothing."""
+    files = unpacked(medium.open(path))
+    return summary_of(files).base if exists(files, SUMMARY) else {}
+
+
+def newest_time(medium: Medium, root: Where) -> float:
     """When the newest of the checkpoints directly below ``root`` was saved, in seconds since the epoch."""
     newest = 0.0
     for found in medium.entries(root):
@@ -352,7 +379,7 @@ def newest_time(medium: Medium, root: Path) -> float:
     return newest
 
 
-def read_summary(path: Path) -> Summary | None:
+def read_summary(path: Where) -> Summary | None:
     """The summary of a committed checkpoint of ours. None if it is not ours, or not any more: stock has saved there.
 
     Raises:
@@ -429,39 +456,42 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
     )
 
 
-def _open_foreign(path: Path, files: Readable, reason: str) -> Opened:
-    folders = frameworks.accelerate_folders(files) if path.is_dir() else []
+def _open_foreign(path: Where, files: Readable, reason: str) -> Opened:
+    is_folder = medium_of(path).kind(path) == "folder"
+    folders = frameworks.accelerate_folders(files) if is_folder else []
     if folders:
         index, kinds = frameworks.accelerate_index(files, folders)
         said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
         return Opened(path, files, index, said, "accelerate", kinds)
-    if path.is_dir():
+    if is_folder:
         try:
             contents = detect.read_directory(files, reason)
         except CheckpointNotFound:
             _refuse_directory_of_checkpoints(path)
             raise
     else:
-        files = _DISK.open(path.parent)
+        files = medium_of(path).open(path.parent)
         contents = _read_one(files, path, reason)
     index, said = contents.index(files.where), fingerprint_of(files, contents)
     return Opened(path, files, index, said, contents.format, contents.kinds, links=True)
 
 
-def _read_one(files: Readable, path: Path, reason: str) -> Contents:
-    if not path.exists():
-        raise detect.not_found(str(path), reason if os.path.lexists(path) else "nothing is there")
+def _read_one(files: Readable, path: Where, reason: str) -> Contents:
+    if medium_of(path).kind(path) == "":
+        is_link = not isinstance(path, ObjectPath) and path.is_symlink()
+        raise detect.not_found(str(path), reason if is_link else "nothing is there")
     if is_own(path.name) and has_traces(files.names()):
         raise detect.not_found(str(path), f"it is one of the files of {path.parent}. Name that directory")
     return detect.read_file(files, path.name)
 
 
-def _refuse_directory_of_checkpoints(path: Path) -> None:
+def _refuse_directory_of_checkpoints(path: Where) -> None:
     """A run's directory of checkpoints is named easily in place of one of them."""
-    for found in _DISK.entries(path)[:_MOST_LISTED]:
+    medium = medium_of(path).snapshot(path)
+    for found in medium.entries(path)[:_MOST_LISTED]:
         names: list[str] = []
         with suppress(OSError):
-            names = [] if found.is_file or found.path.name.startswith(".") else _DISK.open(found.path).names()
+            names = [] if found.is_file or found.path.name.startswith(".") else medium.open(found.path).names()
         if has_traces(names):
             raise CheckpointNotFound(
                 f"{path} is not a checkpoint: it has checkpoints in it, such as {found.path}. Name one of them; "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 
 import torch
@@ -20,12 +20,11 @@ from isal.isal_zlib import crc32
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.format.payload import RunningCrc, block_size, frame_if_possible
-from dcp_plugin.host_memory import BLOCK, Rings, memory_view
+from dcp_plugin.host_memory import BLOCK, Rings
 from dcp_plugin.media import RangedFile, Readable
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import gone_or_damaged
 
-_GAP = 8 << 10  # bytes that are cheaper to read than to skip by another system call
 _BATCH = BLOCK // 2
 _MOST_FETCHES = 256  # of up to four pieces of memory each; the system takes 1024 in a call
 
@@ -46,7 +45,8 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
         CheckpointNotFound: The same, if a file is missing because the checkpoint was deleted meanwhile.
         CheckpointUnreadable: The same, if the file system failed.
     """
-    batches = list(_batches(sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))))
+    in_order = sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))
+    batches = list(_batches(in_order, files.gap))
     work = iter(batches)
 
     def read_some() -> Count:
@@ -56,7 +56,7 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
             list(work)  # leaves nothing to read for the other threads
             raise
 
-    threads = min(io_threads, len(batches))
+    threads = min(max(io_threads, files.streams), len(batches))
     if threads <= 1:
         return read_some()
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
@@ -64,11 +64,11 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
     return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
 
 
-def _batches(fetches: list[Fetch]) -> Iterator[list[Fetch]]:
+def _batches(fetches: list[Fetch], gap: int) -> Iterator[list[Fetch]]:
     """Fetches in the order of the files, those that one call reads together."""
     batch: list[Fetch] = []
     for fetch in fetches:
-        if batch and not _joins(fetch, batch):
+        if batch and not _joins(fetch, batch, gap):
             yield batch
             batch = []
         batch.append(fetch)
@@ -76,11 +76,11 @@ def _batches(fetches: list[Fetch]) -> Iterator[list[Fetch]]:
         yield batch
 
 
-def _joins(fetch: Fetch, batch: list[Fetch]) -> bool:
+def _joins(fetch: Fetch, batch: list[Fetch], gap: int) -> bool:
     last = batch[-1]
     return (
         fetch.location.file == last.location.file
-        and 0 <= fetch.begin - last.end <= _GAP
+        and 0 <= fetch.begin - last.end <= gap
         and fetch.end - batch[0].begin <= _BATCH
         and len(fetch.ranges) == len(last.ranges) == 1
         and fetch.device == last.device
@@ -119,7 +119,7 @@ def _read_batch(file: RangedFile, batch: list[Fetch], rings: Rings, count: Count
         for (begin, _), views in zip(batch[0].ranges, placed[0], strict=True):
             count.read += _scatter(file, views, batch[0].begin - batch[0].ranges[0][0] + begin, batch)
     else:
-        skipped = memory_view(block.take(_GAP))
+        skipped = memoryview(bytearray(max(now.begin - last.end for last, now in pairwise(batch))))
         scattered = []
         position = batch[0].begin
         for fetch, (views,) in zip(batch, placed, strict=True):

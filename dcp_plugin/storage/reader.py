@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_plugin._torch import undo_transforms
-from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
@@ -37,6 +36,7 @@ from dcp_plugin.format.pickle_stubs import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.host_memory import finish_device_work
+from dcp_plugin.paths import StorageOptions, as_path
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint
@@ -72,6 +72,7 @@ class ShardedReader(StorageReader):
         check_files: Compare the sizes of all data files with the index when the checkpoint is opened.
         base: Where the checkpoint is that has what this one leaves out, if it was moved.
         complete: Open the base too. Otherwise the index lacks the keys that the base has.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
@@ -94,12 +95,14 @@ class ShardedReader(StorageReader):
         check_files: bool = True,
         base: str | os.PathLike[str] | None = None,
         complete: bool = True,
+        storage_options: StorageOptions | None = None,
     ) -> None:
-        self.path = self._asked_for = local_path(path)
+        self._storage_options = storage_options
+        self.path = self._asked_for = as_path(path, storage_options)
         self._io_threads = io_threads
         self._verify = verify
         self._check_files = check_files
-        self._base = local_path(base) if base else None
+        self._base = as_path(base, storage_options) if base else None
         self._complete = complete
         self._opened: Opened | None = None
         self.load_id = str(uuid.uuid4())
@@ -181,7 +184,7 @@ class ShardedReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self._asked_for = local_path(checkpoint_id)
+            self._asked_for = as_path(checkpoint_id, self._storage_options)
         self._forget()
         self.load_id = str(uuid.uuid4())
 
@@ -254,7 +257,11 @@ class ShardedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        try:
+            as_path(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
 
     # Beyond the interface
 
@@ -344,7 +351,8 @@ class ShardedReader(StorageReader):
             take = lambda item: self._load_item(item, read, chunk, target)  # noqa: E731
             yield fetch.of_item(key, chunk.location, take, block)
         else:
-            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, block)
+            gap = self.opened.files.gap if self.opened.files.streams else 0
+            yield from fetch.of_box(key, chunk, read.dtype, read.box, target, block, gap)
 
     def _block(self, location: Location) -> int | None:
         """Bytes per checksum of an item; None if nothing is checked."""

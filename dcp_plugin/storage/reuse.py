@@ -24,10 +24,8 @@ Only the places of the items are taken from the index; their checksums are compu
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,9 +44,10 @@ from dcp_plugin.format.payload import (
     sample_of,
 )
 from dcp_plugin.host_memory import BLOCK, finish_device_work
-from dcp_plugin.media.disk.hard_links import CannotLink, LinkableFile, free_name
+from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile
+from dcp_plugin.paths import Where
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.storage.write_items import Destination
+from dcp_plugin.storage.write_items import Destination, free_name
 from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")
@@ -114,7 +113,7 @@ class _Known:
     """
 
     hash: bytes | None = None
-    file: LinkableFile | None = None
+    file: Linkable | None = None
     location: Location | None = None
     sample: bytes | None = None
     streak: int = 0
@@ -127,19 +126,19 @@ class Reuse:
     def __init__(self) -> None:
         self._known: dict[Item, _Known] = {}
         self._pending: dict[Item, _Known] = {}
-        self._loaded: Path | None = None
+        self._loaded: Where | None = None
         self._warned = ""
-        self.base: Path | None = None
+        self.base: Where | None = None
         """The last checkpoint."""
 
-    def loaded(self, path: Path) -> None:
+    def loaded(self, path: Where) -> None:
         """The run goes on from this checkpoint. Its index is read when there is something to save."""
         self._loaded = path
 
     def examine(self, candidates: Sequence[Candidate | None], to: Destination) -> Findings:
         """Find what has not changed, and link it into the new checkpoint. None stands for what cannot be linked."""
         asked = {slot: one for slot, one in enumerate(candidates) if one is not None}
-        why_not = self._recall(asked.values())
+        why_not = self._recall(asked.values(), to.medium)
         finish_device_work(one.data for one in asked.values())
         known = {slot: self._known.get(one.item, _Known()) for slot, one in asked.items()}
         certain = [slot for slot, one in known.items() if one.hash is not None]
@@ -167,18 +166,18 @@ class Reuse:
             stable = set()
         return Findings({slot: at for slot, (_, at) in linked.items()}, frozenset(stable), why_not or reason)
 
-    def wrote(self, locations: Mapping[Item, Location], directory: Path) -> None:
+    def wrote(self, locations: Mapping[Item, Location], medium: Medium, directory: Where) -> None:
         """These stable items were written into ``directory``, and can be linked next time."""
-        files: dict[str, LinkableFile] = {}
+        files: dict[str, Linkable] = {}
         for item, at in locations.items():
             if at.file not in files:
-                files[at.file] = LinkableFile.written(directory / at.file)
+                files[at.file] = medium.linkable(directory / at.file)
             known = self._pending[item]
             self._pending[item] = replace(known, hash=at.hash, file=files[at.file], location=at)
 
-    def published(self, path: Path) -> None:
+    def published(self, path: Where) -> None:
         """What was examined and written is a checkpoint now, and the base of the next one."""
-        files: dict[str, LinkableFile] = {}
+        files: dict[str, Linkable] = {}
         for item, known in self._pending.items():
             if known.file is not None and known.location is not None:
                 name = known.location.file
@@ -192,7 +191,7 @@ class Reuse:
             logger.warning("what has not changed since %s is written again: %s.", self.base, why_not)
         self._warned = why_not
 
-    def _recall(self, candidates: Collection[Candidate]) -> str:
+    def _recall(self, candidates: Collection[Candidate], medium: Medium) -> str:
         """Look the candidates up in the checkpoint that was loaded, if one was since the last save.
 
         Returns why not all could be found that should be there.
@@ -206,7 +205,7 @@ class Reuse:
                 index = reader.index
         except (OSError, CheckpointError) as error:
             return f"it cannot be opened any more ({error})"
-        found: dict[str, LinkableFile] = {}
+        found: dict[str, Linkable] = {}
         keys_with_hash = _keys_with_hash(index)
         why_not = ""
         for one in candidates:
@@ -216,8 +215,8 @@ class Reuse:
             if location is None or location.hash is None:
                 why_not = f"it was saved by other ranks or in another layout ({one.item.key}, for one)"
             elif "/" not in location.file and self._known.get(one.item, _Known()).hash != location.hash:
-                homes = tuple(dict.fromkeys((reader.path / location.file, path / location.file)))
-                file = found.setdefault(location.file, LinkableFile(homes, index.files[location.file]))
+                home, size = reader.path / location.file, index.files[location.file]
+                file = found.setdefault(location.file, medium.linkable(home, path / location.file, size=size))
                 self._known[one.item] = _Known(hash=location.hash, file=file, location=location)
         return why_not
 
@@ -233,22 +232,23 @@ def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
 
 def _link(
     same: Mapping[int, _Known], item_at: Mapping[int, Item], to: Destination
-) -> tuple[dict[int, tuple[LinkableFile, Location]], str]:
+) -> tuple[dict[int, tuple[Linkable, Location]], str]:
     """Link the files of which enough is unchanged. Where each item is then; and why not more."""
-    items_of: dict[LinkableFile, dict[int, Location]] = {}
+    items_of: dict[Linkable, dict[int, Location]] = {}
     for slot, known in same.items():
         if known.file is not None and known.location is not None:
             items_of.setdefault(known.file, {})[slot] = known.location
-    linked: dict[int, tuple[LinkableFile, Location]] = {}
+    linked: dict[int, tuple[Linkable, Location]] = {}
     names: list[str] = []
     why_not = ""
     for file, locations in items_of.items():
         alive = sum({where.offset: padded(where.length) for where in locations.values()}.values())
         if alive < file.size * (1 - _MOST_DEAD):
             continue
-        name = free_name(to.rank, names, to.token, wanted=next(iter(locations.values())).file)
+        wanted = "" if to.medium.keeps_names else next(iter(locations.values())).file
+        name = free_name(to.rank, names, to.token, wanted)
         try:
-            if file.identity is None:
+            if not file.verified:
                 file, locations = _verified(file, locations, item_at)
             there = file.link_to(to.directory / name)
         except (CannotLink, OSError) as error:
@@ -277,33 +277,33 @@ def _keys_with_hash(index: CheckpointIndex) -> set[str]:
 
 
 def _verified(
-    file: LinkableFile, locations: Mapping[int, Location], item_at: Mapping[int, Item]
-) -> tuple[LinkableFile, dict[int, Location]]:
+    file: Linkable, locations: Mapping[int, Location], item_at: Mapping[int, Item]
+) -> tuple[Linkable, dict[int, Location]]:
     """The file with its identity, and where its items are, with checksums of the bytes that are there.
 
     Raises:
         CannotLink: It has other bytes.
     """
-    with file.open() as (fd, known):
+    with file.opened() as (there, known):
         memory = memoryview(bytearray(BLOCK))
-        return known, {slot: _verified_item(fd, item_at[slot], at, memory) for slot, at in locations.items()}
+        return known, {slot: _verified_item(there, item_at[slot], at, memory) for slot, at in locations.items()}
 
 
-def _verified_item(fd: int, item: Item, at: Location, memory: memoryview) -> Location:
+def _verified_item(file: RangedFile, item: Item, at: Location, memory: memoryview) -> Location:
     around = frame_if_possible(item.dtype, item.sizes)
     if around is None or (at.length, at.payload_offset) != (around.length, around.payload_offset):
         raise CannotLink("another version of torch or of dcp_plugin has saved it")
-    head = os.pread(fd, len(around.head), at.offset)
+    head = _read(file, at.offset, len(around.head))
     checksum, running_hash = RunningCrc(block_size(around.payload_length)), RunningHash()
     begin, end = at.offset + around.payload_offset, at.offset + around.payload_offset + around.payload_length
     while begin < end:
-        count = os.preadv(fd, [memory[: end - begin]], begin)
+        count = file.read_into([memory[: end - begin]], begin)
         if not count:
             break
         checksum.add(memory[:count])
         running_hash.update(memory[:count])
         begin += count
-    tail = os.pread(fd, around.length - around.payload_offset - around.payload_length, end)
+    tail = _read(file, end, around.length - around.payload_offset - around.payload_length)
     framed = head == around.head and tail in (around.tail(checksum.crc), around.tail(0))  # saved without checksums: 0
     if not framed or running_hash.digest() != at.hash:
         raise CannotLink(f"what is in {at.file} are not the bytes that its index says; see dcp_plugin.verify")
@@ -311,3 +311,8 @@ def _verified_item(fd: int, item: Item, at: Location, memory: memoryview) -> Loc
     return replace(
         at, payload_length=around.payload_length, frame_crc=frame_crc, checksums=np.array(checksum.ends, np.uint32)
     )
+
+
+def _read(file: RangedFile, offset: int, count: int) -> bytes:
+    memory = bytearray(count)
+    return bytes(memory[: file.read_into([memoryview(memory)], offset)])

@@ -10,11 +10,11 @@ these. They are cut in the order of the items, so that neighbours, which often s
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from isal.isal_zlib import crc32
 
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
+from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.format.index import Location
 from dcp_plugin.format.payload import RunningCrc, RunningHash, block_size, frame, padded
-from dcp_plugin.host_memory import PIECE, Rings, finish_device_work
+from dcp_plugin.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
-from dcp_plugin.media.disk.hard_links import free_name
+from dcp_plugin.paths import Where
 from dcp_plugin.tensors import WholeItem
 
 Data = torch.Tensor | WholeItem | bytes
@@ -42,17 +43,17 @@ class Destination:
     """Where and how this rank writes."""
 
     medium: Medium
-    directory: Path
+    directory: Where
     """Of the reservation."""
     rank: int
     token: str
-    """Part of the names of files that may be linked later, see :func:`~dcp_plugin.media.disk.hard_links.free_name`."""
+    """Part of the names of files that may be linked later, see :func:`free_name`."""
     io_threads: int
     checksum: bool
 
 
 def write(
-    items: Sequence[Data], to: Destination, checkpoint: Path, stable: Collection[int] = (), taken: Collection[str] = ()
+    items: Sequence[Data], to: Destination, checkpoint: Where, stable: Collection[int] = (), taken: Collection[str] = ()
 ) -> list[Location]:
     """Write and sync the items; where each of them is.
 
@@ -85,6 +86,25 @@ def write(
         with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
             list(pool.map(write_one, names, buckets, layouts))
     return [locations[slot] for slot in range(len(items))]
+
+
+def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
+    """A name for a data file of this rank: the wanted one if it may be linked under it, else the first that is free.
+
+    Args:
+        token: The save's, for the name of a file that may be linked into other checkpoints: stock writes
+            ``__{rank}_{n}.distcp`` in place, which would change these too, and new names are to be no other save's.
+            Empty for a name like stock's.
+        wanted: The name in the last checkpoint. A file keeps its name where it can, so that tools which copy a run see
+            what is the same. Not if it is another rank's, which may link a file of that name itself, or as stock's.
+    """
+    if re.fullmatch(rf"__{rank}_\d+-[0-9a-f]+{DATA_SUFFIX}", wanted) and wanted not in taken:
+        return wanted
+    suffix = f"-{token}{DATA_SUFFIX}" if token else DATA_SUFFIX
+    number = 0
+    while (name := f"__{rank}_{number}{suffix}") in taken:
+        number += 1
+    return name
 
 
 def _item_length(data: Data) -> int:
@@ -175,11 +195,11 @@ def _write_item(
                 "a tensor that torch.save writes has changed while it was saved; do not change it meanwhile"
             )
     if isinstance(data, bytes):
-        head, head_crc, length = b"", 0, len(data)
+        head, head_crc, length, kept = b"", 0, len(data), True
         pieces = iter([memoryview(data)])
     else:
         around = frame(data.dtype, tuple(data.shape))
-        head, head_crc, length = around.head, around.head_crc, around.payload_length
+        head, head_crc, length, kept = around.head, around.head_crc, around.payload_length, is_plain_memory(data)
         file.write(head)
         pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
     running = RunningCrc(block_size(length))
@@ -188,7 +208,7 @@ def _write_item(
             running.add(piece)
         if also is not None:
             also(piece)
-        file.write(piece)
+        file.write(piece, kept)
     checksums = np.array(running.ends, np.uint32) if checksum else None
     if isinstance(data, bytes):  # torch.save puts the payloads of an opaque one somewhere inside
         return Location(name, offset, length, None if opaque else 0, length, 0, checksums)
@@ -201,7 +221,7 @@ def _write_item(
 class _Meter:
     """Counts what all threads of one save have written, and tells the world."""
 
-    def __init__(self, path: Path, total: int) -> None:
+    def __init__(self, path: Where, total: int) -> None:
         self._path, self._total, self._written = path, total, 0
         self._lock = threading.Lock()
 

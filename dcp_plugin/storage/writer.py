@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_plugin._torch import settled
-from dcp_plugin.config import local_path
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format import metadata as dcp_metadata
@@ -36,8 +34,8 @@ from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
-from dcp_plugin.media import Medium, Reservation
-from dcp_plugin.media.disk import LocalDisk
+from dcp_plugin.media import Medium, Reservation, medium_of
+from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
@@ -52,7 +50,7 @@ class RankDirectory:
     """What the coordinator tells each rank with its plan: who it is and where this save's files go."""
 
     rank: int
-    directory: Path
+    directory: Where
 
     @property
     def token(self) -> str:
@@ -68,7 +66,7 @@ class RankDirectory:
         return _received, (self.rank, self.directory)
 
 
-def _received(rank: int, directory: Path) -> RankDirectory:
+def _received(rank: int, directory: Where) -> RankDirectory:
     """A destination that has come from the coordinator, noted for :meth:`ShardedWriter.write_data`.
 
     It comes with the plan, but the planner need not hand that on: one that caches plans (``enable_plan_caching``) gives
@@ -120,7 +118,7 @@ class WrittenPart:
 class PartWriter:
     """Writes one rank's part of a save into its data files, and syncs them."""
 
-    path: Path
+    path: Where
     """The checkpoint's final path, for events and errors."""
     medium: Medium
     io_threads: int
@@ -147,12 +145,12 @@ class PartWriter:
             locations, nbytes, found = self._write(unique, to, frozen)
             self.medium.flush(to.directory)
         except OSError as error:
-            raise SaveFailed(f"cannot save {self.path}: {error}. Is the file system full or gone?") from error
+            raise SaveFailed(f"cannot save {self.path}: {error}. {self.medium.advice}") from error
         return WrittenItems([locations[slot] for slot in first], nbytes, found)
 
     def _write(self, items: _Items, to: RankDirectory, frozen: Collection[str]) -> tuple[list[Location], int, Findings]:
         reuse, found = self.reuse, NOTHING
-        token = to.token if reuse is not None else ""
+        token = to.token if reuse is not None or self.medium.keeps_names else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
@@ -164,7 +162,7 @@ class PartWriter:
         locations = {**found.linked, **dict(zip(left, written, strict=True))}
         if reuse is not None:
             stable_items = {one.item: locations[at] for at in found.stable if (one := candidates[at]) is not None}
-            reuse.wrote(stable_items, to.directory)
+            reuse.wrote(stable_items, self.medium, to.directory)
         ends = {at.file: at.offset + padded(at.length) for at in sorted(written, key=lambda at: at.offset)}
         return [locations[slot] for slot in range(len(items))], sum(ends.values()), found
 
@@ -201,16 +199,16 @@ class Publication:
     """One checkpoint in the making. The coordinator reserves its directory, then publishes or discards it; on other
     ranks nothing is reserved, and to discard does nothing."""
 
-    def __init__(self, path: Path, medium: Medium) -> None:
+    def __init__(self, path: Where, medium: Medium) -> None:
         self.path = path
         self.medium = medium
         self.save_id = str(uuid.uuid4())
         self.published = False
         """Whether the checkpoint is at ``path``."""
-        self._reservation: Reservation | None = None
+        self._reservation: Reservation[Any] | None = None
 
     @property
-    def directory(self) -> Path | None:
+    def directory(self) -> Where | None:
         """Where the files of this save go; None if nothing is reserved."""
         return self._reservation.directory if self._reservation else None
 
@@ -218,14 +216,15 @@ class Publication:
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
-    def reserve(self, among_other_files: bool = False) -> Path:
+    def reserve(self, among_other_files: bool = False) -> Where:
         """The directory that this save writes into, made if there is none yet.
 
         See :meth:`dcp_plugin.media.Medium.reserve`.
         """
         if self._reservation is None:
             self._reservation = self.medium.reserve(self.path, among_other_files)
-        return self._reservation.directory
+        directory: Where = self._reservation.directory
+        return directory
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of the data files of all ranks, by name."""
@@ -261,7 +260,7 @@ class Publication:
         summary = Summary(
             step=facts.step,
             # Later than all beside it, even if the clock was set back or another host's clock is ahead.
-            time=max(time.time(), newest_time(self.medium, self.path.parent) + 0.001),
+            time=self._reservation.time or max(time.time(), newest_time(self.medium, self.path.parent) + 0.001),
             world_size=facts.world_size,
             tensors=len(index) - values,
             values=values,
@@ -281,7 +280,7 @@ class Publication:
             files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
-            raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
+            raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
         self._reservation, self.published = None, True
         return summary
 
@@ -289,7 +288,7 @@ class Publication:
         try:
             return check_rest.told_beside(self.medium, self.reserve())
         except OSError as error:
-            raise SaveFailed(f"cannot commit {self.path}: {error}. Is the file system full or gone?") from error
+            raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
     def discard(self) -> None:
         """Delete what this save has written so far, unless it is published."""
@@ -313,6 +312,7 @@ class ShardedWriter(StorageWriter):
         overwrite: Whether a checkpoint that is there already is replaced; otherwise that is a ``RuntimeError``.
         kinds: For the summary: which names of the state are a ``"module"`` and which an ``"optimizer"``.
         layouts: For the summary: how the tensors are distributed, in words.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
 
     Raises:
         SaveFailed: From any method: the checkpoint was not committed; what was at ``path`` is untouched.
@@ -338,16 +338,19 @@ class ShardedWriter(StorageWriter):
         overwrite: bool = True,
         kinds: Mapping[str, str] | None = None,
         layouts: Sequence[str] = (),
+        storage_options: StorageOptions | None = None,
     ) -> None:
         self.overwrite = overwrite
         self.bytes_written = 0
         """Bytes of this rank's data files."""
-        self._publication = Publication(local_path(path), LocalDisk(direct_io))
+        self._storage_options, self._direct_io = storage_options, direct_io
+        where = as_path(path, storage_options)
+        self._publication = Publication(where, medium_of(where, direct_io))
         self._options = PartWriter(self.path, self._publication.medium, io_threads, checksum, reuse)
         self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Where:
         return self._publication.path
 
     @property
@@ -355,7 +358,9 @@ class ShardedWriter(StorageWriter):
         return self._publication.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._publication = Publication(local_path(checkpoint_id) if checkpoint_id else self.path, self._options.medium)
+        where = as_path(checkpoint_id, self._storage_options) if checkpoint_id else self.path
+        self._publication = Publication(where, medium_of(where, self._direct_io))
+        self._options = replace(self._options, medium=self._publication.medium)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -413,7 +418,11 @@ class ShardedWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        try:
+            as_path(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> Any:

@@ -32,11 +32,12 @@ from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, local_path
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
 from dcp_plugin.format import DAMAGED
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
+from dcp_plugin.paths import PathLike, as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.runs.scan import state_of
@@ -184,7 +185,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing complete.
     """
-    path = local_path(path)
+    path = as_path(path)
     state = state_of(path)
     if state is None:
         if reason := _incomplete_reason(path):

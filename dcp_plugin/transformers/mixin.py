@@ -29,9 +29,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.config import CheckpointConfig, PathLike, as_local
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.random_streams import SavedStreams
+from dcp_plugin.paths import PathLike, text_of
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
@@ -103,7 +104,7 @@ class DCPTrainerMixin(Trainer):
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):  # before the Trainer makes a directory called "s3:"
             if isinstance(given, TrainingArguments) and given.output_dir:
-                given.output_dir = as_local(given.output_dir)
+                given.output_dir = text_of(given.output_dir)
         super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
             self.checkpoint_config = checkpoint_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dcp_plugin.config import as_local
+from dcp_plugin.paths import text_of as as_local
 from tests.launch import on_ranks
 
 

@@ -25,12 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
-from pathlib import Path
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, damage_in
 from dcp_plugin.format import METADATA, Files, exists, stock_metadata
 from dcp_plugin.format.foreign import detect, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import KeyPath
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
@@ -177,8 +177,9 @@ class Saved:
     """It has weights and no state of a training. What is below it may be something else."""
 
     @property
-    def path(self) -> Path:
-        return Path(self.files.where, self.name)
+    def path(self) -> Where:
+        where = as_path(self.files.where)
+        return where / self.name if self.name else where
 
     def examined(self) -> Saved | None:
         """After a look into it. None for a file that has nothing to do with a training."""

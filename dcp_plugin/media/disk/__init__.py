@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.format import DATA_SUFFIX, SUMMARY
 from dcp_plugin.media import Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
 from dcp_plugin.media.disk.files import HeldFiles, LocalFiles
+from dcp_plugin.media.disk.hard_links import LinkableFile
 
 _VISIBLE_SECONDS = 10.0
 """How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
@@ -31,6 +32,9 @@ class LocalDisk:
     """
 
     direct_io: bool | Literal["auto"] = "auto"
+
+    advice = "Is the file system full, read-only or gone?"
+    keeps_names = False
 
     reserve = staticmethod(commit.reserve)
     discard = staticmethod(commit.discard)
@@ -57,7 +61,7 @@ class LocalDisk:
     def create(self, directory: Path, name: str, size: int, wrote: Callable[[int], None]) -> BlockFile:
         return BlockFile(directory / name, size, self.direct_io, wrote)
 
-    def publish(self, reservation: Reservation, files: Mapping[str, bytes]) -> None:
+    def publish(self, reservation: Reservation[Path], files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
             path = reservation.directory / name
             path.parent.mkdir(exist_ok=True)
@@ -66,7 +70,7 @@ class LocalDisk:
         posix.sync_tree(reservation.directory, but=DATA_SUFFIX)  # with what others have added
         commit.publish(reservation)
 
-    def entries(self, root: Path) -> list[Listed]:
+    def entries(self, root: Path) -> list[Listed[Path]]:
         with os.scandir(root) as entries:
             found = [
                 Listed(
@@ -76,3 +80,33 @@ class LocalDisk:
                 for one in entries
             ]
         return sorted(found, key=lambda one: one.path)
+
+    def kind(self, path: Path) -> Literal["folder", "file", ""]:
+        if path.is_dir():
+            return "folder"
+        return "file" if path.exists() else ""
+
+    def attach(self, directory: Path, put: Callable[[Path], None]) -> None:
+        put(directory)
+
+    def mark(self, path: Path, name: str, data: bytes) -> bool:
+        try:
+            with open(path / name, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+        return True
+
+    def linkable(self, *homes: Path, size: int | None = None) -> LinkableFile:
+        return LinkableFile.written(homes[0]) if size is None else LinkableFile(tuple(dict.fromkeys(homes)), size)
+
+    def snapshot(self, root: Path) -> LocalDisk:
+        return self
+
+    def may_have_base(self, path: Path) -> bool:
+        return (path / SUMMARY).exists()
+
+    def time_from_names(self, path: Path) -> None:
+        return None

@@ -26,7 +26,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import socket
 import time
 import uuid
@@ -39,13 +38,10 @@ from typing import Any
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
-from dcp_plugin.media import Reservation
+from dcp_plugin.media import Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
 
 logger = logging.getLogger("dcp_plugin")
-
-WORKSPACE = ".dcp_plugin"
-_ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
 
 
 @dataclass
@@ -68,22 +64,15 @@ _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it, or publish while we look."""
 
 
-def workspace_of(final: Path) -> Path:
-    """Where a checkpoint is made and deleted: beside it. Only not among the numbered checkpoints of an Accelerate
-    project: Accelerate takes every entry of that folder for one of them."""
-    numbered = _ACCELERATE_NUMBERED.fullmatch(f"{final.parent.name}/{final.name}")
-    return (final.parent.parent if numbered else final.parent) / WORKSPACE
-
-
-def _reservation(final: Path, token: str) -> Reservation:
+def _reservation(final: Path, token: str) -> Reservation[Path]:
     return Reservation(final, token, workspace_of(final) / f"{token}.saving")
 
 
-def _record(reservation: Reservation) -> Path:
+def _record(reservation: Reservation[Path]) -> Path:
     return reservation.directory.with_suffix(".json")
 
 
-def reserve(final: Path, among_other_files: bool = False) -> Reservation:
+def reserve(final: Path, among_other_files: bool = False) -> Reservation[Path]:
     """Make the directory that a save to ``final`` writes into.
 
     Args:
@@ -108,7 +97,7 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation:
     return reservation
 
 
-def publish(reservation: Reservation) -> None:
+def publish(reservation: Reservation[Path]) -> None:
     """Give the finished directory its final name. All its files are synced already.
 
     Raises:
@@ -156,7 +145,7 @@ def publish(reservation: Reservation) -> None:
         _tidy_up(reservation)
 
 
-def _take_name(reservation: Reservation, replaces: bool) -> None:
+def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
     """Rename the directory to its final name. What was there is in its place, or aside, then."""
     final, directory = reservation.final, reservation.directory
     if replaces and posix.exchange(directory, final):
@@ -166,7 +155,7 @@ def _take_name(reservation: Reservation, replaces: bool) -> None:
     os.rename(directory, final)
 
 
-def discard(reservation: Reservation) -> None:
+def discard(reservation: Reservation[Path]) -> None:
     """Delete what is left of a save that was not published. What it was to replace stays."""
     held = _held.get(reservation.token)
     if held is not None and held.naming:
@@ -384,7 +373,7 @@ def _identity(checkpoint: Path) -> str:
         return ""
 
 
-def _open_record(final: Path) -> Reservation:
+def _open_record(final: Path) -> Reservation[Path]:
     """A new token, with its locked record in the workspace."""
     for attempt in range(_ATTEMPTS):
         reservation = _reservation(final, uuid.uuid4().hex[:16])
@@ -399,7 +388,7 @@ def _open_record(final: Path) -> Reservation:
     return reservation
 
 
-def _make_record(reservation: Reservation) -> None:
+def _make_record(reservation: Reservation[Path]) -> None:
     record = _record(reservation)
     try:
         descriptor = posix.lock(record)
@@ -421,14 +410,14 @@ def _make_record(reservation: Reservation) -> None:
         raise
 
 
-def _note_in_record(reservation: Reservation, said: dict[str, Any]) -> None:
+def _note_in_record(reservation: Reservation[Path], said: dict[str, Any]) -> None:
     """Add a line to the record, durably."""
     descriptor = _held[reservation.token].descriptor
     os.write(descriptor, json.dumps(said).encode() + b"\n")
     os.fsync(descriptor)
 
 
-def _tidy_up(reservation: Reservation) -> None:
+def _tidy_up(reservation: Reservation[Path]) -> None:
     """Put back what was moved aside, if its name is free, and delete the rest. What fails is left for the next save."""
     finished = False
     with suppress(OSError):
@@ -446,7 +435,7 @@ def _delete_all(paths: Iterable[Path]) -> bool:
     return gone
 
 
-def _let_go(reservation: Reservation, finished: bool = False) -> None:
+def _let_go(reservation: Reservation[Path], finished: bool = False) -> None:
     """Drop the lock; and the record, if it tells of nothing any more. The next save beside it sweeps what it tells of,
     in this process too."""
     held = _held.pop(reservation.token, None)
@@ -487,11 +476,10 @@ def target_of(record: Path) -> str | None:
 
 def _checked_target(noted: dict[str, Any]) -> str | None:
     target = noted.get("target")
-    known = isinstance(target, str) and (target == os.path.basename(target) or _ACCELERATE_NUMBERED.fullmatch(target))
-    return target if known else None
+    return target if is_target(target) else None
 
 
-def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
+def _recover(reservation: Reservation[Path], noted: dict[str, Any]) -> None:
     """Put back the old checkpoint if the new one did not get its name, else what others had put into the old one."""
     final, directory = reservation.final, reservation.directory
     if _restore(reservation) or "publishing" not in noted or not final.is_dir():
@@ -501,7 +489,7 @@ def _recover(reservation: Reservation, noted: dict[str, Any]) -> None:
             _keep_other_files(old, final)
 
 
-def _restore(reservation: Reservation) -> bool:
+def _restore(reservation: Reservation[Path]) -> bool:
     """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
     final, aside = reservation.final, reservation.directory.with_suffix(".aside")
     if not os.path.lexists(aside):  # a link leads nowhere from there

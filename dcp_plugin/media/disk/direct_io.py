@@ -74,7 +74,7 @@ class BlockFile:
         """Whether bytes at this address, if appended now, are written without being copied."""
         return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
         """Append; ``data`` may change as soon as this returns."""
         if len(data) >= _LARGE and not self.direct:
             self._flush(self._filled)

@@ -38,6 +38,9 @@ class LocalFile(RangedFile):
 class LocalFiles:
     """The files of a directory, found by their paths at each call. Nothing is held."""
 
+    streams = 0
+    gap = 8 << 10  # a system call costs as much
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 

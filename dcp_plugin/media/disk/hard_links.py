@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 
-from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.media import CannotLink
 from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk.files import LocalFile
 
 _HOMES = 4
 _GONE = "its files are gone, or were written to since"
@@ -54,14 +55,18 @@ class LinkableFile:
         found = os.stat(path)
         return cls((path,), found.st_size, _Identity.of(found))
 
+    @property
+    def verified(self) -> bool:
+        return self.identity is not None
+
     def published(self, home: Path) -> LinkableFile:
         """The same file when its newest name has become ``home``."""
         others = [path for path in self.homes[1:] if path != home]
         return replace(self, homes=(home, *others)[:_HOMES])
 
     @contextmanager
-    def open(self) -> Iterator[tuple[int, LinkableFile]]:
-        """A descriptor of the file, and this object with the identity of what was opened.
+    def opened(self) -> Iterator[tuple[LocalFile, LinkableFile]]:
+        """The file, open to be verified, and this object with the identity of what was opened.
 
         Raises:
             CannotLink: It is not there.
@@ -71,10 +76,8 @@ class LinkableFile:
                 fd = os.open(home, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:
                 continue
-            try:
-                yield fd, replace(self, identity=_Identity.of(os.fstat(fd)))
-            finally:
-                os.close(fd)
+            with LocalFile(FileIO(fd)) as file:
+                yield file, replace(self, identity=_Identity.of(os.fstat(fd)))
             return
         raise CannotLink(_GONE)
 
@@ -109,29 +112,6 @@ class LinkableFile:
             return False
         same = _Identity.of(found) == self.identity if self.identity else found.st_size == self.size
         return same and stat.S_ISREG(found.st_mode)
-
-
-class CannotLink(Exception):
-    """A file cannot be linked; the message says why. Never reaches the user."""
-
-
-def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
-    """A name for a data file of this rank: the wanted one if it may be linked under it, else the first that is free.
-
-    Args:
-        token: The save's, for the name of a file that may be linked into other checkpoints: stock writes
-            ``__{rank}_{n}.distcp`` in place, which would change these too, and new names are to be no other save's.
-            Empty for a name like stock's.
-        wanted: The name in the last checkpoint. A file keeps its name where it can, so that tools which copy a run see
-            what is the same. Not if it is another rank's, which may link a file of that name itself, or as stock's.
-    """
-    if re.fullmatch(rf"__{rank}_\d+-[0-9a-f]+{DATA_SUFFIX}", wanted) and wanted not in taken:
-        return wanted
-    suffix = f"-{token}{DATA_SUFFIX}" if token else DATA_SUFFIX
-    number = 0
-    while (name := f"__{rank}_{number}{suffix}") in taken:
-        number += 1
-    return name
 
 
 def _reflink(source: Path, target: Path) -> bool:

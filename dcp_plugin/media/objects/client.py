@@ -1,0 +1,441 @@
+"""What is asked of a store, of whichever cloud: bytes in and out, names, and conditions.
+
+All stores but one are obstore's. ``memory://`` is fsspec's, which frameworks see too. What a store refuses is raised as
+``OSError``; its text names the URL, and never what a request was signed with.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from dcp_plugin.paths import ObjectPath
+
+T = TypeVar("T")
+
+PART = 8 << 20
+"""Bytes of a part of an upload, and of a range of a large read."""
+IN_FLIGHT = 256 << 20
+"""Bytes that one rank has on the way to a store at a time, at most."""
+STREAMS = 16
+"""Ranges that one rank asks for at a time: one alone gets less than 100 MB/s of a store."""
+GAP = 1 << 20
+"""Bytes that arrive in the time that another request takes."""
+_MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
+_MOST_DELETED = 1_000
+_ATTEMPTS = 5
+
+_MISSING = (
+    "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
+    "environment of this job."
+)
+_SECRET = re.compile(
+    r"(?i)((?:x-amz-[\w-]*|sig|signature|token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
+)
+_QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object, as a listing tells of it."""
+
+    key: str
+    size: int
+    modified: float
+    """Seconds since the epoch, by the store's clock."""
+    tag: str
+    """Another one for other contents: its ETag."""
+
+
+class Changed(Exception):
+    """A condition of a request was not met: the object has come, gone or changed."""
+
+
+class NoConditions(Exception):
+    """The store does not know conditional requests."""
+
+
+class Client(Protocol):
+    """One bucket. Methods raise OSError."""
+
+    def put(self, key: str, data: bytes) -> str:
+        """Write an object, whole; returns its tag."""
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """Write an object if there is one with this tag, or none where it is None.
+
+        Raises:
+            Changed: There is another one.
+            NoConditions: The store cannot tell.
+        """
+
+    def upload(self, key: str, size: int, in_flight: int) -> Upload:
+        """Begin to write an object of ``size`` bytes in parts."""
+
+    def head(self, key: str) -> Found | None:
+        """An object, without its bytes."""
+
+    def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
+        """Fill the pieces of memory in turn from byte ``begin`` on, in one request. How many bytes there were.
+
+        Raises:
+            Changed: The object has another tag.
+        """
+
+    def below(self, prefix: str) -> Iterator[Found]:
+        """All objects whose keys start with ``prefix`` and a slash; all of the bucket if it is empty."""
+
+    def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
+        """The objects there whose names have no slash behind the prefix; and what comes before the slash of others."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects. One that is gone is fine."""
+
+    def copy(self, key: str, to: str) -> None:
+        """Copy an object within the store."""
+
+
+class Upload(Protocol):
+    """An object being written in parts. Nothing is there before :meth:`finish`."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append. ``data`` may be read until :meth:`finish` returns."""
+
+    def finish(self) -> None:
+        """All of it is sent, and durable."""
+
+    def abort(self) -> None:
+        """Give back what was sent. Never raises."""
+
+
+_clients: dict[tuple[str, str, int], Client] = {}
+_lock = threading.Lock()
+
+
+def client_of(path: ObjectPath) -> Client:
+    """What talks to the bucket of a URL; the same for all URLs with the same options in a process.
+
+    Raises:
+        ValueError: obstore is not installed, or does not take the options.
+    """
+    if path.scheme == "memory":
+        return MemoryClient(path.store.partition("://")[2])
+    where = (path.store, repr(sorted((path.options or {}).items(), key=str)) + _environment(), os.getpid())
+    with _lock:
+        if where not in _clients:
+            _clients[where] = ObstoreClient(path)
+        return _clients[where]
+
+
+_first_used_in: list[int] = []
+
+
+def _refuse_in_fork(url: str) -> None:
+    """The threads that do the work for obstore do not live on in a forked child, which would wait for ever.
+
+    Raises:
+        OSError: This process was forked by one that has used a store.
+    """
+    if not _first_used_in:
+        _first_used_in.append(os.getpid())
+    if _first_used_in[0] != os.getpid():
+        raise OSError(
+            errno.ENOTSUP,
+            "this process was forked by one that had used an object store, and its threads are not here. Start "
+            'processes with the method "spawn" or "forkserver"',
+            url,
+        )
+
+
+def _environment() -> str:
+    """What a client is made from besides its URL: it may change between two uses."""
+    clouds = ("AWS_", "GOOGLE_", "AZURE_")
+    return repr(sorted((name, text) for name, text in os.environ.items() if name.startswith(clouds)))
+
+
+def _options_of(path: ObjectPath) -> dict[str, Any]:
+    """The options that a client is made with: ours, where the user has none of his own."""
+    given = dict(path.options or {})
+    # They replace those of the environment, so what is said there has to be said again.
+    allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    client = {"timeout": timedelta(minutes=5), "connect_timeout": timedelta(seconds=10), "allow_http": allow_http}
+    client |= given.pop("client_options", {})
+    retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **given.pop("retry_config", {})}
+    if path.scheme == "s3":
+        endpoint = given.get("endpoint") or given.get("aws_endpoint") or _endpoint_of_aws()
+        if endpoint:
+            given.setdefault("endpoint", endpoint)
+            if str(endpoint).startswith("http://"):
+                client["allow_http"] = True
+        own = {name.removeprefix("aws_").lower() for name in given}
+        if not own & {"checksum_algorithm", "unsigned_payload"}:
+            # The signature has the SHA-256 of each part, so the store checks that anyway. AWS has a faster checksum.
+            given |= {"checksum_algorithm": "SHA256"} if endpoint else _CHECKED_BY_CRC
+    return {**given, "client_options": client, "retry_config": retries}
+
+
+_CHECKED_BY_CRC = {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
+
+
+def _endpoint_of_aws() -> str:
+    """As AWS's own tools find it; obstore knows the second name only."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+
+
+class ObstoreClient:
+    """A bucket of S3, Google or Azure, or an HTTP server, through obstore."""
+
+    def __init__(self, path: ObjectPath) -> None:
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise ValueError(_MISSING.format(path.store)) from error
+        self._obstore, self._url = obstore, path.store
+        try:
+            self._store: Any = from_url(path.store, **_options_of(path))
+        except Exception as error:
+            raise ValueError(f"{path.store} cannot be reached with these options: {_said(error)}") from error
+
+    @contextmanager
+    def _asked(self, key: str, conditional: bool = False) -> Iterator[None]:
+        _refuse_in_fork(self._url)
+        kinds = self._obstore.exceptions
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise _error(errno.ENOENT, error, f"{self._url}/{key}") from None
+        except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
+            if conditional:
+                raise Changed(_said(error)) from None
+            raise _error(errno.EIO, error, f"{self._url}/{key}") from None
+        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
+            raise _error(errno.EACCES, error, f"{self._url}/{key}") from None
+        except kinds.NotSupportedError as error:
+            raise NoConditions(_said(error)) from None
+        except kinds.BaseError as error:
+            raise _error(errno.EIO, error, f"{self._url}/{key}") from None
+
+    def put(self, key: str, data: bytes) -> str:
+        with self._asked(key):
+            return str(self._obstore.put(self._store, key, data, use_multipart=False)["e_tag"])
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+        try:
+            with self._asked(key, conditional=True):
+                return str(self._obstore.put(self._store, key, data, mode=mode, use_multipart=False)["e_tag"])
+        except OSError as error:
+            if any(word in str(error) for word in ("NotImplemented", "not implemented", "501 Not")):
+                raise NoConditions(str(error)) from None
+            raise
+
+    def upload(self, key: str, size: int, in_flight: int) -> Upload:
+        part = max(PART, -(-size // _MOST_PARTS >> 20) + 1 << 20 if size > PART * _MOST_PARTS else PART)
+        with self._asked(key):
+            writer = self._obstore.open_writer(
+                self._store, key, buffer_size=part, max_concurrency=max(1, in_flight // part)
+            )
+        return _ObstoreUpload(self._asked, key, writer)
+
+    def head(self, key: str) -> Found | None:
+        try:
+            with self._asked(key):
+                return _found(self._obstore.head(self._store, key), key)
+        except FileNotFoundError:
+            return None
+
+    def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
+        total = sum(map(len, memory))
+        if total == 0:
+            return 0
+        options: Any = {"range": (begin, begin + total), **({"if_match": tag} if tag else {})}
+        with self._asked(key, conditional=True):
+            result = self._obstore.get(self._store, key, options=options)
+            first, _ = result.range
+            if first != begin:
+                raise OSError(errno.EIO, "the store has sent other bytes than those asked for", f"{self._url}/{key}")
+            return _into(result.stream(min_chunk_size=1 << 20), memory)
+
+    def below(self, prefix: str) -> Iterator[Found]:
+        with self._asked(prefix):
+            for page in self._obstore.list(self._store, prefix or None, chunk_size=1000):
+                for meta in page:
+                    yield _found(meta, meta["path"])
+
+    def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
+        with self._asked(prefix):
+            result = self._obstore.list_with_delimiter(self._store, prefix or None)
+        return [_found(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        there = list(keys)
+        for at in range(0, len(there), _MOST_DELETED):
+            self._delete(there[at : at + _MOST_DELETED])
+
+    def _delete(self, keys: list[str]) -> None:
+        """obstore sends this once; after a reset nobody knows whether it was done, and it does no harm to ask again."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._asked(keys[0]):
+                    self._obstore.delete(self._store, keys)
+                return
+            except FileNotFoundError:  # where each is deleted by a request of its own, one that is gone may end it
+                if len(keys) == 1:
+                    return
+                for key in keys:
+                    self._delete([key])
+                return
+            except OSError as error:
+                if attempt + 1 == _ATTEMPTS or error.errno == errno.EACCES:
+                    raise
+
+    def copy(self, key: str, to: str) -> None:
+        with self._asked(key):
+            self._obstore.copy(self._store, key, to)
+
+
+class _ObstoreUpload:
+    def __init__(self, asked: Callable[[str], Any], key: str, writer: Any) -> None:
+        self._asked, self._key, self._writer = asked, key, writer
+
+    def write(self, data: bytes | memoryview) -> None:
+        with self._asked(self._key):
+            self._writer.write(data)
+
+    def finish(self) -> None:
+        with self._asked(self._key):
+            self._writer.close()
+
+    def abort(self) -> None:
+        with suppress(Exception):  # this is how obstore is told to abort it
+            self._writer.__exit__(RuntimeError, RuntimeError("the save has failed"), None)
+
+
+def _found(meta: Any, key: str) -> Found:
+    return Found(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
+
+
+def _into(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
+    """Copy chunks to the pieces of memory in turn; how many bytes."""
+    done = 0
+    left = [piece for piece in memory if len(piece)]
+    for chunk in chunks:
+        data = memoryview(chunk)
+        while len(data) and left:
+            count = min(len(left[0]), len(data))
+            left[0][:count] = data[:count]
+            left[0], data = left[0][count:], data[count:]
+            done += count
+            if not len(left[0]):
+                del left[0]
+    return done
+
+
+def _error(number: int, error: Exception, where: str) -> OSError:
+    """The error as one of Python's, which picks the class by the number."""
+    text = os.strerror(number) if number == errno.ENOENT and "NoSuchBucket" not in str(error) else _said(error)
+    return OSError(number, text, where)
+
+
+def _said(error: Exception) -> str:
+    """What a store has said, on one line, without what a request was signed with."""
+    text = str(error).partition("\n\nDebug source:")[0]
+    code = re.search(r"<Code>(.*?)</Code>.*?(?:<Message>(.*?)</Message>)?", text, re.DOTALL)
+    text = re.sub(r"<\?xml.*", "", text, flags=re.DOTALL)
+    if code:
+        text += f"{code[1]}{': ' + code[2] if code[2] else ''}"
+    return _SECRET.sub(r"\1…", _QUERY.sub(r"\1?…", " ".join(text.split())))[:1000]
+
+
+class MemoryClient:
+    """``memory://``, as fsspec has it: the objects of this process alone."""
+
+    _lock = threading.RLock()
+
+    def __init__(self, bucket: str) -> None:
+        try:
+            from fsspec.implementations.memory import MemoryFileSystem
+        except ImportError as error:
+            raise ValueError("memory:// needs fsspec: pip install fsspec") from error
+        self._files: Any = MemoryFileSystem()
+        self._root = f"/{bucket}/" if bucket else "/"
+
+    def _found(self, path: str) -> Found:
+        file = self._files.store[path]
+        changed = file.modified.timestamp()
+        return Found(path.removeprefix(self._root), file.getbuffer().nbytes, changed, f"{id(file)}-{changed}")
+
+    def put(self, key: str, data: bytes) -> str:
+        with self._lock:
+            self._files.pipe_file(self._root + key, data)
+            return self._found(self._root + key).tag
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        with self._lock:
+            there = self.head(key)
+            if (there.tag if there else None) != tag:
+                raise Changed(f"{self._root}{key} is another one")
+            return self.put(key, data)
+
+    def upload(self, key: str, size: int, in_flight: int) -> Upload:
+        return _MemoryUpload(self, key)
+
+    def head(self, key: str) -> Found | None:
+        path = self._root + key
+        return self._found(path) if path in self._files.store else None
+
+    def read(self, key: str, begin: int, memory: Sequence[memoryview], tag: str | None) -> int:
+        with self._lock:
+            found = self.head(key)
+            if found is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"memory:/{self._root}{key}")
+            if tag and found.tag != tag:
+                raise Changed(f"{key} is another one")
+            end = begin + sum(map(len, memory))
+            return _into([self._files.cat_file(self._root + key, begin, end)], memory)
+
+    def below(self, prefix: str) -> Iterator[Found]:
+        start = f"{self._root}{prefix}/" if prefix else self._root
+        return iter([self._found(path) for path in sorted(self._files.store) if path.startswith(start)])
+
+    def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
+        below = f"{prefix}/" if prefix else ""
+        objects, prefixes = [], set[str]()
+        for found in self.below(prefix):
+            name, slash, _ = found.key.removeprefix(below).partition("/")
+            if slash:
+                prefixes.add(below + name)
+            else:
+                objects.append(found)
+        return objects, sorted(prefixes)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._files.store.pop(self._root + key, None)
+
+    def copy(self, key: str, to: str) -> None:
+        with self._lock:
+            self.put(to, self._files.cat_file(self._root + key))
+
+
+class _MemoryUpload:
+    def __init__(self, client: MemoryClient, key: str) -> None:
+        self._client, self._key, self._data = client, key, bytearray()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._data += data
+
+    def finish(self) -> None:
+        self._client.put(self._key, bytes(self._data))
+
+    def abort(self) -> None:
+        self._data.clear()

@@ -1,0 +1,170 @@
+"""Reading a checkpoint in a store while others publish, replace and delete beside it.
+
+One listing says which objects there are, and their sizes and tags. What is read afterwards has those tags: an object
+that was replaced meanwhile is never taken for the one that was listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from dcp_plugin.format import METADATA
+from dcp_plugin.media import RangedFile
+from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
+from dcp_plugin.paths import ObjectPath
+
+_BUFFER = 1 << 20
+"""Bytes that a small read asks for: what follows is often wanted next, and another request takes longer."""
+
+
+class ObjectFile(RangedFile):
+    """An object, read by ranges."""
+
+    def __init__(self, client: Client, found: Found, where: str) -> None:
+        self._object = _Object(client, found, where)
+        super().__init__(self._object, min(_BUFFER, max(1, found.size)))
+
+    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
+        return self._object.read_at(memory, offset)
+
+
+class _Object(io.RawIOBase):
+    def __init__(self, client: Client, found: Found, where: str) -> None:
+        super().__init__()
+        self._client, self._found, self._where, self._at = client, found, where, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._found.size)[whence])
+        return self._at
+
+    def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
+        count = self.read_at([memoryview(memory).cast("B")], self._at)
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        memory = bytearray(max(0, self._found.size - self._at))
+        done = 0
+        while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
+            done += count
+        return bytes(memory[:done])
+
+    def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
+        left = self._found.size - offset
+        if left <= 0:
+            return 0
+        wanted = []
+        for piece in memory:
+            wanted.append(piece[:left])
+            left -= len(wanted[-1])
+            if left <= 0:
+                break
+        try:
+            return self._client.read(self._found.key, offset, wanted, self._found.tag)
+        except Changed:
+            raise FileNotFoundError(errno.ENOENT, "it was replaced while it was read", self._where) from None
+
+
+class ObjectFiles:
+    """The objects below a prefix, found one by one."""
+
+    streams = STREAMS
+    gap = GAP
+
+    def __init__(self, client: Client, path: ObjectPath) -> None:
+        self._client, self.path = client, path
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    def _key(self, name: str) -> str:
+        return f"{self.path.key}/{name}" if self.path.key else name
+
+    def _find(self, name: str) -> Found:
+        found = self._client.head(self._key(name))
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
+        return found
+
+    def names(self) -> list[str]:
+        objects, folders = self._client.directly_below(self.path.key)
+        names = [one.key.rpartition("/")[2] for one in objects if not one.key.endswith("/")]
+        names += [f"{folder.rstrip('/').rpartition('/')[2]}/" for folder in folders]
+        if not names:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        return sorted(names)
+
+    def size(self, name: str) -> int:
+        return self._find(name).size
+
+    def modified(self, name: str) -> float:
+        return self._find(name).modified
+
+    def open(self, name: str) -> ObjectFile:
+        return ObjectFile(self._client, self._find(name), f"{self.path}/{name}")
+
+    def leads_elsewhere(self, name: str) -> bool:
+        return False
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Nothing keeps an object. What replaces a checkpoint leaves its objects until the save after that."""
+
+    def moved(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class ListedFiles(ObjectFiles):
+    """The objects below a prefix, of one listing.
+
+    Args:
+        listed: By the names below the prefix; None: it is made when it is first needed.
+        frozen: What was listed is what there is, whatever has come since.
+    """
+
+    def __init__(
+        self, client: Client, path: ObjectPath, listed: Mapping[str, Found] | None = None, frozen: bool = False
+    ) -> None:
+        super().__init__(client, path)
+        self._listed = listed
+        self._frozen = frozen
+
+    def _all(self) -> Mapping[str, Found]:
+        if self._listed is None:
+            below = f"{self.path.key}/" if self.path.key else ""
+            found = self._client.below(self.path.key)
+            self._listed = {one.key.removeprefix(below): one for one in found if not one.key.endswith("/")}
+        return self._listed
+
+    def _find(self, name: str) -> Found:
+        if name not in self._all():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
+        return self._all()[name]
+
+    def names(self) -> list[str]:
+        if not self._all():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        return sorted({name[: name.find("/") + 1] or name for name in self._all()})
+
+    def modified(self, name: str) -> float:
+        if not name:
+            return max((one.modified for one in self._all().values()), default=0.0)
+        return super().modified(name)
+
+    def moved(self) -> bool:
+        if self._frozen:
+            return False
+        before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        return (before.tag if before else None) != (now.tag if now else None)

@@ -1,0 +1,189 @@
+"""A checkpoint that was saved in place (:mod:`dcp_plugin.format.packed`), seen as one that was not.
+
+Its files have the names that those of any checkpoint have, wherever they are: in an object store, or in a directory
+that it was copied to. What is of other saves to the same path is not seen.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+
+from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY
+from dcp_plugin.format.packed import END, end_of, folders, token_in
+from dcp_plugin.media import RangedFile, Readable
+
+_TAIL = 64 << 10
+"""Bytes; a summary has a few kilobytes, unless the state has very many modules."""
+
+
+def unpacked(files: Readable) -> Readable:
+    """The files of what is there, under their usual names. Raises OSError as they do."""
+    names = files.names()
+    if METADATA not in names or not (tokens := folders(names)):
+        return files
+    tail = last_bytes(files, _TAIL)
+    found = end_of(tail)
+    if found is None or found[0] not in tokens:  # another tool has saved there
+        return files
+    token, length = found
+    if length + END > len(tail):
+        tail = last_bytes(files, length + END)
+    return PackedFiles(files, token, tail, length)
+
+
+def last_bytes(files: Readable, count: int) -> bytes:
+    """The end of ``.metadata``."""
+    size = files.size(METADATA)
+    count = min(count, size)
+    memory = bytearray(count)
+    with files.open(METADATA) as file:
+        done = 0
+        while done < count:
+            read = file.read_into([memoryview(memory)[done:]], size - count + done)
+            if not read:
+                break
+            done += read
+    return bytes(memory[:done])
+
+
+class PackedFiles:
+    """The view. ``tail`` is the end of ``.metadata``, with the summary in it."""
+
+    def __init__(self, files: Readable, token: str, tail: bytes, length: int) -> None:
+        self.files = files
+        self.token = token
+        self._folder = f"{PACKED}{token}/"
+        self._summary = tail[len(tail) - END - length : len(tail) - END]
+        self._before = tail[: len(tail) - END - length]
+        self._metadata_size = files.size(METADATA) - END - length
+        self._attached = _attached(self._summary)
+
+    @property
+    def where(self) -> str:
+        return self.files.where
+
+    @property
+    def streams(self) -> int:
+        return self.files.streams
+
+    @property
+    def gap(self) -> int:
+        return self.files.gap
+
+    def _at(self, name: str) -> str:
+        moved = name == INDEX or name.partition("/")[0] in self._attached
+        return self._folder + name if moved else name
+
+    def names(self) -> list[str]:
+        there = [name for name in self.files.names() if not self._is_of_another(name)]
+        return sorted({*there, SUMMARY, INDEX, *self._attached})
+
+    def _is_of_another(self, name: str) -> bool:
+        of_a_save = name.startswith(PACKED) or (name.endswith(DATA_SUFFIX) and token_in(name) not in ("", self.token))
+        return of_a_save or name == SUMMARY
+
+    def size(self, name: str) -> int:
+        if name == SUMMARY:
+            return len(self._summary)
+        return self._metadata_size if name == METADATA else self.files.size(self._at(name))
+
+    def modified(self, name: str) -> float:
+        return self.files.modified(METADATA if name == SUMMARY else self._at(name))
+
+    def open(self, name: str) -> RangedFile:
+        if name == SUMMARY:
+            return _Part(None, 0, self._summary)
+        if name == METADATA:
+            return _Part(self.files.open(METADATA), self._metadata_size - len(self._before), self._before)
+        return self.files.open(self._at(name))
+
+    def leads_elsewhere(self, name: str) -> bool:
+        return self.files.leads_elsewhere(METADATA if name == SUMMARY else self._at(name))
+
+    def keep(self, names: Iterable[str]) -> None:
+        self.files.keep([self._at(name) for name in names])
+
+    def moved(self) -> bool:
+        return self.files.moved()
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def _attached(summary: bytes) -> frozenset[str]:
+    """The names that a summary says are of the save; a damaged one says none, and whoever decodes it says so."""
+    try:
+        said = json.loads(summary)["attached"]
+        return frozenset(name for name in said if isinstance(name, str) and name and "/" not in name)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return frozenset()
+
+
+class _Bytes(io.RawIOBase):
+    """The first bytes of a file, of which the last are known."""
+
+    def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
+        super().__init__()
+        self._file, self._begin, self._known, self._at = file, begin, known, 0
+        self._size = begin + len(known)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
+        count = self.read_at([memoryview(memory)], self._at)
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        memory = bytearray(max(0, self._size - self._at))
+        done = 0
+        while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
+            done += count
+        return bytes(memory[:done])
+
+    def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
+        if offset >= self._begin:
+            return _scatter(memoryview(self._known)[offset - self._begin :], memory)
+        assert self._file is not None, "there is nothing before what is known"
+        return self._file.read_into(list(_cut(memory, self._begin - offset)), offset)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+
+class _Part(RangedFile):
+    def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
+        self._bytes = _Bytes(file, begin, known)
+        super().__init__(self._bytes)
+
+    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
+        return self._bytes.read_at(memory, offset)
+
+
+def _cut(memory: Sequence[memoryview], most: int) -> Iterable[memoryview]:
+    for piece in memory:
+        if most > 0:
+            yield piece[:most]
+        most -= len(piece)
+
+
+def _scatter(data: memoryview, memory: Sequence[memoryview]) -> int:
+    """Copy to the pieces in turn; how many bytes."""
+    done = 0
+    for piece in memory:
+        count = min(len(piece), len(data) - done)
+        piece[:count] = data[done : done + count]
+        done += count
+    return done

@@ -1,0 +1,216 @@
+"""Where a checkpoint is: a path of a file system, or the URL of an object store.
+
+Every path that a person can give comes through :func:`as_path`. What it returns names things alike (``parent``,
+``name``, ``/``); what is there, a medium says (:mod:`dcp_plugin.media`).
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+PathLike = str | os.PathLike[str]
+StorageOptions = Mapping[str, Any]
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]+):/+(?P<rest>.*)", re.DOTALL)
+"""A URL, also when ``pathlib`` has made one slash of two. One letter is a drive."""
+_MADE_RELATIVE = re.compile(r"[A-Za-z][\w+.-]+:/")
+
+SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "memory")
+"""Of object stores; besides, ``file://`` is a path. ``s3a`` and ``gcs`` are other names of the first two."""
+_OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "adl": "abfs"}
+
+
+class ObjectPath(str):
+    """The URL of an object, or of what has its name as a prefix: a ``str`` with the names that ``pathlib`` has.
+
+    Two are equal if their texts are. ``options`` are how the store is reached (credentials, endpoint): they are no part
+    of the text, and are neither pickled nor shown.
+
+    Example:
+        >>> path = ObjectPath("s3://bucket/run") / "step-1"
+        >>> path, path.name, path.parent.name, path.key
+        ('s3://bucket/run/step-1', 'step-1', 'run', 'run/step-1')
+    """
+
+    __slots__ = ("options",)
+    options: StorageOptions | None
+
+    def __new__(cls, url: str, options: StorageOptions | None = None) -> ObjectPath:
+        path = super().__new__(cls, url)
+        path.options = options or None
+        return path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectPath, (str(self),)
+
+    @property
+    def scheme(self) -> str:
+        return self.partition("://")[0]
+
+    @property
+    def store(self) -> str:
+        """Scheme and bucket: ``s3://bucket``."""
+        scheme, _, rest = self.partition("://")
+        return f"{scheme}://{rest.partition('/')[0]}"
+
+    @property
+    def key(self) -> str:
+        """The name in the bucket; empty for the bucket itself."""
+        return self.partition("://")[2].partition("/")[2]
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        return PurePosixPath(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> ObjectPath:
+        above = self.key.rpartition("/")[0]
+        return self._with_key(above)
+
+    @property
+    def parents(self) -> list[ObjectPath]:
+        found, path = [], self
+        while path.key:
+            path = path.parent
+            found.append(path)
+        return found
+
+    def with_name(self, name: str) -> ObjectPath:
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> ObjectPath:
+        return self.parent / f"{self.stem}{suffix}"
+
+    def __truediv__(self, below: str) -> ObjectPath:
+        joined = posixpath.normpath(posixpath.join("/", self.key, below)).lstrip("/")
+        return self._with_key(joined)
+
+    def _with_key(self, key: str) -> ObjectPath:
+        return ObjectPath(f"{self.store}/{key}" if key else self.store, self.options)
+
+
+Where = Path | ObjectPath
+
+
+def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
+    """An absolute path, links kept, or a URL.
+
+    Args:
+        options: How the store of a URL is reached.
+
+    Raises:
+        TypeError: It is no path at all.
+        ValueError: It is a URL of something else than an object store.
+    """
+    if isinstance(path, ObjectPath) and options is None:
+        return path
+    text = text_of(path)
+    return ObjectPath(text, options) if is_url(text) else Path(os.path.abspath(text))
+
+
+def is_url(path: PathLike) -> bool:
+    """Whether a path that came from :func:`as_path` or :func:`text_of` is a URL."""
+    return isinstance(path, str) and path.partition("://")[0] in SCHEMES
+
+
+def text_of(path: PathLike) -> str:
+    """A path as it was given, ``~`` being the home directory, that of a ``file://`` URL; or a URL in its usual form.
+    Raises as :func:`as_path` does."""
+    try:
+        text = os.fspath(path)
+    except TypeError as error:
+        none = "None: dcp_plugin.latest() gives that where there is no checkpoint"
+        what = none if path is None else type(path).__name__
+        raise TypeError(f"a path is a str or a pathlib.Path, not {what}") from error
+    if ":/" not in text:
+        return os.path.expanduser(text)
+    # Who makes a path absolute, as ModelCheckpoint does, puts the URL below the current directory.
+    below = text.removeprefix(os.path.join(os.getcwd(), ""))
+    found = _URL.fullmatch(below)
+    if found is None:
+        if "://" in text:
+            raise ValueError(f"{text} has a URL in it, and is none. Give the URL alone.")
+        return os.path.expanduser(text)
+    scheme = found["scheme"].lower()
+    scheme = _OTHER_NAMES.get(scheme, scheme)
+    if scheme == "file":
+        return below[len("file:") :].removeprefix("//")
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"{text} is a URL of an unknown kind: checkpoints are in a directory, or at one of "
+            f"{', '.join(f'{one}://' for one in SCHEMES)}. (A directory that is called like this is given with ./ "
+            "before it.)"
+        )
+    return _normal(scheme, found["rest"], text)
+
+
+def _normal(scheme: str, rest: str, given: str) -> str:
+    if scheme in ("http", "https") or "?" not in rest:
+        bucket, _, key = rest.partition("/")
+    else:
+        raise ValueError(
+            f"{given.partition('?')[0]}?… has a query in it. Give what is behind the ? as storage_options."
+        )
+    if not bucket and scheme != "memory":
+        raise ValueError(f"{given} names no bucket: a URL is {scheme}://BUCKET/PATH")
+    if "@" in bucket and scheme not in ("abfs", "abfss"):
+        raise ValueError(
+            f"{scheme}://…@{bucket.rpartition('@')[2]} has credentials in it, which would be in every message. Give "
+            f"them by the environment or as storage_options."
+        )
+    key = posixpath.normpath(f"/{key}").lstrip("/") if key.strip("/") else ""
+    return f"{scheme}://{bucket}/{key}" if key else f"{scheme}://{bucket}"
+
+
+def as_local(path: PathLike, what: str, instead: str) -> str:
+    """A path of a file system, as it was given; for what cannot be in an object store.
+
+    Args:
+        what: What is to be there.
+        instead: What to do.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    text = text_of(path)
+    if is_url(text):
+        raise ValueError(f"{what} has to be on a file system, and {text} is a URL. {instead}")
+    return text
+
+
+def local_path(path: PathLike, what: str, instead: str) -> Path:
+    """:func:`as_local`, absolute, links kept."""
+    return Path(os.path.abspath(as_local(path, what, instead)))
+
+
+def resolved(path: Where) -> Where:
+    """Where a path leads: the same for all that name the same thing. A URL is what it names."""
+    return path if isinstance(path, ObjectPath) else Path(os.path.realpath(path))
+
+
+def relative_to(path: Where, start: Where) -> str:
+    """How to come from ``start`` to ``path``; its whole text if no way leads there."""
+    if isinstance(path, ObjectPath) and isinstance(start, ObjectPath) and path.store == start.store:
+        return posixpath.relpath(f"/{path.key}", f"/{start.key}")
+    if isinstance(path, ObjectPath) or isinstance(start, ObjectPath):
+        return str(path)
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(start))
+
+
+def without_query(url: str) -> str:
+    """A URL as messages may show it."""
+    return urlsplit(url)._replace(query="").geturl()
