@@ -12,7 +12,7 @@ from typing import Any
 
 import obstore
 import pytest
-from obstore.exceptions import AlreadyExistsError, GenericError
+from obstore.exceptions import GenericError
 from obstore.store import S3Store, from_url
 
 from tests import launch
