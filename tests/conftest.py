@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests import object_server
+from tests.faults.proxy import Proxy
+
 # Several test processes share the cores: threads of torch that wait for each other in turns take a fifth of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,3 +28,26 @@ def events() -> Iterator[list[Any]]:
 
     with finished_saves() as noted:
         yield noted
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[object_server.Server]:
+    """One S3 server for all tests of this process."""
+    with object_server.serving() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: object_server.Server, monkeypatch: pytest.MonkeyPatch) -> object_server.Bucket:
+    """A new bucket, and an environment that leads there, in the ranks of :mod:`tests.launch` too."""
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3.new_bucket()
+
+
+@pytest.fixture
+def proxy(bucket: object_server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What stands between the clients and the bucket during this test."""
+    with Proxy(bucket.server.url) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+        yield made
