@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,14 +32,25 @@ STREAMS = 8
 """Requests in flight, of everybody who can be told."""
 PART = 8 << 20
 """Bytes of a part, which is what the S3 clients take by themselves."""
-UNLIMITED, LINK = "loopback", "1 Gbit/s, 20 ms"
-SCENES = {UNLIMITED: "_s3_server.py", LINK: "_link.py"}
+
+
+class Scene(NamedTuple):
+    """What is between the clients and the server."""
+
+    said: str
+    script: str
+
+
+SCENES = {
+    "loopback": Scene("loopback", "_s3_server.py"),
+    "link": Scene("a link of 1 Gbit/s and 20 ms", "_link.py"),
+}
 
 
 @contextmanager
 def served(scene: str) -> Iterator[str]:
     """The address of an empty bucket server that ends with the block."""
-    script = Path(__file__).with_name(SCENES[scene])
+    script = Path(__file__).with_name(SCENES[scene].script)
     with subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:

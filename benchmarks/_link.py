@@ -24,6 +24,8 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
 _HEADER = 10  # virtio_net_hdr
+_PACKET = (1 << 16) + _HEADER  # more would be a new mapping of memory for each read
+_UNDER_WAY = 1000  # packets, as netem's default
 _NETWORK = "198.18"  # for benchmarks of networks, by RFC 2544
 
 
@@ -39,7 +41,7 @@ def _tun(name: str, address: str) -> int:
 
 
 def _carry(source: int, target: int, rate: float, delay: float) -> None:
-    """One direction. What would wait for longer than two round trips is dropped, as by a router."""
+    """One direction. What comes while so much is under way is dropped, as by a router."""
     under_way: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
 
     def deliver() -> None:
@@ -52,10 +54,9 @@ def _carry(source: int, target: int, rate: float, delay: float) -> None:
     threading.Thread(target=deliver, daemon=True).start()
     free = 0.0  # when the link has sent what it has
     while True:
-        packet = os.read(source, 1 << 17)
-        now = time.monotonic()
-        if free - now < 4 * delay:
-            free = max(free, now) + (len(packet) - _HEADER) * 8 / rate
+        packet = os.read(source, _PACKET)
+        if under_way.qsize() < _UNDER_WAY:
+            free = max(free, time.monotonic()) + (len(packet) - _HEADER) * 8 / rate
             under_way.put((free + delay, packet))
 
 
