@@ -49,6 +49,10 @@ class Sample:
     """Memory over what was in use before, the largest of all ranks."""
     read: int
     """Bytes read through system calls, metadata included."""
+    requests: int = 0
+    """To an object store."""
+    moved: int = 0
+    """Bytes to and from an object store."""
 
     @staticmethod
     def of_all(ranks: Iterable[Sample]) -> Sample:
@@ -58,6 +62,8 @@ class Sample:
             sum(rank.cpu for rank in ranks),
             max(rank.peak for rank in ranks),
             sum(rank.read for rank in ranks),
+            sum(rank.requests for rank in ranks),
+            sum(rank.moved for rank in ranks),
         )
 
 
@@ -231,8 +237,9 @@ class Report:
     def table(self, title: str, samples: Samples, columns: dict[str, Callable[[Sample], float]] | None = None) -> None:
         """Medians, the span of the times, and how many times ours each of them took."""
         extra = columns or {}
-        ours = statistics.median(sample.seconds for sample in samples[OURS])
-        ours_cpu = statistics.median(sample.cpu for sample in samples[OURS])
+        reference = samples.get(OURS) or next(iter(samples.values()))
+        ours = statistics.median(sample.seconds for sample in reference)
+        ours_cpu = statistics.median(sample.cpu for sample in reference)
         print(f"\n{title}")
         head = f"{'':38}{'seconds':>9}{'min':>8}{'max':>8}{'÷ ours':>8}{'CPU s':>8}{'÷ ours':>8}{'extra MiB':>11}"
         print(head + "".join(f"{name:>{len(name) + 3}}" for name in extra))
@@ -244,7 +251,7 @@ class Report:
             more = {key: statistics.median(of(run) for run in runs) for key, of in extra.items()}
             print(
                 f"{name:38}{median:9.3f}{min(times):8.3f}{max(times):8.3f}{median / ours:8.2f}{cpu:8.3f}"
-                f"{cpu / ours_cpu:8.2f}{peak:11.1f}" + "".join(f"{v:{len(key) + 3}.4f}" for key, v in more.items())
+                f"{cpu / ours_cpu:8.2f}{peak:11.1f}" + "".join(f"{v:{len(key) + 3}.5g}" for key, v in more.items())
             )
             rows.append(
                 {
