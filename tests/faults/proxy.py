@@ -150,10 +150,8 @@ class Flip(Fault):
     def _flipped(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         here = self.at
         for piece in pieces:
-            if 0 <= here < len(piece):
-                yield piece[:here] + bytes([piece[here] ^ 1]) + piece[here + 1 :]
-            else:
-                yield piece
+            inside = 0 <= here < len(piece)
+            yield piece[:here] + bytes([piece[here] ^ 1]) + piece[here + 1 :] if inside else piece
             here -= len(piece)
 
 
