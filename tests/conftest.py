@@ -53,6 +53,8 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
     It is of the server ``s3``, or of the one that ``parametrize("bucket", ["s3", "azure"], indirect=True)`` names.
     """
     server = request.getfixturevalue(getattr(request, "param", "s3"))
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     made: object_server.Bucket = server.new_bucket()

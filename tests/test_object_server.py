@@ -142,6 +142,14 @@ def test_a_part_of_a_body_is_no_object(bucket: Bucket) -> None:
     assert list(obstore.list(from_url(bucket.url))) == []
 
 
+@BOTH
+def test_a_proxy_that_the_machine_has_is_not_asked(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    obstore.put(from_url(bucket.url), "x", b"")
+    assert bucket.server.new_bucket().url != bucket.url
+
+
 def test_the_server_ends_with_the_process_that_started_it() -> None:
     script = """
 import os, signal

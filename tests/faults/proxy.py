@@ -155,6 +155,17 @@ class Flip(Fault):
             here -= len(piece)
 
 
+class Ignore(Fault):
+    """The store takes no notice of these headers, say of the conditions of a PUT: some stores do not know them."""
+
+    def __init__(self, *headers: str) -> None:
+        self.headers = headers
+
+    def arrived(self, request: Request, closed: threading.Event) -> None:
+        for name in self.headers:
+            del request.headers[name]
+
+
 @dataclass
 class Silence(Fault):
     """Nothing comes back for so many seconds, or until the proxy ends; then the connection is closed."""
