@@ -16,7 +16,8 @@ from obstore.exceptions import GenericError
 from obstore.store import S3Store, from_url
 
 from tests import launch
-from tests.faults.proxy import Flip, Proxy, where
+from tests.faults.network import Flip
+from tests.faults.proxy import Proxy, where
 from tests.object_server import Bucket, serving
 
 MIB = 1 << 20

@@ -13,7 +13,8 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
 
-from tests.faults.proxy import Answer, Call, Cut, Fault, Flip, Ignore, Proxy, Silence, Slow, where
+from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence, Slow
+from tests.faults.proxy import Fault, Proxy, where
 from tests.object_server import Bucket
 
 MIB = 1 << 20
