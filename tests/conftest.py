@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcp_plugin.paths import Where, as_path
 from tests import object_server
 from tests.faults.proxy import Proxy
 
@@ -43,6 +45,12 @@ def bucket(s3: object_server.Server, monkeypatch: pytest.MonkeyPatch) -> object_
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
     return s3.new_bucket()
+
+
+@pytest.fixture(params=["disk", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    """Where the checkpoints of a test are: what holds on a disk holds in a bucket."""
+    return tmp_path if request.param == "disk" else as_path(request.getfixturevalue("bucket").url) / "run"
 
 
 @pytest.fixture

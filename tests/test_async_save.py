@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
 from tests import launch
 from tests.compare import assert_same, assert_saved
@@ -31,7 +33,7 @@ from tests.slowness import Gate, slow_writes
 
 
 @on_ranks(2)
-def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
+def test_each_background_save_equals_the_state_at_its_call(place: Where) -> None:
     gate = threading.Event()
 
     def slow(event: events.Event) -> None:
@@ -46,17 +48,17 @@ def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> No
         train(model, optimizer, 1, seed=step)
         expected.append(whole_state(model, optimizer))
         gate.clear()
-        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, tmp_path / str(step), step)
+        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, place / str(step), step)
         assert handle.staged() and not handle.done()
         train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
-        assert not (tmp_path / str(step)).exists()
+        assert medium_of(place).uncommitted_reason(place / str(step))
         gate.set()
     ours.close()
     unsubscribe()
     for step, state in enumerate(expected, 1):
         other, fresh = build("fsdp2", seed=4)
         extra: dict[str, int] = {}
-        dcp.load({"model": other, "optim": fresh, "extra": extra}, tmp_path / str(step))
+        dcp.load({"model": other, "optim": fresh, "extra": extra}, place / str(step))
         assert_same(whole_state(other, fresh), state)
         assert extra["step"] == step
 
