@@ -39,6 +39,7 @@ _MISSING = (
 _SECRET = re.compile(
     r"(?i)((?:x-amz-[\w-]*|sig|signature|token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
 )
+_ROLE_SERVICE = "169.254.169.254"
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
 
 
@@ -353,6 +354,8 @@ def _said(error: Exception) -> str:
     text = re.sub(r"<\?xml.*", "", text, flags=re.DOTALL)
     if code:
         text += f"{code[1]}{': ' + code[2] if code[2] else ''}"
+    if _ROLE_SERVICE in text:
+        text = f"no credentials were found in the environment, and this machine has no role that gives some ({text})"
     return _SECRET.sub(r"\1…", _QUERY.sub(r"\1?…", " ".join(text.split())))[:1000]
 
 
