@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -203,7 +203,8 @@ class ObstoreClient:
         try:
             self._store: Any = from_url(path.store, **_options_of(path))
         except Exception as error:
-            raise ValueError(f"{path.store} cannot be reached with these options: {_said(error)}") from error
+            said = _without_values(_said(error), path.options or {})
+            raise ValueError(f"{path.store} cannot be reached with these options: {said}") from None
 
     @contextmanager
     def _asked(self, key: str, conditional: bool = False) -> Iterator[None]:
@@ -356,6 +357,15 @@ def _said(error: Exception) -> str:
     if _ROLE_SERVICE in text:
         text = f"no credentials were found in the environment, and this machine has no role that gives some ({text})"
     return _SECRET.sub(r"\1…", _QUERY.sub(r"\1?…", " ".join(text.split())))[:1000]
+
+
+def _without_values(text: str, options: Any) -> str:
+    """A message about options, without what they say: it may be a secret in the wrong place."""
+    if isinstance(options, str):
+        return text.replace(options, "…") if len(options) > 3 else text
+    for one in options.values() if isinstance(options, Mapping) else ():
+        text = _without_values(text, one)
+    return text
 
 
 class MemoryClient:
