@@ -49,6 +49,10 @@ class Sample:
     """Memory over what was in use before, the largest of all ranks."""
     read: int
     """Bytes read through system calls, metadata included."""
+    requests: int = 0
+    """To an object store."""
+    moved: int = 0
+    """Bytes to and from an object store."""
 
     @staticmethod
     def of_all(ranks: Iterable[Sample]) -> Sample:
@@ -58,6 +62,8 @@ class Sample:
             sum(rank.cpu for rank in ranks),
             max(rank.peak for rank in ranks),
             sum(rank.read for rank in ranks),
+            sum(rank.requests for rank in ranks),
+            sum(rank.moved for rank in ranks),
         )
 
 
@@ -244,7 +250,7 @@ class Report:
             more = {key: statistics.median(of(run) for run in runs) for key, of in extra.items()}
             print(
                 f"{name:38}{median:9.3f}{min(times):8.3f}{max(times):8.3f}{median / ours:8.2f}{cpu:8.3f}"
-                f"{cpu / ours_cpu:8.2f}{peak:11.1f}" + "".join(f"{v:{len(key) + 3}.4f}" for key, v in more.items())
+                f"{cpu / ours_cpu:8.2f}{peak:11.1f}" + "".join(f"{v:{len(key) + 3}.5g}" for key, v in more.items())
             )
             rows.append(
                 {

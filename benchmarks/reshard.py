@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-def _state(mib: int, dim: int, filled: bool) -> State:
+def sharded_state(mib: int, dim: int, filled: bool) -> State:
     """This rank's shards of tensors that are the same for any number of ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,))
@@ -53,7 +53,7 @@ def _state(mib: int, dim: int, filled: bool) -> State:
 
 
 def _save(mib: int, dim: int, root: Path, wanted: list[str]) -> Samples:
-    state = _state(mib, dim, filled=True)
+    state = sharded_state(mib, dim, filled=True)
     for peer in find("reshard", dist.get_world_size(), wanted):
         remove(root / peer.name)
         peer.save(state, root / peer.name)
@@ -61,7 +61,7 @@ def _save(mib: int, dim: int, root: Path, wanted: list[str]) -> Samples:
 
 
 def _load(mib: int, dim: int, repeats: int, root: Path, wanted: list[str]) -> Samples:
-    state, target = _state(mib, dim, filled=True), _state(mib, dim, filled=False)
+    state, target = sharded_state(mib, dim, filled=True), sharded_state(mib, dim, filled=False)
     peers = find("reshard", dist.get_world_size(), wanted)
 
     def zero(peer: Peer) -> None:

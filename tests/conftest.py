@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dcp_plugin.paths import Where, as_path
+from tests import object_server
+from tests.faults.proxy import Proxy
 
 # Several test processes share the cores: threads of torch that wait for each other in turns take a fifth of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,3 +30,49 @@ def events() -> Iterator[list[Any]]:
 
     with finished_saves() as noted:
         yield noted
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[object_server.Server]:
+    """One S3 server for all tests of this process."""
+    with object_server.serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[object_server.Server]:
+    """A server of another make, for tests that take minutes: where it is installed."""
+    if why := object_server.why_no_azure():
+        pytest.skip(why)
+    with object_server.serving_azure() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object_server.Bucket:
+    """A new bucket, and an environment that leads there, in the ranks of :mod:`tests.launch` too.
+
+    It is of the server ``s3``, or of the one that ``parametrize("bucket", ["s3", "azure"], indirect=True)`` names.
+    """
+    server = request.getfixturevalue(getattr(request, "param", "s3"))
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    made: object_server.Bucket = server.new_bucket()
+    return made
+
+
+@pytest.fixture(params=["disk", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    """Where the checkpoints of a test are: what holds on a disk holds in a bucket."""
+    return tmp_path if request.param == "disk" else as_path(request.getfixturevalue("bucket").url) / "run"
+
+
+@pytest.fixture
+def proxy(bucket: object_server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """What stands between the clients and the bucket during this test."""
+    with Proxy(bucket.server.url) as made:
+        for name, value in bucket.server.environment(made.url).items():
+            monkeypatch.setenv(name, value)
+        yield made

@@ -140,7 +140,9 @@ def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, time
     ranks = []
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank, args=(theirs, rank, world_size, port, function, args))
+        process = _CONTEXT.Process(
+            target=_rank, args=(theirs, rank, world_size, port, dict(os.environ), function, args)
+        )
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -173,10 +175,20 @@ def free_port() -> int:
     raise AssertionError("no free port found in 100 tries")
 
 
-def _rank(pipe: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
     import torch
     import torch.distributed as dist
 
+    os.environ.clear()  # the server's is that of the first launch
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),

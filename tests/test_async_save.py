@@ -6,8 +6,6 @@ import copy
 import gc
 import multiprocessing
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,8 +19,10 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
-from tests import launch
+from tests import launch, programs
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
@@ -31,7 +31,7 @@ from tests.slowness import Gate, slow_writes
 
 
 @on_ranks(2)
-def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> None:
+def test_each_background_save_equals_the_state_at_its_call(place: Where) -> None:
     gate = threading.Event()
 
     def slow(event: events.Event) -> None:
@@ -46,17 +46,17 @@ def test_each_background_save_equals_the_state_at_its_call(tmp_path: Path) -> No
         train(model, optimizer, 1, seed=step)
         expected.append(whole_state(model, optimizer))
         gate.clear()
-        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, tmp_path / str(step), step)
+        handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, place / str(step), step)
         assert handle.staged() and not handle.done()
         train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
-        assert not (tmp_path / str(step)).exists()
+        assert medium_of(place).uncommitted_reason(place / str(step))
         gate.set()
     ours.close()
     unsubscribe()
     for step, state in enumerate(expected, 1):
         other, fresh = build("fsdp2", seed=4)
         extra: dict[str, int] = {}
-        dcp.load({"model": other, "optim": fresh, "extra": extra}, tmp_path / str(step))
+        dcp.load({"model": other, "optim": fresh, "extra": extra}, place / str(step))
         assert_same(whole_state(other, fresh), state)
         assert extra["step"] == step
 
@@ -135,9 +135,7 @@ def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(tmp_path: Path, fails: bool) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _FORGETS_TO_WAIT, str(tmp_path / "ck"), str(int(fails))], capture_output=True, text=True
-    )
+    ended = programs.run("-c", _FORGETS_TO_WAIT, tmp_path / "ck", int(fails))
     assert ended.returncode == 0
     assert f"the program ends while {tmp_path / 'ck'} is being saved" in ended.stderr
     assert ("was NOT saved, and the program ended without asking" in ended.stderr) == fails

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dcp_plugin as dcp
 from dcp_plugin._torch import sharded_value
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.staging import guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
@@ -29,6 +30,7 @@ from dcp_plugin.types import ShardedValue
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+from tests.object_server import Bucket
 from tests.slowness import at_random, slow_copies, slow_writes
 
 
@@ -50,7 +52,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _every_step(root: Path, layout: str, staging: str, steps: int) -> None:
+def _every_step(root: Where, layout: str, staging: str, steps: int) -> None:
     straight = build(layout)
     losses = [train(*straight, 1, seed=step)[0] for step in range(steps)]
     model, optimizer = build(layout)
@@ -77,6 +79,11 @@ def test_saves_one_per_step_equal_the_state_at_their_call_and_change_no_loss(tmp
         ("fsdp2", "blocking", 0.1),
     ):  # fmt: skip
         _every_step(tmp_path / f"{layout}-{staging}", layout, staging, int(part * steps))
+
+
+@on_ranks(2)
+def test_lazy_saves_to_a_bucket_equal_the_state_at_their_call_too(bucket: Bucket) -> None:
+    _every_step(as_path(bucket.url) / "run", "fsdp2", "lazy", 5)
 
 
 class _Held:

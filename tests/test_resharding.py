@@ -11,20 +11,22 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
+from dcp_plugin.paths import Where, as_path
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.layouts import WORLD_SIZE, build, put_in_memory, train, whole_state
+from tests.object_server import Bucket
 
 
-def _save(root: Path, layouts: list[str]) -> None:
+def _save(root: Where, layouts: list[str], wanted: Path) -> None:
     for layout in layouts:
         model, optimizer = build(layout)
         train(model, optimizer, 3)
         dcp.save({"model": model, "optim": optimizer}, root / layout, step=3)
         state = whole_state(model, optimizer)
         if torch.distributed.get_rank() == 0:
-            torch.save(state, root / f"{layout}.pt")
+            torch.save(state, wanted / f"{layout}.pt")
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def _by_world_size() -> dict[int, list[str]]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("matrix")
     for world_size, layouts in _by_world_size().items():
-        launch.run(_save, world_size, root, layouts)
+        launch.run(_save, world_size, root, layouts, root)
     return root
 
 
@@ -55,10 +57,27 @@ def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int) 
             model, optimizer = build(layout, seed=1)
             report = dcp.load({"model": model, "optim": optimizer}, saved / source)
             assert not report.missing and not report.unexpected and not report.cast
-            wanted = torch.load(saved / f"{source}.pt", weights_only=True)
-            assert_same(wanted, whole_state(model, optimizer))
+            assert_same(torch.load(saved / f"{source}.pt", weights_only=True), whole_state(model, optimizer))
+
+
+def _sources(layout: str) -> list[str]:
+    """Itself, and two others: each layout is the source of three."""
+    layouts = list(WORLD_SIZE)
+    at = layouts.index(layout)
+    return [layouts[(at + step) % len(layouts)] for step in (0, 3, 7)]
+
+
+@pytest.mark.parametrize("all_sources", [False, pytest.param(True, marks=pytest.mark.long)])
+@on_ranks(*sorted(_by_world_size()))
+def test_a_training_goes_on_as_if_it_had_what_it_loaded_in_memory(
+    saved: Path, world_size: int, all_sources: bool
+) -> None:
+    for layout in _by_world_size()[world_size]:
+        for source in WORLD_SIZE if all_sources else _sources(layout):
+            model, optimizer = build(layout, seed=1)
+            dcp.load({"model": model, "optim": optimizer}, saved / source)
             reference = build(layout, seed=2)
-            put_in_memory(layout, *reference, wanted)
+            put_in_memory(layout, *reference, torch.load(saved / f"{source}.pt", weights_only=True))
             assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
             assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
 
@@ -88,3 +107,29 @@ def test_the_bytes_of_every_layout_verify(saved: Path, layout: str) -> None:
     report = dcp.verify(saved / layout)
     assert report.ok and not report.unverified
     assert dcp.inspect(saved / layout).world_size == WORLD_SIZE[layout]
+
+
+_IN_A_BUCKET = {2: ["fsdp2", "tp"], 4: ["fsdp2_hsdp"]}
+
+
+@pytest.fixture
+def in_bucket(bucket: Bucket, tmp_path: Path) -> tuple[Where, Path]:
+    root = as_path(bucket.url) / "run"
+    for world_size, layouts in _IN_A_BUCKET.items():
+        launch.run(_save, world_size, root, layouts, tmp_path)
+    return root, tmp_path
+
+
+def _load_all(root: Where, wanted: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        for source in (*_IN_A_BUCKET[2], *_IN_A_BUCKET[4]):
+            model, optimizer = build(layout, seed=1)
+            dcp.load({"model": model, "optim": optimizer}, root / source)
+            assert_same(torch.load(wanted / f"{source}.pt", weights_only=True), whole_state(model, optimizer))
+
+
+def test_two_and_four_ranks_load_from_a_bucket_what_two_and_four_saved(in_bucket: tuple[Where, Path]) -> None:
+    for world_size, layouts in _IN_A_BUCKET.items():
+        launch.run(_load_all, world_size, *in_bucket, layouts)
+    for source in (*_IN_A_BUCKET[2], *_IN_A_BUCKET[4]):
+        assert dcp.verify(in_bucket[0] / source).ok

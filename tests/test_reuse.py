@@ -24,11 +24,13 @@ import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.media import WORKSPACE
+from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.paths import Where
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import WIDTH, build, finished_saves, train
 from tests.forge import change_summary
+from tests.places import stock_reader
 
 LAYER = WIDTH * WIDTH * 4
 FIRST = "backbone.0.weight"
@@ -43,40 +45,41 @@ def _flip(tensor: torch.Tensor, element: int) -> None:
     tensor.data.view(-1).view(torch.int32)[element] ^= 1
 
 
-def _loaded_by_stock(path: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def _loaded_by_stock(path: Where, model: nn.Module) -> dict[str, torch.Tensor]:
     state = {f"model.{key}": torch.zeros_like(value) for key, value in model.state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stock.load(state, checkpoint_id=path)
+        stock.load(state, storage_reader=stock_reader(path))
     return {key.removeprefix("model."): value for key, value in state.items()}
 
 
-def _check_alone(path: Path, model: nn.Module) -> None:
+def _check_alone(path: Where, model: nn.Module) -> None:
     """Delete all other checkpoints: stock torch loads this one, and no byte of it is damaged."""
-    for other in path.parent.iterdir():
-        if other != path:
-            shutil.rmtree(other)
+    medium = medium_of(path)
+    for other in medium.entries(path.parent):
+        if other.path != path:
+            medium.remove(other.path)
     assert_same(_loaded_by_stock(path, model), full_state(model.state_dict()))
     assert dcp.verify(path).ok
 
 
 def test_second_checkpoint_with_a_frozen_backbone_writes_a_tenth_of_the_first(
-    tmp_path: Path, events: list[SaveFinished]
+    place: Where, events: list[SaveFinished]
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
     for step in range(3):
         train(model, optimizer)
-        ours.save(_state(model, optimizer), tmp_path / str(step), step)
+        ours.save(_state(model, optimizer), place / str(step), step)
     first, second, third = events
     assert first.bytes_reused == 0
     assert second.bytes <= 0.11 * first.bytes
     assert third.bytes == second.bytes
     assert second.bytes + second.bytes_reused == first.bytes
-    info = dcp.inspect(tmp_path / "2")
+    info = dcp.inspect(place / "2")
     assert info.bytes_reused == third.bytes_reused
     assert "linked" in str(info)
-    _check_alone(tmp_path / "2", model)
+    _check_alone(place / "2", model)
 
 
 @pytest.mark.parametrize("element", [0, 700, LAYER // 4 - 1], ids=["first", "where nobody samples", "last"])
@@ -175,33 +178,33 @@ def test_other_weights_than_those_that_were_loaded_are_written(tmp_path: Path, e
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "in the background"])
 def test_overwriting_the_base_links_from_it_before_it_is_gone(
-    tmp_path: Path, events: list[SaveFinished], async_save: bool
+    place: Where, events: list[SaveFinished], async_save: bool
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer(async_save=async_save)
     for _ in range(3):
         train(model, optimizer)
-        ours.save(_state(model, optimizer), tmp_path / "last")
+        ours.save(_state(model, optimizer), place / "last")
     ours.close()
     assert events[2].bytes <= 0.11 * events[0].bytes
-    _check_alone(tmp_path / "last", model)
+    _check_alone(place / "last", model)
 
 
 def test_with_the_base_deleted_an_older_checkpoint_of_the_same_files_serves(
-    tmp_path: Path, events: list[SaveFinished]
+    place: Where, events: list[SaveFinished]
 ) -> None:
     model, optimizer = build()
     ours = dcp.Checkpointer()
     for name in ("best", "last"):
-        ours.save(_state(model, optimizer), tmp_path / name)
-    ours.remove(tmp_path / "last")
-    ours.save(_state(model, optimizer), tmp_path / "next")
+        ours.save(_state(model, optimizer), place / name)
+    ours.remove(place / "last")
+    ours.save(_state(model, optimizer), place / "next")
     assert events[2].bytes_reused > 7 * LAYER
-    ours.remove(tmp_path / "best")
-    ours.remove(tmp_path / "next")
-    ours.save(_state(model, optimizer), tmp_path / "again")
+    ours.remove(place / "best")
+    ours.remove(place / "next")
+    ours.save(_state(model, optimizer), place / "again")
     assert events[3].bytes_reused < LAYER
-    _check_alone(tmp_path / "again", model)
+    _check_alone(place / "again", model)
 
 
 def test_keep_last_keeps_what_the_newest_needs(tmp_path: Path, events: list[SaveFinished]) -> None:

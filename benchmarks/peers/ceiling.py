@@ -22,7 +22,7 @@ _BLOCK = 4 << 20
 _aligned: dict[int, tuple[mmap.mmap, int]] = {}
 
 
-def _local(state: State) -> list[memoryview]:
+def local_bytes(state: State) -> list[memoryview]:
     """This rank's memory."""
     views = []
     for value in state.values():
@@ -33,10 +33,10 @@ def _local(state: State) -> list[memoryview]:
 
 def prepare(state: State) -> None:
     if id(state) not in _aligned:
-        total = sum(map(len, _local(state)))
+        total = sum(map(len, local_bytes(state)))
         memory = mmap.mmap(-1, -(-total // (4096 * IO_THREADS)) * 4096 * IO_THREADS)
         whole, position = np.frombuffer(memory, np.uint8), 0
-        for view in _local(state):
+        for view in local_bytes(state):
             whole[position : position + len(view)] = np.frombuffer(view, np.uint8)
             position += len(view)
         _aligned.clear()
@@ -76,7 +76,7 @@ def load(state: State, path: Path) -> None:
     share = os.path.getsize(_name(path, 0))
     pieces: list[list[tuple[int, memoryview]]] = [[] for _ in range(IO_THREADS)]
     position = 0
-    for view in _local(state):
+    for view in local_bytes(state):
         at = 0
         while at < len(view):
             part, offset = divmod(position, share)

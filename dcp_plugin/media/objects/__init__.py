@@ -29,6 +29,7 @@ from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import ObjectPath
 
 _SAVING = ".saving"
+_HOMES = 4
 _MOST_COPIED = 5 << 30
 """Bytes that S3 copies in one request."""
 _SAME_MOMENT = 60.0
@@ -144,6 +145,10 @@ class ObjectStore:
         names = self.open(root).names()
         return [Listed(root / name.rstrip("/"), name.endswith("/"), not name.endswith("/")) for name in names]
 
+    def in_flight(self, entry: ObjectPath) -> tuple[str, float] | None:
+        found = self.client.head(entry.key) if entry.suffix == ".json" else None
+        return None if found is None else (commit.target_of(self.client, found) or "?", found.modified)
+
     def kind(self, path: ObjectPath) -> Literal["folder", "file", ""]:
         if self.listed is not None:
             return "folder" if self.listed.below(path) else "file" if path.key in self.listed else ""
@@ -153,12 +158,12 @@ class ObjectStore:
 
     def linkable(self, *homes: ObjectPath, size: int | None = None) -> CopiedObject:
         if size is not None:
-            return CopiedObject(self.client, homes[0], size, verified=False)
+            return CopiedObject(self.client, homes, size, verified=False)
         home = homes[0].parent.parent / homes[0].name  # it was written into the directory of a save in flight
         found = self.client.head(home.key)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(home))
-        return CopiedObject(self.client, home, found.size, verified=True)
+        return CopiedObject(self.client, (home,), found.size, verified=True)
 
     def snapshot(self, root: ObjectPath) -> ObjectStore:
         return replace(self, listed=Listing(self.client.below(root.key)))
@@ -199,25 +204,32 @@ class CopiedObject:
     """
 
     client: Client
-    home: ObjectPath
+    homes: tuple[ObjectPath, ...]
+    """Newest first. Any of them may be deleted."""
     size: int
     verified: bool
 
     def published(self, home: ObjectPath) -> CopiedObject:
-        return replace(self, home=home)
+        others = [path for path in self.homes[1:] if path != home]
+        return replace(self, homes=(home, *others)[:_HOMES])
 
     def opened(self) -> AbstractContextManager[tuple[RangedFile, CopiedObject]]:
         raise CannotLink("")
 
     def link_to(self, target: ObjectPath) -> CopiedObject:
-        final = target.parent.parent  # that of the save in flight
-        try:
-            found = self.client.head(self.home.key)
-            if found is None:
-                raise CannotLink("its objects are gone")
-            if found.size > _MOST_COPIED:
-                raise CannotLink("")
-            self.client.copy(self.home.key, commit.below(final, target.name))
-        except OSError as error:
-            raise CannotLink(f"the store does not copy it ({error})") from error
-        return replace(self, home=final / target.name, size=found.size)
+        here = target.parent.parent / target.name  # its directory is that of a save in flight
+        reason = "its objects are gone"
+        for home in self.homes:
+            try:
+                found = self.client.head(home.key)
+                if found is None or found.size != self.size:
+                    continue
+                if found.size > _MOST_COPIED:
+                    raise CannotLink("")
+                self.client.copy(home.key, here.key)
+                return replace(self, homes=(here, *self.homes))
+            except FileNotFoundError:  # deleted just now
+                continue
+            except OSError as error:
+                reason = f"the store does not copy it ({error})"
+        raise CannotLink(reason)

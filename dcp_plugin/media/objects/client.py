@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +39,7 @@ _MISSING = (
 _SECRET = re.compile(
     r"(?i)((?:x-amz-[\w-]*|sig|signature|token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
 )
+_ROLE_SERVICE = "169.254.169.254"
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
 
 
@@ -202,7 +203,8 @@ class ObstoreClient:
         try:
             self._store: Any = from_url(path.store, **_options_of(path))
         except Exception as error:
-            raise ValueError(f"{path.store} cannot be reached with these options: {_said(error)}") from error
+            said = _without_values(_said(error), path.options or {})
+            raise ValueError(f"{path.store} cannot be reached with these options: {said}") from None
 
     @contextmanager
     def _asked(self, key: str, conditional: bool = False) -> Iterator[None]:
@@ -220,7 +222,7 @@ class ObstoreClient:
             raise _error(errno.EACCES, error, f"{self._url}/{key}") from None
         except kinds.NotSupportedError as error:
             raise NoConditions(_said(error)) from None
-        except kinds.BaseError as error:
+        except (kinds.BaseError, OSError) as error:  # the latter from a writer
             raise _error(errno.EIO, error, f"{self._url}/{key}") from None
 
     def put(self, key: str, data: bytes) -> str:
@@ -352,7 +354,18 @@ def _said(error: Exception) -> str:
     text = re.sub(r"<\?xml.*", "", text, flags=re.DOTALL)
     if code:
         text += f"{code[1]}{': ' + code[2] if code[2] else ''}"
+    if _ROLE_SERVICE in text:
+        text = f"no credentials were found in the environment, and this machine has no role that gives some ({text})"
     return _SECRET.sub(r"\1…", _QUERY.sub(r"\1?…", " ".join(text.split())))[:1000]
+
+
+def _without_values(text: str, options: Any) -> str:
+    """A message about options, without what they say: it may be a secret in the wrong place."""
+    if isinstance(options, str):
+        return text.replace(options, "…") if len(options) > 3 else text
+    for one in options.values() if isinstance(options, Mapping) else ():
+        text = _without_values(text, one)
+    return text
 
 
 class MemoryClient:
