@@ -188,7 +188,7 @@ def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bo
     taken, failure = trainer.strategy.broadcast((taken, failure))
     if failure:
         raise CheckpointError(failure)
-    return taken
+    return bool(taken)
 
 
 def _is_taken(path: Where) -> bool:
