@@ -12,6 +12,7 @@ import pytest
 
 from dcp_plugin.paths import as_path, text_of
 from tests.launch import on_ranks
+from tests.object_server import Bucket
 
 
 def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +147,44 @@ def test_every_integration_refuses_what_is_no_url_of_a_store(tmp_path: Path) -> 
         with pytest.raises(ValueError, match="is a URL of an unknown kind"):
             door("local://ck/x")  # to fsspec a disk, and to nobody else
         assert not list(tmp_path.iterdir()), name
+
+
+@on_ranks(1)
+def test_options_of_a_store_reach_it_through_lightning_and_fabric(bucket: Bucket) -> None:
+    """Where the environment says nothing of it."""
+    import torch
+    from lightning.fabric import Fabric
+
+    import dcp_plugin as dcp
+    from dcp_plugin import fabric, lightning
+    from tests.lightning import training as t
+
+    said = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("AWS_")}
+    options = {
+        "endpoint": said["AWS_ENDPOINT_URL"],
+        "region": said["AWS_REGION"],
+        "access_key_id": said["AWS_ACCESS_KEY_ID"],
+        "secret_access_key": said["AWS_SECRET_ACCESS_KEY"],
+        "client_options": {"allow_http": True},
+    }
+    root = f"{bucket.url}/run"
+    io = t.DCPCheckpointIO(storage_options=options)
+    trainer, model = t.trainer_for("single", plugin=io, max_steps=1), t.Model()
+    trainer.fit(model, t.plain_loader("single"))
+    trainer.save_checkpoint(f"{root}/one.ckpt")
+    resumed = t.trainer_for("single", plugin=t.DCPCheckpointIO(storage_options=options), max_steps=2)
+    resumed.fit(t.Model(seed=5), t.plain_loader("single"), ckpt_path=f"{root}/one.ckpt")
+    assert resumed.global_step == 2
+    warm = t.DCPCheckpointIO(storage_options=options, init_from=f"{root}/one.ckpt")
+    t.trainer_for("single", plugin=warm, max_steps=1).fit(t.Model(seed=5), t.plain_loader("single"))
+    assert warm.restart is not None and warm.restart.how == "warm-started"
+    loaded = lightning.load_from_checkpoint(t.Model, f"{root}/one.ckpt", storage_options=options)
+    assert torch.equal(loaded.net.head.bias, model.net.head.bias)
+    assert dcp.latest(root, storage_options=options) == f"{root}/one.ckpt"
+    trainer.strategy.remove_checkpoint(f"{root}/one.ckpt")
+    assert dcp.latest(root, storage_options=options) is None
+
+    here = Fabric(accelerator="cpu", devices=1)
+    attached = fabric.attach(here, storage_options=options)
+    here.save(f"{root}/fabric", {"model": model, "step": 3})
+    assert attached.resume_or_init({"model": t.Model(seed=5)}, root, strict=False).path == f"{root}/fabric"
