@@ -16,6 +16,8 @@ from dcp_plugin.media import RangedFile
 from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
 from dcp_plugin.paths import ObjectPath
 
+_A_PAGE = 1000
+"""Keys that a store lists in one answer."""
 _BUFFER = 1 << 20
 """Bytes that a small read asks for: what follows is often wanted next, and another request takes longer."""
 
@@ -140,23 +142,39 @@ class ListedFiles(ObjectFiles):
         super().__init__(client, path)
         self._listed = listed
         self._frozen = frozen
+        self._too_many = False
 
     def _all(self) -> Mapping[str, Found]:
         if self._listed is None:
             below = f"{self.path.key}/" if self.path.key else ""
-            found = self._client.below(self.path.key)
-            self._listed = {one.key.removeprefix(below): one for one in found if not one.key.endswith("/")}
+            listed: dict[str, Found] = {}
+            for one in self._client.below(self.path.key):
+                if not one.key.endswith("/"):
+                    listed[one.key.removeprefix(below)] = one
+                # Keys are sorted, and this one comes before all that is in a checkpoint.
+                self._too_many = len(listed) >= _A_PAGE and METADATA not in listed
+                if self._too_many:  # this may be a whole bucket
+                    objects, _ = self._client.directly_below(self.path.key)
+                    listed = {one.key.removeprefix(below): one for one in objects}
+                    break
+            self._listed = listed
         return self._listed
 
     def _find(self, name: str) -> Found:
-        if name not in self._all():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-        return self._all()[name]
+        listed = self._all()
+        if name in listed:
+            return listed[name]
+        if self._too_many:
+            return super()._find(name)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
 
     def names(self) -> list[str]:
-        if not self._all():
+        listed = self._all()
+        if self._too_many:
+            return super().names()
+        if not listed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return sorted({name[: name.find("/") + 1] or name for name in self._all()})
+        return sorted({name[: name.find("/") + 1] or name for name in listed})
 
     def modified(self, name: str) -> float:
         if not name:
@@ -166,5 +184,8 @@ class ListedFiles(ObjectFiles):
     def moved(self) -> bool:
         if self._frozen:
             return False
-        before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        try:
+            before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        except OSError:  # nobody can tell, and whoever asks has an error of his own
+            return False
         return (before.tag if before else None) != (now.tag if now else None)
