@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from dcp_plugin.paths import ObjectPath
+from dcp_plugin.paths import ObjectPath, StoreOptions
 
 T = TypeVar("T")
 
@@ -363,7 +363,7 @@ def _without_values(text: str, options: Any) -> str:
     """A message about options, without what they say: it may be a secret in the wrong place."""
     if isinstance(options, str):
         return text.replace(options, "…") if len(options) > 3 else text
-    for one in options.values() if isinstance(options, Mapping) else ():
+    for one in options.values() if isinstance(options, (Mapping, StoreOptions)) else ():
         text = _without_values(text, one)
     return text
 
