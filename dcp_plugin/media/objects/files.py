@@ -9,32 +9,92 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.media import RangedFile
 from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
 from dcp_plugin.paths import ObjectPath
 
-_BUFFER = 1 << 20
-"""Bytes that a small read asks for: what follows is often wanted next, and another request takes longer."""
+_BLOCK = 64 << 10
+"""Bytes that a small read asks for, of an object that is larger than :data:`GAP`: others are read whole."""
+_MOST_CACHED = 32 << 20
+
+
+class _Cache:
+    """What small reads of the objects below a prefix have brought, by key, tag and block; those used last. Whoever
+    looks into a file of another tool reads the same few places several times."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._blocks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def read(self, found: Found, offset: int) -> memoryview:
+        """Bytes from ``offset`` on: at least one."""
+        size = found.size if found.size <= GAP else _BLOCK
+        number = offset // size
+        if (data := self._known(found, number)) is None:
+            in_turn = number > 0 and self._known(found, number - 1) is not None
+            blocks = self._fetched(found, number, size, GAP // size if in_turn else 1)
+            data = blocks[0]
+        return memoryview(data)[offset - number * size :]
+
+    def fetch(self, found: Found, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have these ranges of an object, at the same time."""
+        size = found.size if found.size <= GAP else _BLOCK
+        wanted = {number for begin, end in ranges for number in range(begin // size, -(-end // size))}
+        lacking = sorted(number for number in wanted if self._known(found, number) is None)[: _MOST_CACHED // size]
+        if lacking:
+            with ThreadPoolExecutor(min(STREAMS, len(lacking)), thread_name_prefix="dcp-look") as pool:
+                list(pool.map(lambda number: self._fetched(found, number, size, 1), lacking))
+
+    def _known(self, found: Found, number: int) -> bytes | None:
+        with self._lock:
+            place = found.key, found.tag, number
+            if place in self._blocks:
+                self._blocks.move_to_end(place)
+            return self._blocks.get(place)
+
+    def _fetched(self, found: Found, number: int, size: int, count: int) -> list[bytes]:
+        memory = bytearray(min(count * size, found.size - number * size))
+        got = self._client.read(found.key, number * size, [memoryview(memory)], found.tag)
+        if got < len(memory):
+            raise OSError(errno.EIO, "the store has sent fewer bytes than there are", found.key)
+        blocks = [bytes(memory[at : at + size]) for at in range(0, len(memory), size)]
+        with self._lock:
+            for place, block in enumerate(blocks, number):
+                if (found.key, found.tag, place) not in self._blocks:
+                    self._blocks[found.key, found.tag, place] = block
+                    self._size += len(block)
+            while self._size > _MOST_CACHED:
+                self._size -= len(self._blocks.popitem(last=False)[1])
+        return blocks
 
 
 class ObjectFile(RangedFile):
     """An object, read by ranges."""
 
-    def __init__(self, client: Client, found: Found, where: str) -> None:
-        self._object = _Object(client, found, where)
-        super().__init__(self._object, min(_BUFFER, max(1, found.size)))
+    def __init__(self, client: Client, cache: _Cache, found: Found, where: str) -> None:
+        self._object = _Object(client, cache, found, where)
+        super().__init__(self._object, max(1, min(_BLOCK, found.size)))
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._object.expect(ranges)
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         return self._object.read_at(memory, offset)
 
 
 class _Object(io.RawIOBase):
-    def __init__(self, client: Client, found: Found, where: str) -> None:
+    def __init__(self, client: Client, cache: _Cache, found: Found, where: str) -> None:
         super().__init__()
-        self._client, self._found, self._where, self._at = client, found, where, 0
+        self._client, self._cache, self._found, self._where, self._at = client, cache, found, where, 0
 
     def readable(self) -> bool:
         return True
@@ -47,7 +107,16 @@ class _Object(io.RawIOBase):
         return self._at
 
     def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
-        count = self.read_at([memoryview(memory).cast("B")], self._at)
+        memory = memoryview(memory).cast("B")
+        if self._at >= self._found.size:
+            return 0
+        if len(memory) > _BLOCK and self._found.size > GAP:
+            count = self.read_at([memory], self._at)
+        else:
+            with self._unless_replaced():
+                data = self._cache.read(self._found, self._at)
+            count = min(len(data), len(memory))
+            memory[:count] = data[:count]
         self._at += count
         return count
 
@@ -57,6 +126,10 @@ class _Object(io.RawIOBase):
         while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
             done += count
         return bytes(memory[:done])
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        with self._unless_replaced():
+            self._cache.fetch(self._found, ranges)
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
         left = self._found.size - offset
@@ -68,20 +141,27 @@ class _Object(io.RawIOBase):
             left -= len(wanted[-1])
             if left <= 0:
                 break
-        try:
+        with self._unless_replaced():
             return self._client.read(self._found.key, offset, wanted, self._found.tag)
+
+    @contextmanager
+    def _unless_replaced(self) -> Iterator[None]:
+        try:
+            yield
         except Changed:
             raise FileNotFoundError(errno.ENOENT, "it was replaced while it was read", self._where) from None
 
 
 class ObjectFiles:
-    """The objects below a prefix, found one by one."""
+    """The objects below a prefix, found one by one. What was found stays what it was."""
 
     streams = STREAMS
     gap = GAP
 
     def __init__(self, client: Client, path: ObjectPath) -> None:
         self._client, self.path = client, path
+        self._cache = _Cache(client)
+        self._found: dict[str, Found] = {}
 
     @property
     def where(self) -> str:
@@ -91,10 +171,12 @@ class ObjectFiles:
         return f"{self.path.key}/{name}" if self.path.key else name
 
     def _find(self, name: str) -> Found:
-        found = self._client.head(self._key(name))
-        if found is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-        return found
+        if name not in self._found:
+            found = self._client.head(self._key(name))
+            if found is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
+            self._found[name] = found
+        return self._found[name]
 
     def names(self) -> list[str]:
         objects, folders = self._client.directly_below(self.path.key)
@@ -111,7 +193,7 @@ class ObjectFiles:
         return self._find(name).modified
 
     def open(self, name: str) -> ObjectFile:
-        return ObjectFile(self._client, self._find(name), f"{self.path}/{name}")
+        return ObjectFile(self._client, self._cache, self._find(name), f"{self.path}/{name}")
 
     def leads_elsewhere(self, name: str) -> bool:
         return False
