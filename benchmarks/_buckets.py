@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from benchmarks.peers.ceiling import local_bytes
 
 RAW = "raw obstore"
 BUCKET, REGION = "bench", "us-east-1"
-STREAMS = 8
+STREAMS = 16
 """Requests in flight, of everybody who can be told."""
 PART = 8 << 20
 """Bytes of a part, which is what the S3 clients take by themselves."""
@@ -166,18 +165,17 @@ def _raw() -> list[Peer]:
 
 
 def _ours() -> list[Peer]:
+    """As it comes, parts are signed, so they have a SHA-256; and without."""
     import dcp_plugin
 
-    if not find_spec("dcp_plugin.media.objects"):
-        raise ImportError("it knows no URLs")
-
-    def save(state: State, path: Path) -> None:
-        dcp_plugin.save({"state": state}, url(path), io_threads=IO_THREADS)
+    def save(state: State, path: Path, **options: Any) -> None:
+        dcp_plugin.save({"state": state}, url(path), io_threads=IO_THREADS, **options)
 
     def load(state: State, path: Path) -> None:
         dcp_plugin.load({"state": state}, url(path), io_threads=IO_THREADS)
 
-    return [Peer(OURS, save, load)]
+    unsigned = partial(save, storage_options={"unsigned_payload": True})
+    return [Peer(OURS, save, load), Peer(f"{OURS}, unsigned payload", unsigned, load, only="save")]
 
 
 def _stock() -> list[Peer]:

@@ -237,9 +237,8 @@ class Report:
     def table(self, title: str, samples: Samples, columns: dict[str, Callable[[Sample], float]] | None = None) -> None:
         """Medians, the span of the times, and how many times ours each of them took."""
         extra = columns or {}
-        reference = samples.get(OURS) or next(iter(samples.values()))
-        ours = statistics.median(sample.seconds for sample in reference)
-        ours_cpu = statistics.median(sample.cpu for sample in reference)
+        ours = statistics.median(sample.seconds for sample in samples[OURS])
+        ours_cpu = statistics.median(sample.cpu for sample in samples[OURS])
         print(f"\n{title}")
         head = f"{'':38}{'seconds':>9}{'min':>8}{'max':>8}{'÷ ours':>8}{'CPU s':>8}{'÷ ours':>8}{'extra MiB':>11}"
         print(head + "".join(f"{name:>{len(name) + 3}}" for name in extra))

@@ -32,10 +32,12 @@ from benchmarks._harness import remove as remove_directory
 from benchmarks._options import parser, scratch
 from benchmarks._peer import IO_THREADS, OURS, Peer, State
 from benchmarks.reshard import ROWS, sharded_state
+from benchmarks.reuse import Tensors
 
 _SMALLEST = "--mib 2 --scenes loopback --questions save load unchanged blocked steps"  # ranks that meet take seconds
 SMALLEST = [*_options.SMALLEST, *_SMALLEST.split(), "--peers", "stock, s3fs"]
 QUESTIONS = ("save", "load", "reshard", "unchanged", "blocked", "steps")
+_TO_DISK = f"{OURS}, to a disk"
 Run = Callable[[Peer], None]
 
 
@@ -131,38 +133,39 @@ def _nothing(*_: Any) -> None:
 
 
 def _unchanged(endpoint: str, mib: int, repeats: int) -> Samples:
-    """The second checkpoint of a run."""
+    """The second checkpoint of a run, of a model that is frozen."""
     import obstore
 
     use(endpoint)
     state = build("mixed", mib)
-    found = {peer.name: peer for peer in peers("unchanged", 1, [RAW])}
-    run = Path("unchanged")
-    savers: dict[str, dcp_plugin.Checkpointer] = {}
-    if OURS in found:
-        savers[OURS] = dcp_plugin.Checkpointer(io_threads=IO_THREADS, reuse=True)
-        savers["dcp_plugin, reuse=False"] = dcp_plugin.Checkpointer(io_threads=IO_THREADS, reuse=False)
+    model = {"model": Tensors(mib, one_in=0)}
+    (raw,) = (peer for peer in peers("unchanged", 1, [RAW]) if peer.name == RAW)
+    first, second = Path("unchanged/step-1"), Path("unchanged/step-2")
+    saver: list[dcp_plugin.Checkpointer] = []
 
-    def save(name: str, step: str) -> None:
-        if name in savers:
-            savers[name].save({"state": state}, url(run / step))
-        elif step == "step-2" and name == f"{RAW}, copies":
-            for page in obstore.list(_buckets.store(), f"{run}/step-1/"):
-                for there in page:
-                    obstore.copy(_buckets.store(), there["path"], there["path"].replace("step-1", "step-2"))
+    def save_first(peer: Peer) -> None:
+        for old in saver:
+            old.close()
+        _buckets.remove(first.parent)
+        raw.prepare(state)
+        if peer.name.startswith(OURS):
+            saver[:] = [dcp_plugin.Checkpointer(io_threads=IO_THREADS, reuse=peer.name == OURS)]
+            saver[0].save(model, url(first))
         else:
-            found[RAW].save(state, run / step)
+            raw.save(state, first)
 
-    def before(peer: Peer) -> None:
-        _buckets.remove(run)
-        found[RAW].prepare(state)
-        save(peer.name, "step-1")
+    def save_second(peer: Peer) -> None:
+        if peer.name.startswith(OURS):
+            saver[0].save(model, url(second))
+        elif peer.name == RAW:
+            raw.save(state, second)
+        else:
+            for page in obstore.list(_buckets.store(), f"{first}/"):
+                for there in page:
+                    obstore.copy(_buckets.store(), there["path"], f"{second}/{there['path'].rpartition('/')[2]}")
 
-    cases = [Peer(name, _nothing, _nothing) for name in (*savers, RAW, f"{RAW}, copies")]
-    samples = _counted(cases, repeats, before, lambda peer: save(peer.name, "step-2"))
-    for saver in savers.values():
-        saver.close()
-    return samples
+    cases = (OURS, f"{OURS}, reuse=False", RAW, f"{RAW}, copies by the server")
+    return _counted([Peer(name, _nothing, _nothing) for name in cases], repeats, save_first, save_second)
 
 
 class _Background:
@@ -170,9 +173,7 @@ class _Background:
 
     def __init__(self, state: State, disk: Path) -> None:
         self._state = state
-        self._places = {"dcp_plugin, to the disk": disk / "step"}
-        if OURS in (peer.name for peer in peers("blocked", 1, [])):
-            self._places = {OURS: url(Path("async/step")), **self._places}  # type: ignore[dict-item]
+        self._places: dict[str, str | Path] = {OURS: url(Path("async/step")), _TO_DISK: disk / "step"}
         self.names = list(self._places)
         self._saver = dcp_plugin.Checkpointer(async_save=True, io_threads=IO_THREADS, reuse=False)
         self._handle: Any = None
@@ -183,7 +184,7 @@ class _Background:
             self._handle.wait()
         self._handle = None
         _buckets.remove(Path("async"))
-        remove_directory(Path(self._places["dcp_plugin, to the disk"]))
+        remove_directory(Path(self._places[_TO_DISK]))
 
     def begin(self, name: str) -> None:
         if name in self._places:
@@ -271,12 +272,13 @@ def _scene(scene: str, options: argparse.Namespace, report: Report, disk: Path) 
 
 def _against_ceiling(samples: Samples) -> None:
     """Rate ÷ that of raw transfers, repetition by repetition."""
-    for name in (OURS, "stock, s3fs", "s3torchconnector"):
-        if name in samples and RAW in samples:
-            pairs = zip(samples[RAW], samples[name], strict=True)
+    compared = ((OURS, RAW), (OURS, f"{RAW}, signed payload"), (f"{OURS}, unsigned payload", RAW))
+    for name, ceiling in compared:
+        if name in samples and ceiling in samples:
+            pairs = zip(samples[ceiling], samples[name], strict=True)
             ratios = sorted(raw.seconds / peer.seconds for raw, peer in pairs)
             span = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-            print(f"{name}: {statistics.median(ratios):.2f} of the raw ceiling's rate, pair by pair ({span})")
+            print(f"{name}: {statistics.median(ratios):.2f} of the rate of {ceiling}, pair by pair ({span})")
 
 
 def main() -> None:

@@ -221,8 +221,8 @@ def _open(path: Where, complete: Callable[[Opened], Opened], check: bool) -> Ope
             raise
         return opened
 
+    medium = medium_of(path)
     with damage_in(path), collector_paused():
-        medium = medium_of(path)
         return in_one_view(path, look, medium.locate, keep_open=True, medium=medium)
 
 

@@ -233,7 +233,7 @@ class ObstoreClient:
             raise self._error(error, key) from None
         except kinds.NotSupportedError as error:
             raise NoConditions(said(error, self._secrets)) from None
-        except (FileNotFoundError, kinds.BaseError) as error:
+        except (kinds.BaseError, OSError) as error:  # the latter from a writer
             raise self._error(error, key) from None
 
     def _error(self, error: Exception, key: str) -> OSError:

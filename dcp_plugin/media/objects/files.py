@@ -9,80 +9,25 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.media import RangedFile
+from dcp_plugin.media.objects.cache import BLOCK, Cache
 from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
 from dcp_plugin.paths import ObjectPath
 
-_BLOCK = 64 << 10
-"""Bytes that a small read asks for, of an object that is larger than :data:`GAP`: others are read whole."""
-_MOST_CACHED = 32 << 20
-
-
-class _Cache:
-    """What small reads of the objects below a prefix have brought, by key, tag and block; those used last. Whoever
-    looks into a file of another tool reads the same few places several times."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._blocks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def read(self, found: Found, offset: int) -> memoryview:
-        """Bytes from ``offset`` on: at least one."""
-        size = found.size if found.size <= GAP else _BLOCK
-        number = offset // size
-        if (data := self._known(found, number)) is None:
-            in_turn = number > 0 and self._known(found, number - 1) is not None
-            blocks = self._fetched(found, number, size, GAP // size if in_turn else 1)
-            data = blocks[0]
-        return memoryview(data)[offset - number * size :]
-
-    def fetch(self, found: Found, ranges: Iterable[tuple[int, int]]) -> None:
-        """Have these ranges of an object, at the same time."""
-        size = found.size if found.size <= GAP else _BLOCK
-        wanted = {number for begin, end in ranges for number in range(begin // size, -(-end // size))}
-        lacking = sorted(number for number in wanted if self._known(found, number) is None)[: _MOST_CACHED // size]
-        if lacking:
-            with ThreadPoolExecutor(min(STREAMS, len(lacking)), thread_name_prefix="dcp-look") as pool:
-                list(pool.map(lambda number: self._fetched(found, number, size, 1), lacking))
-
-    def _known(self, found: Found, number: int) -> bytes | None:
-        with self._lock:
-            place = found.key, found.tag, number
-            if place in self._blocks:
-                self._blocks.move_to_end(place)
-            return self._blocks.get(place)
-
-    def _fetched(self, found: Found, number: int, size: int, count: int) -> list[bytes]:
-        memory = bytearray(min(count * size, found.size - number * size))
-        got = self._client.read(found.key, number * size, [memoryview(memory)], found.tag)
-        if got < len(memory):
-            raise OSError(errno.EIO, "the store has sent fewer bytes than there are", found.key)
-        blocks = [bytes(memory[at : at + size]) for at in range(0, len(memory), size)]
-        with self._lock:
-            for place, block in enumerate(blocks, number):
-                if (found.key, found.tag, place) not in self._blocks:
-                    self._blocks[found.key, found.tag, place] = block
-                    self._size += len(block)
-            while self._size > _MOST_CACHED:
-                self._size -= len(self._blocks.popitem(last=False)[1])
-        return blocks
+_A_PAGE = 1000
+"""Keys that a store lists in one answer."""
 
 
 class ObjectFile(RangedFile):
     """An object, read by ranges."""
 
-    def __init__(self, client: Client, cache: _Cache, found: Found, where: str) -> None:
+    def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
         self._object = _Object(client, cache, found, where)
-        super().__init__(self._object, max(1, min(_BLOCK, found.size)))
+        super().__init__(self._object, max(1, min(BLOCK, found.size)))
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._object.expect(ranges)
@@ -92,7 +37,7 @@ class ObjectFile(RangedFile):
 
 
 class _Object(io.RawIOBase):
-    def __init__(self, client: Client, cache: _Cache, found: Found, where: str) -> None:
+    def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
         super().__init__()
         self._client, self._cache, self._found, self._where, self._at = client, cache, found, where, 0
 
@@ -110,7 +55,7 @@ class _Object(io.RawIOBase):
         memory = memoryview(memory).cast("B")
         if self._at >= self._found.size:
             return 0
-        if len(memory) > _BLOCK and self._found.size > GAP:
+        if len(memory) > BLOCK and self._found.size > GAP:
             count = self.read_at([memory], self._at)
         else:
             with self._unless_replaced():
@@ -160,7 +105,7 @@ class ObjectFiles:
 
     def __init__(self, client: Client, path: ObjectPath) -> None:
         self._client, self.path = client, path
-        self._cache = _Cache(client)
+        self._cache = Cache(client)
         self._found: dict[str, Found] = {}
 
     @property
@@ -222,23 +167,39 @@ class ListedFiles(ObjectFiles):
         super().__init__(client, path)
         self._listed = listed
         self._frozen = frozen
+        self._too_many = False
 
     def _all(self) -> Mapping[str, Found]:
         if self._listed is None:
             below = f"{self.path.key}/" if self.path.key else ""
-            found = self._client.below(self.path.key)
-            self._listed = {one.key.removeprefix(below): one for one in found if not one.key.endswith("/")}
+            listed: dict[str, Found] = {}
+            for one in self._client.below(self.path.key):
+                if not one.key.endswith("/"):
+                    listed[one.key.removeprefix(below)] = one
+                # Keys are sorted, and this one comes before all that is in a checkpoint.
+                self._too_many = len(listed) >= _A_PAGE and METADATA not in listed
+                if self._too_many:  # this may be a whole bucket
+                    objects, _ = self._client.directly_below(self.path.key)
+                    listed = {one.key.removeprefix(below): one for one in objects}
+                    break
+            self._listed = listed
         return self._listed
 
     def _find(self, name: str) -> Found:
-        if name not in self._all():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-        return self._all()[name]
+        listed = self._all()
+        if name in listed:
+            return listed[name]
+        if self._too_many:
+            return super()._find(name)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
 
     def names(self) -> list[str]:
-        if not self._all():
+        listed = self._all()
+        if self._too_many:
+            return super().names()
+        if not listed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return sorted({name[: name.find("/") + 1] or name for name in self._all()})
+        return sorted({name[: name.find("/") + 1] or name for name in listed})
 
     def modified(self, name: str) -> float:
         if not name:
@@ -248,5 +209,8 @@ class ListedFiles(ObjectFiles):
     def moved(self) -> bool:
         if self._frozen:
             return False
-        before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        try:
+            before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        except OSError:  # nobody can tell, and whoever asks has an error of his own
+            return False
         return (before.tag if before else None) != (now.tag if now else None)
