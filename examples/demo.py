@@ -3,6 +3,8 @@
 Runs examples/train.py three times in processes of their own, looks at what is on disk in between, and holds
 the library to what examples/witness.py saw: every tensor that came back must be, byte for byte, what had been
 saved. Exits with 1 if anything is not as the text on the screen says.
+
+`python examples/demo.py s3://bucket/demo` keeps the checkpoints in an object store.
 """
 
 import csv
@@ -28,7 +30,7 @@ import dcp_plugin as dcp
 
 TRAIN = Path(__file__).with_name("train.py")
 RUN = Path("outputs/demo")
-CHECKPOINTS = (RUN / "checkpoints").absolute()
+CHECKPOINTS = sys.argv[1] if sys.argv[1:] else str((RUN / "checkpoints").absolute())
 CONFIG = "+experiment=demo"
 
 console = Console(highlight=False, width=min(110, Console().width) if sys.stdout.isatty() else 110)
@@ -74,7 +76,7 @@ class Life:
 
     def command(self) -> list[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        settings = [CONFIG, f"run_dir={RUN}", "accelerator=cpu", *self.overrides]
+        settings = [CONFIG, f"run_dir={RUN}", f"checkpoints={CHECKPOINTS}", "accelerator=cpu", *self.overrides]
         return [sys.executable, *(torchrun if self.ranks > 1 else []), str(TRAIN), *settings]
 
     def environment(self) -> dict[str, str]:
@@ -159,14 +161,14 @@ Row = tuple[str, str, Text]
 
 def describe(state: dcp.CheckpointState) -> Row:
     """A checkpoint's name, size and condition; a committed one is verified."""
-    name = str(state.path.relative_to(CHECKPOINTS))
-    size = mebibytes(sum(file.stat().st_size for file in state.path.iterdir()))
+    name = str(state.path).removeprefix(f"{CHECKPOINTS}/")
     if not state.committed:
-        return name, size, Text(f"torn: {state.reason}", "red")
+        return name, "", Text(f"torn: {state.reason}", "red")
     report = dcp.verify(state.path)
     if not report.ok:
         raise BrokenPromise(str(report))
-    ranks = dcp.inspect(state.path).world_size
+    info = dcp.inspect(state.path)
+    ranks, size = info.world_size, mebibytes(info.nbytes)
     return name, size, Text(f"complete, written by {ranks} rank{'s'[: ranks != 1]}, every byte checked", "green")
 
 

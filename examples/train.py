@@ -10,8 +10,6 @@ model, as long as there is none.
 Every setting is in configs/train.yaml; `python examples/train.py --help` prints them.
 """
 
-from pathlib import Path
-
 import hydra
 import lightning as L
 import torch
@@ -30,12 +28,11 @@ from dcp_plugin.lightning import DCPCheckpointIO
 @hydra.main(version_base=None, config_path="../configs", config_name="train")
 def main(cfg: DictConfig) -> None:
     L.seed_everything(cfg.seed, verbose=False)
-    checkpoints = Path(cfg.run_dir, "checkpoints")
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     if cfg.checkpoint.enabled:
         callbacks.append(
             ModelCheckpoint(
-                checkpoints,
+                cfg.checkpoints,
                 filename="step-{step:06d}",
                 auto_insert_metric_name=False,
                 every_n_train_steps=cfg.checkpoint.every,
@@ -71,7 +68,7 @@ def main(cfg: DictConfig) -> None:
         replicate=cfg.strategy.get("replicate", 1),
     )
     data = StdlibText(context=cfg.model.context, seed=cfg.seed, **cfg.data)
-    trainer.fit(model, data, ckpt_path=resolve_resume(cfg.resume, checkpoints))
+    trainer.fit(model, data, ckpt_path=resolve_resume(cfg.resume, cfg.checkpoints))
 
 
 def build_strategy(cfg: DictConfig) -> Strategy | str:

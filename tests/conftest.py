@@ -39,12 +39,28 @@ def s3() -> Iterator[object_server.Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def azure() -> Iterator[object_server.Server]:
+    """A server of another make, for tests that take minutes: where it is installed."""
+    if why := object_server.why_no_azure():
+        pytest.skip(why)
+    with object_server.serving_azure() as server:
+        yield server
+
+
 @pytest.fixture
-def bucket(s3: object_server.Server, monkeypatch: pytest.MonkeyPatch) -> object_server.Bucket:
-    """A new bucket, and an environment that leads there, in the ranks of :mod:`tests.launch` too."""
-    for name, value in s3.environment().items():
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object_server.Bucket:
+    """A new bucket, and an environment that leads there, in the ranks of :mod:`tests.launch` too.
+
+    It is of the server ``s3``, or of the one that ``parametrize("bucket", ["s3", "azure"], indirect=True)`` names.
+    """
+    server = request.getfixturevalue(getattr(request, "param", "s3"))
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    return s3.new_bucket()
+    made: object_server.Bucket = server.new_bucket()
+    return made
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -57,5 +73,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
 def proxy(bucket: object_server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """What stands between the clients and the bucket during this test."""
     with Proxy(bucket.server.url) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
+        for name, value in bucket.server.environment(made.url).items():
+            monkeypatch.setenv(name, value)
         yield made

@@ -21,6 +21,12 @@ def read(root: Path, name: str, rank: int = 0) -> tuple[list[Any], dict[str, Any
     return written["numbers"], written["state"]
 
 
+def crossed(layouts: Mapping[str, int]) -> dict[str, list[str]]:
+    """For each layout those whose checkpoints it loads in ``make test``: any two meet, in one direction at least."""
+    names = list(layouts)
+    return {name: (names * 2)[at + 1 : at + 1 + len(names) // 2] for at, name in enumerate(names)}
+
+
 def live(root: Path, world_sizes: Mapping[str, int], *lives: Callable[[Path, list[str]], None]) -> Path:
     """One launch per life and world size, of all its layouts."""
     for life in lives:

@@ -6,8 +6,6 @@ import copy
 import gc
 import multiprocessing
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from dcp_plugin import events
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
-from tests import launch
+from tests import launch, programs
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
@@ -137,9 +135,7 @@ def test_events_tell_each_ranks_share(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_does_not_wait_ends_when_the_save_is_on_disk_and_says_so(tmp_path: Path, fails: bool) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _FORGETS_TO_WAIT, str(tmp_path / "ck"), str(int(fails))], capture_output=True, text=True
-    )
+    ended = programs.run("-c", _FORGETS_TO_WAIT, tmp_path / "ck", int(fails))
     assert ended.returncode == 0
     assert f"the program ends while {tmp_path / 'ck'} is being saved" in ended.stderr
     assert ("was NOT saved, and the program ended without asking" in ended.stderr) == fails

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from typer.testing import CliRunner, Result
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
 from dcp_plugin.loading.load import plan_load
+from tests import programs
 from tests.test_partial import FineTune
 
 INTO = ("--into", "tests.test_cli:FineTune")
@@ -156,8 +155,8 @@ def test_a_list_of_what_is_no_directory_fails(tmp_path: Path, name: str, said: s
 
 
 def test_it_runs_as_a_module_and_says_what_it_needs(path: Path) -> None:
-    command = [sys.executable, "-m", "dcp_plugin", "verify", str(path)]
-    assert "intact" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    verified = programs.run("-m", "dcp_plugin", "verify", path)
+    assert verified.returncode == 0 and "intact" in verified.stdout
     without = "import sys; sys.modules['typer'] = None; from dcp_plugin.cli import main; main()"
-    ended = subprocess.run([sys.executable, "-c", without], check=False, capture_output=True, text=True)
+    ended = programs.run("-c", without)
     assert ended.returncode == 1 and ended.stderr.strip() == "dcp-plugin needs typer: pip install 'dcp-plugin[cli]'"

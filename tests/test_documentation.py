@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -16,6 +13,8 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin import CheckpointConfig
+from tests import programs
+from tests.programs import LIGHTNING, TORCH
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -57,6 +56,7 @@ SCRIPTS = {  # what is there before: a script that works without us
     "Fabric": "from lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu', devices=1)\ntrain()",
     "Without a framework": "train()",
     "Fine-tuning": PARTS + "train()",
+    "Credentials and options": "",
     "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
 }
 RESTARTED = {  # what holds when the same code runs a second time
@@ -67,6 +67,7 @@ RESTARTED = {  # what holds when the same code runs a second time
     "Fabric": "checkpoints.resume_or_init(state, 'run').how == 'resumed'",
     "Without a framework": "report.loaded == ['model.0.weight', 'model.0.bias']",
     "Fine-tuning": "start.how == 'warm-started'",
+    "Credentials and options": "'example' not in repr(checkpointer.config)",
     "What a checkpoint costs": "checkpointer.config.trainable_only",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"
@@ -91,9 +92,8 @@ def test_the_code_runs_as_it_stands_and_once_more_to_restart(tmp_path: Path, hea
     code = f"{MODEL}{SCRIPTS[heading]}\n{_code()[heading]}\n"
     (tmp_path / "script.py").write_text(code)
     both = f"import runpy; runpy.run_path('script.py'); globals().update(runpy.run_path('script.py')); {CHECKED}"
-    command = [sys.executable, "-c", both, RESTARTED[heading]]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    frameworks = LIGHTNING if heading in ("Lightning: one argument", "Fabric") else TORCH
+    ran = programs.run("-c", both, RESTARTED[heading], imported=frameworks, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

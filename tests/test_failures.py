@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import save as stock_save
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media import Reservation
+from dcp_plugin.media import Reservation, disk
 from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.launch import on_ranks
@@ -94,6 +94,7 @@ def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -
 def test_a_rank_that_hangs_fails_the_others_within_the_timeout(tmp_path: Path) -> None:
     path, rank = tmp_path / "ck", dist.get_rank()
     ended = [RankGate(f"{number} has ended") for number in range(3)]
+    disk._VISIBLE_SECONDS = 0.5  # what rank 0 has made is gone when rank 1 comes
     model, optimizer = build("fsdp2")
 
     def hang(event: events.Event) -> None:
@@ -143,6 +144,7 @@ def _save_to_unshared_root(root: Path) -> str:
     dist.all_reduce(able, op=dist.ReduceOp.MIN)
     if not able.item():
         return "not permitted"
+    disk._VISIBLE_SECONDS = 0.5
     _raises(dcp.SaveFailed, lambda: dcp.save({"t": torch.ones(3)}, root / "ck"), "rank 1", "share")
     return ""
 

@@ -1,205 +1,180 @@
-"""What a save and a load need of a medium, shown by one that has no files: objects in memory, as in an object store."""
+"""What every medium keeps, called as a save and a load call it: a disk, a bucket, and fsspec's memory."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as stock
-from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_plugin as dcp
-from dcp_plugin.format import uncommitted_reason
-from dcp_plugin.media import Listed, Medium, RangedFile, Reservation
-from dcp_plugin.storage import open as opening
-from dcp_plugin.storage import writer
-from tests.compare import assert_same
+from dcp_plugin.format import METADATA, read
+from dcp_plugin.media import WORKSPACE, CannotLink, Medium, medium_of
+from dcp_plugin.media.packed import unpacked
+from dcp_plugin.paths import Where, as_path
 
-Objects = dict[str, bytes]
-
-
-class _Upload:
-    """A multipart upload: nothing is there before it is complete."""
-
-    def __init__(self, objects: Objects, name: str, wrote: Callable[[int], None]) -> None:
-        self._objects, self._name, self._wrote, self._data = objects, name, wrote, bytearray()
-
-    def __enter__(self) -> _Upload:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self._objects[self._name] = bytes(self._data)
-
-    def tell(self) -> int:
-        return len(self._data)
-
-    def takes_in_place(self, address: int) -> bool:
-        return False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._data += data
-        self._wrote(len(data))
+_MEGABYTES = bytes(range(256)) * (80 << 10)
 
 
-class _Object(RangedFile):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))  # type: ignore[arg-type]
-
-    def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        self.seek(offset)
-        return sum(self.readinto(piece) for piece in memory)
-
-
-@dataclass(frozen=True)
-class _Prefix:
-    where: str
-    objects: Objects
-
-    def names(self) -> list[str]:
-        return sorted({name[: name.find("/") + 1] or name for name in self.objects})
-
-    def _data(self, name: str) -> bytes:
-        if name not in self.objects:
-            raise FileNotFoundError(2, "No such object", name)
-        return self.objects[name]
-
-    def size(self, name: str) -> int:
-        return len(self._data(name))
-
-    def modified(self, name: str) -> float:
-        return 0.0
-
-    def open(self, name: str) -> _Object:
-        return _Object(self._data(name))
-
-    def leads_elsewhere(self, name: str) -> bool:
-        return False
-
-    def keep(self, names: Iterable[str]) -> None:
-        pass
-
-    def moved(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class _Store:
-    """Two dictionaries: what is published, and what is being saved."""
-
-    published: dict[Path, Objects] = field(default_factory=dict)
-    saving: dict[Path, Objects] = field(default_factory=dict)
-
-    def reserve(self, path: Path, among_other_files: bool = False) -> Reservation:
-        directory = path.with_name(f"{path.name}.upload-{len(self.saving)}")
-        self.saving[directory] = {}
-        return Reservation(path, directory.name, directory)
-
-    def join(self, directory: Path, path: Path) -> None:
-        assert directory in self.saving
-
-    def create(self, directory: Path, name: str, size: int, wrote: Callable[[int], None]) -> _Upload:
-        return _Upload(self.saving[directory], name, wrote)
-
-    def flush(self, directory: Path) -> None:
-        pass
-
-    def publish(self, reservation: Reservation, files: Mapping[str, bytes]) -> None:
-        self.published[reservation.final] = {**self.saving.pop(reservation.directory), **files}
-
-    def discard(self, reservation: Reservation) -> None:
-        self.saving.pop(reservation.directory, None)
-
-    def locate(self, path: Path) -> Path:
-        return path
-
-    def uncommitted_reason(self, path: Path) -> str:
-        return uncommitted_reason(self.published.get(path, {}))
-
-    def open(self, path: Path) -> _Prefix:
-        return _Prefix(f"store:/{path}", {**self.published, **self.saving}.get(path, {}))
-
-    def hold(self, path: Path) -> _Prefix:
-        return self.open(path)
-
-    def entries(self, root: Path) -> list[Listed]:
-        return [Listed(path, True, False) for path in sorted(self.published) if path.parent == root]
-
-    def link(self, path: Path, target: Path) -> None:
-        self.published[path] = self.published[target]
-
-    def remove(self, path: Path) -> None:
-        self.published.pop(path, None)
+@pytest.fixture(params=["disk", "s3", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    if request.param == "disk":
+        return tmp_path / "run"
+    url = request.getfixturevalue("bucket").url if request.param == "s3" else f"memory://{uuid.uuid4().hex}"
+    return as_path(url) / "run"
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> _Store:
-    store = _Store()
-    medium: Medium = store
-    monkeypatch.setattr(writer, "LocalDisk", lambda *args: medium)
-    monkeypatch.setattr(opening, "_DISK", medium)
-    return store
+def medium(root: Where) -> Medium:
+    return medium_of(root)
 
 
-def _state() -> dict[str, Any]:
-    return {"w": torch.randn(300, 1000), "half": torch.ones(7, dtype=torch.bfloat16), "empty": torch.ones(0, 3)}
+def _write(medium: Medium, directory: Where, data: bytes, rank: int = 0) -> str:
+    name = f"__{rank}_0-{directory.stem}.distcp"
+    noted: list[int] = []
+    with medium.create(directory, name, len(data), noted.append) as file:
+        memory = bytearray(data[: len(data) // 2])
+        file.write(memory)
+        memory[:] = bytes(len(memory))  # it may change as soon as that has returned
+        assert file.tell() == len(memory)
+        file.write(memoryview(data)[len(memory) :], kept=True)
+    assert sum(noted) == len(data)
+    return name
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_is_saved_to_and_loaded_from_objects(tmp_path: Path, store: _Store) -> None:
-    state, path = _state(), tmp_path / "run" / "step-1"
-    stock.save(state, storage_writer=dcp.ShardedWriter(path, step=1))
-    stock.save(state, storage_writer=dcp.ShardedWriter(path.with_name("step-2"), step=2))
-    assert list(store.published) == [path, path.with_name("step-2")]
-    assert not store.saving
-    assert list(store.published[path])[-1] == ".metadata", "the object that commits is the last one"
-    assert not list(tmp_path.iterdir()), "no file of it is on a disk"
-
-    reader = dcp.ShardedReader(path.with_name("step-2"))
-    target = {key: torch.zeros_like(value) for key, value in state.items()}
-    stock.load(target, storage_reader=reader)
-    assert_same(target, state)
-    assert reader.summary is not None
-    assert reader.summary.step == 2
-    assert reader.summary.time > dcp.ShardedReader(path).summary.time  # type: ignore[union-attr]
+def _save(medium: Medium, path: Where, data: bytes = b"data" * 16) -> str:
+    """As a save does, with tables of contents that a medium need not understand. The name of the data file."""
+    reservation = medium.reserve(path)
+    medium.join(reservation.directory, path)
+    name = _write(medium, reservation.directory, data)
+    medium.flush(reservation.directory)
+    medium.publish(reservation, _tables(medium, path))
+    return name
 
 
-def _message(failed: CheckpointException, kind: type[Exception]) -> str:
-    ((error, _),) = failed.failures.values()
-    assert isinstance(error, kind)
-    return str(error)
+def _tables(medium: Medium, path: Where) -> dict[str, bytes]:
+    """Tables of contents of some save."""
+    other = path.parent.parent / "tables"
+    dcp.save({"n": 1}, other)
+    files = unpacked(medium.hold(other))
+    return {one: read(files, one) for one in ("dcp_plugin.index", "dcp_plugin.json", METADATA)}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_save_that_fails_publishes_no_object(tmp_path: Path, store: _Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: _Upload, data: bytes) -> None:
-        raise OSError(5, "the store is gone")
-
-    monkeypatch.setattr(_Upload, "write", fail)
-    with pytest.raises(CheckpointException) as raised:
-        stock.save(_state(), storage_writer=dcp.ShardedWriter(tmp_path / "step-1"))
-    assert "the store is gone" in _message(raised.value, dcp.SaveFailed)
-    assert not store.published
-    assert not any(store.saving.values())
+def _names(medium: Medium, path: Where) -> list[str]:
+    return [name for name in unpacked(medium.hold(path)).names() if not name.endswith(".distcp")]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_damaged_object_is_named(tmp_path: Path, store: _Store) -> None:
-    path = tmp_path / "step-1"
-    stock.save(_state(), storage_writer=dcp.ShardedWriter(path))
-    name = max(store.published[path], key=lambda name: len(store.published[path][name]))  # the one that has w
-    data = bytearray(store.published[path][name])
-    data[len(data) // 2] ^= 1
-    store.published[path][name] = bytes(data)
-    with pytest.raises(CheckpointException) as raised:
-        stock.load({"w": torch.zeros(300, 1000)}, storage_reader=dcp.ShardedReader(path))
-    message = _message(raised.value, dcp.CheckpointCorrupt)
-    assert message.startswith(f"store:/{path}: the bytes of w in {name} are not those that were saved")
+_OF_OURS = [METADATA, "dcp_plugin.index", "dcp_plugin.json"]
+
+
+def test_nothing_is_there_before_it_is_published_and_then_all_of_it(medium: Medium, root: Where) -> None:
+    path = root / "step-1"
+    reservation = medium.reserve(path)
+    assert reservation.directory.stem == reservation.token
+    name = _write(medium, reservation.directory, _MEGABYTES)
+    assert medium.open(reservation.directory).size(name) == len(_MEGABYTES)
+    assert medium.uncommitted_reason(path)
+    assert dcp.latest(root) is None
+    medium.discard(reservation)
+    medium.discard(reservation)
+    assert not medium.kind(path)
+
+    name = _save(medium, path, _MEGABYTES)
+    assert medium.uncommitted_reason(path) == ""
+    assert medium.kind(path) == "folder"
+    assert _names(medium, path) == _OF_OURS
+    files = medium.hold(path)
+    assert medium.kind(path / name) == "file"
+    with files.open(name) as file:
+        memory = bytearray(7), bytearray(10 << 20)
+        done = file.read_into([memoryview(one) for one in memory], 3)
+        while done < 7 + len(memory[1]):
+            done += file.read_into([memoryview(memory[1])[done - 7 :]], 3 + done)
+        assert bytes(memory[0] + memory[1]) == _MEGABYTES[3 : 10 + (10 << 20)]
+        assert file.read_into([memoryview(bytearray(9))], len(_MEGABYTES)) == 0
+        file.seek(-5, 2)
+        assert file.read() == _MEGABYTES[-5:]
+
+
+def test_who_holds_the_old_checkpoint_reads_it_while_the_new_one_takes_its_place(medium: Medium, root: Where) -> None:
+    path = root / "last"
+    old = _save(medium, path, b"old " * 16)
+    held = medium.hold(path)
+    assert not unpacked(held).moved()
+    held.keep([old])
+    new = _save(medium, path, b"new " * 16)
+    assert held.moved()
+    with held.open(old) as file:
+        memory = bytearray(64)
+        assert file.read_into([memoryview(memory)], 0) == 64
+    assert memory == b"old " * 16
+    held.close()
+    assert read(medium.open(path), new) == b"new " * 16
+    assert unpacked(medium.hold(path)).names() == sorted([*_OF_OURS, new])
+
+
+def test_what_frameworks_add_is_published_with_it_and_goes_with_it(medium: Medium, root: Where, tmp_path: Path) -> None:
+    def put(directory: Path) -> None:
+        (directory / "hooks" / "deep").mkdir(parents=True)
+        (directory / "hooks" / "deep" / "lora.bin").write_bytes(b"lora")
+        (directory / "state.pkl").write_bytes(b"state")
+
+    ours = dcp.Checkpointer()
+    for _ in range(2):
+        ours.save({"n": 1}, root / "ck", files=put)
+        files = unpacked(medium.hold(root / "ck"))
+        assert read(files, "hooks/deep/lora.bin") == b"lora"
+        assert read(files, "state.pkl") == b"state"
+        assert {"hooks", "state.pkl"} <= {name.rstrip("/") for name in files.names()}
+        assert dcp.verify(root / "ck").ok
+    ours.remove(root / "ck")
+    assert not medium.kind(root / "ck")
+    ours.close()
+
+
+def test_entries_links_marks_and_removals(medium: Medium, root: Where) -> None:
+    _save(medium, root / "step-1")
+    _save(medium, root / "step-2")
+    there = [one for one in medium.entries(root) if one.path.name != WORKSPACE]
+    assert [(one.path, one.is_folder, one.is_file) for one in there] == [
+        (root / "step-1", True, False), (root / "step-2", True, False)
+    ]  # fmt: skip
+    for target in ("step-1", "step-2"):
+        medium.link(root / "last", root / target)
+        assert unpacked(medium.hold(root / "last")).names() == unpacked(medium.hold(root / target)).names()
+    medium.remove(root / "last")
+    assert not medium.kind(root / "last")
+    assert medium.uncommitted_reason(root / "step-2") == ""
+    assert medium.mark(root / "step-2", "note", b"seen")
+    assert not medium.mark(root / "step-2", "note", b"seen again")
+    assert read(medium.open(root / "step-2"), "note") == b"seen"
+    medium.remove(root / "step-2")
+    medium.remove(root / "step-2")
+    snapshot = medium.snapshot(root)
+    assert [one.path for one in snapshot.entries(root) if one.path.name != WORKSPACE] == [root / "step-1"]
+    assert snapshot.uncommitted_reason(root / "step-1") == ""
+
+
+def test_a_data_file_gets_into_a_later_checkpoint_under_any_name_that_is_left(medium: Medium, root: Where) -> None:
+    homes: list[Any] = []
+    for number in (1, 2):
+        path = root / f"step-{number}"
+        reservation = medium.reserve(path)
+        name = _write(medium, reservation.directory, _MEGABYTES)
+        file = homes[-1] if homes else medium.linkable(reservation.directory / name)
+        if homes:
+            file = file.link_to(reservation.directory / f"__1_0-{reservation.token}.distcp")
+            name = f"__1_0-{reservation.token}.distcp"
+        assert file.verified and file.size == len(_MEGABYTES)
+        medium.publish(reservation, _tables(medium, path))
+        homes.append(file.published(path / name))
+        assert read(medium.open(path), name) == _MEGABYTES
+    medium.remove(root / "step-2")
+    reservation = medium.reserve(root / "step-3")
+    homes[-1].link_to(reservation.directory / f"__0_0-{reservation.token}.distcp")
+    medium.remove(root / "step-1")
+    assert read(medium.open(reservation.directory), f"__0_0-{reservation.token}.distcp") == _MEGABYTES
+    with pytest.raises(CannotLink):
+        homes[-1].link_to(reservation.directory / f"__2_0-{reservation.token}.distcp")
+    medium.discard(reservation)

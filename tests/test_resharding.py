@@ -57,10 +57,27 @@ def test_every_layout_loads_what_any_layout_saved(saved: Path, world_size: int) 
             model, optimizer = build(layout, seed=1)
             report = dcp.load({"model": model, "optim": optimizer}, saved / source)
             assert not report.missing and not report.unexpected and not report.cast
-            wanted = torch.load(saved / f"{source}.pt", weights_only=True)
-            assert_same(wanted, whole_state(model, optimizer))
+            assert_same(torch.load(saved / f"{source}.pt", weights_only=True), whole_state(model, optimizer))
+
+
+def _sources(layout: str) -> list[str]:
+    """Itself, and two others: each layout is the source of three."""
+    layouts = list(WORLD_SIZE)
+    at = layouts.index(layout)
+    return [layouts[(at + step) % len(layouts)] for step in (0, 3, 7)]
+
+
+@pytest.mark.parametrize("all_sources", [False, pytest.param(True, marks=pytest.mark.long)])
+@on_ranks(*sorted(_by_world_size()))
+def test_a_training_goes_on_as_if_it_had_what_it_loaded_in_memory(
+    saved: Path, world_size: int, all_sources: bool
+) -> None:
+    for layout in _by_world_size()[world_size]:
+        for source in WORLD_SIZE if all_sources else _sources(layout):
+            model, optimizer = build(layout, seed=1)
+            dcp.load({"model": model, "optim": optimizer}, saved / source)
             reference = build(layout, seed=2)
-            put_in_memory(layout, *reference, wanted)
+            put_in_memory(layout, *reference, torch.load(saved / f"{source}.pt", weights_only=True))
             assert train(model, optimizer, 2, seed=7) == train(*reference, 2, seed=7)
             assert_same(_tensors(whole_state(model, optimizer)), _tensors(whole_state(*reference)))
 

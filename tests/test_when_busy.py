@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from dcp_plugin import events
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+from tests.programs import Program
 from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
 
 
@@ -206,14 +205,7 @@ def test_doors_that_delete_old_checkpoints_take_only_waiting(tmp_path: Path) -> 
 def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before(
     tmp_path: Path, handler: str, staging: str
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PREEMPTED, str(tmp_path / "ck"), handler, staging],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    assert process.stdout is not None
+    process = Program("-c", _PREEMPTED, tmp_path / "ck", handler, staging)
     began = {process.stdout.readline() for _ in range(2)}
     assert began == {"saving\n", "worker 7\n" if handler == "own" else "worker -15\n"}
     process.send_signal(signal.SIGTERM)
@@ -267,24 +259,14 @@ say("trained on")
 
 def _end_by_sigterm(root: Path, script: str, signals: int = 1, **how: Any) -> tuple[int, str, str]:
     """Run a script that says "now" and expects SIGTERM then; how it ends, and what it says."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SIGTERM_ARRIVES + script, str(root / "ck")],
-        stdout=subprocess.PIPE,
-        stderr=how.get("stderr", subprocess.PIPE),
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    assert process.stdout is not None
+    process = Program("-c", _SIGTERM_ARRIVES + script, root / "ck", stderr=how.get("stderr"))
     assert process.stdout.readline() == "now\n"
     if process.stderr is None:
         os.close(how["reader"])
     for _ in range(signals):
         process.send_signal(signal.SIGTERM)
         pause(0.1)()  # two that arrive at once are one
-    try:
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
+    out, err = process.communicate()
     return process.returncode, out, err
 
 

@@ -212,6 +212,10 @@ class Medium(Protocol):
     def entries(self, root: Where) -> list[Listed[Any]]:
         """What is directly below ``root``, sorted by name."""
 
+    def in_flight(self, entry: Where) -> tuple[str, float] | None:
+        """If an entry of a workspace stands for a save that is in flight or was interrupted: the name of its checkpoint
+        and when that was last heard of, in seconds since the epoch."""
+
     def link(self, path: Where, target: Where) -> None:
         """Make ``path`` another name of the checkpoint ``target``, in place of what is there."""
 

@@ -23,7 +23,7 @@ from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
-from dcp_plugin.media import Medium, medium_of
+from dcp_plugin.media import WORKSPACE, Medium, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import Scan
@@ -320,7 +320,8 @@ def was_published(state: CheckpointState | Saved) -> bool:
     """Whether this was a checkpoint of ours once, and not only a save that was interrupted."""
     if isinstance(state, Saved):
         return False
-    if state.committed or state.path.suffix == ".saving":
+    in_flight = state.path.parent.name == WORKSPACE and state.path.suffix != ".aside"
+    if state.committed or in_flight:
         return state.committed
     return exists(medium_of(state.path).open(state.path), SUMMARY)
 

@@ -8,15 +8,13 @@ workspace in it is listed again until two listings in a row are the same, and on
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.media import WORKSPACE, Listed, Readable, medium_of
-from dcp_plugin.media.disk import commit
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.storage.open import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
 
@@ -154,20 +152,21 @@ class Scan:
         except OSError:
             return []
         for path in paths:
-            state = None
-            if path.suffix == ".saving" and isinstance(path, Path):
-                state = _in_flight(path)
-            elif path.suffix == ".aside":
-                state = state_of(path)
+            state = state_of(path) if path.suffix == ".aside" else self._in_flight(path)
             if state is not None:
                 self.states[path] = state
         return paths
 
+    def _in_flight(self, entry: Where) -> CheckpointState | None:
+        if isinstance(entry, ObjectPath) and not self._read_all:  # it would have to be read, for the list alone
+            return None
+        noted = self._medium.in_flight(entry)
+        if noted is None or self._is_seen(entry.parent.parent / noted[0]):
+            return None
+        reason = f"a save of {noted[0]} that is in flight or was interrupted"
+        return CheckpointState(entry, False, reason, None, noted[1])
 
-def _in_flight(path: Path) -> CheckpointState | None:
-    target = commit.target_of(path.with_suffix(".json")) or "?"
-    try:
-        written = path.stat().st_mtime
-    except OSError:
-        return None
-    return CheckpointState(path, False, f"a save of {target} that is in flight or was interrupted", None, written)
+    def _is_seen(self, path: Where) -> bool:
+        """Whether a save that is made in place is seen there already."""
+        state = self.states.get(path)
+        return isinstance(path, ObjectPath) and state is not None and not state.committed

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
+from tests import programs
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
 
 
 def test_importing_the_door_does_not_import_transformers() -> None:
     code = "import sys, dcp_plugin.accelerate; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert programs.run("-c", code).stdout == "False\n"
 
 
 @on_ranks(1)

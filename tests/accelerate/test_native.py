@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import dcp_plugin as dcp
-from tests import launch
+from tests import launch, programs
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
 from tests.launch import on_ranks
@@ -69,9 +67,10 @@ class Counter:
 def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, layout: str) -> None:
     launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, False)
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, True)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
-    folders = [str(tmp_path / "ck" / "pytorch_model_fsdp_0"), str(tmp_path / "merged")]
-    subprocess.run([*command, *folders], check=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    command = ["-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+    folders = [tmp_path / "ck" / "pytorch_model_fsdp_0", tmp_path / "merged"]
+    ended = programs.run(*command, *folders, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
+    assert ended.returncode == 0, ended.stderr
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     state, _ = torch.load(tmp_path / "state.pt", weights_only=True)
     assert_same({key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}, merged)

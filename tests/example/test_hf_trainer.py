@@ -3,12 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import hydra
 import pytest
 from hf_trainer import choose_strategy
+
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -24,9 +25,8 @@ TINY = [
 def train(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     script = str(ROOT / "examples" / "hf_trainer.py")
-    command = [sys.executable, *torchrun, script, *TINY, f"run_dir={run_dir}", *overrides]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=run_dir, env=offline, capture_output=True, text=True, timeout=120, check=False)
+    return programs.run(*torchrun, script, *TINY, f"run_dir={run_dir}", *overrides, cwd=run_dir, env=offline)
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import csv
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import hydra
@@ -14,6 +13,8 @@ from omegaconf import DictConfig
 from train import build_strategy
 
 from dcp_plugin import PartialLoad
+from tests import programs
+from tests.programs import LIGHTNING
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -33,8 +34,8 @@ def compose(*overrides: str, config: str = "train") -> DictConfig:
 
 
 def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "train.py"), f"run_dir={run_dir}", *TINY, *overrides]
-    return subprocess.run(command, cwd=run_dir, capture_output=True, text=True, timeout=120, check=False)
+    script = ROOT / "examples" / "train.py"
+    return programs.run(script, f"run_dir={run_dir}", *TINY, *overrides, imported=LIGHTNING, cwd=run_dir)
 
 
 def losses(run_dir: Path, life: int) -> dict[int, float]:

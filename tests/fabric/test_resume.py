@@ -5,13 +5,17 @@ One launch per world size makes all checkpoints, another one, of new processes, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.compare import assert_same
 from tests.fabric import WORLD_SIZE
-from tests.lives import live, read, write
+from tests.lives import crossed, live, read, write
+
+CROSSED = crossed(WORLD_SIZE)
 
 MOMENTS = {"middle": 3, "after_first_epoch": 5}
 """Optimizer steps before the checkpoint: an epoch has four."""
@@ -51,12 +55,12 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
             write(root, f"second-{layout}-{moment}", second.losses, second.whole_state())
 
 
-def _under_another_strategy(root: Path, layouts: list[str]) -> None:
+def _under_another_strategy(root: Path, layouts: list[str], others: Mapping[str, Iterable[str]] = CROSSED) -> None:
     from dcp_plugin.fabric import attach
     from tests.fabric import training as t
 
     for layout in layouts:
-        for source in WORLD_SIZE:
+        for source in others[layout]:
             fabric = t.fabric_for(layout)
             attach(fabric)
             training = t.Training(fabric, seed=5)
@@ -71,6 +75,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return live(tmp_path_factory.mktemp("resume"), WORLD_SIZE, _first_lives, _second_lives, _under_another_strategy)
 
 
+@pytest.fixture(scope="module")
+def root_of_all_pairs(root: Path) -> Path:
+    return live(root, WORLD_SIZE, partial(_under_another_strategy, others=dict.fromkeys(WORLD_SIZE, WORLD_SIZE)))
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("layout", WORLD_SIZE)
 def test_resume_equals_no_interruption(root: Path, layout: str, moment: str) -> None:
@@ -83,10 +92,20 @@ def test_resume_equals_no_interruption(root: Path, layout: str, moment: str) -> 
         assert_same(state, resumed)
 
 
-@pytest.mark.parametrize("target", WORLD_SIZE)
-@pytest.mark.parametrize("source", WORLD_SIZE)
-def test_any_strategy_loads_what_any_strategy_saved(root: Path, source: str, target: str) -> None:
+def _check_pair(root: Path, source: str, target: str) -> None:
     _, saved = read(root, f"first-{source}-middle")
     numbers, loaded = read(root, f"{source}-to-{target}")
     assert_same(saved, loaded)
     assert numbers == [3, 3]
+
+
+@pytest.mark.parametrize(("target", "source"), [(target, source) for target in CROSSED for source in CROSSED[target]])
+def test_every_strategy_loads_what_others_saved(root: Path, source: str, target: str) -> None:
+    _check_pair(root, source, target)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", WORLD_SIZE)
+@pytest.mark.parametrize("source", WORLD_SIZE)
+def test_any_strategy_loads_what_any_strategy_saved(root_of_all_pairs: Path, source: str, target: str) -> None:
+    _check_pair(root_of_all_pairs, source, target)

@@ -13,7 +13,8 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
 
-from tests.faults.proxy import Answer, Call, Cut, Fault, Flip, Proxy, Silence, Slow, where
+from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence, Slow
+from tests.faults.proxy import Fault, Proxy, where
 from tests.object_server import Bucket
 
 MIB = 1 << 20
@@ -94,6 +95,14 @@ def test_a_client_that_asks_again_meets_what_it_has_stored(store: ObjectStore, p
     with pytest.raises(AlreadyExistsError):
         obstore.put(store, "new", b"1", mode="create")
     assert [request.status for request in proxy.requests] == [200, 412]
+
+
+def test_a_store_that_knows_no_conditions(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.on(where("PUT"), Ignore("If-None-Match", "If-Match"), times=2)
+    for mode in ("create", {"e_tag": "another"}):
+        assert obstore.put(store, "x", CONTENT, mode=mode)  # type: ignore[arg-type]
+    with pytest.raises(AlreadyExistsError):
+        obstore.put(store, "x", CONTENT, mode="create")
 
 
 @pytest.mark.parametrize("reset", [True, False])

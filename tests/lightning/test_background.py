@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 import dcp_plugin as dcp
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.programs import LIGHTNING, Program
 
 
 def _async_io() -> Any:
@@ -152,8 +151,8 @@ def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp
 
 
 def test_sigterm_finishes_the_save_in_flight_before_lightning_ends_the_training(tmp_path: Path) -> None:
-    training = subprocess.Popen([sys.executable, "-c", _PREEMPTED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert training.stdout is not None and "saving" in training.stdout.readline()
+    training = Program("-c", _PREEMPTED, tmp_path, imported=LIGHTNING)
+    assert "saving" in training.stdout.readline()
     training.send_signal(signal.SIGTERM)
     out, _ = training.communicate(timeout=90)
     assert "trained to the end" not in out and "ended by SIGTERM" in out

@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 from tests.lightning import WORLD_SIZE
+from tests.programs import LIGHTNING, Program
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 
@@ -53,21 +53,19 @@ def test_stock_lightning_resumes_as_if_it_had_never_been_interrupted(root: Path)
     from tests.lightning.stock_training import done_by
 
     jobs = _jobs(root, 2)
-    words = [str(word) for job in jobs for word in job]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.lightning.stock_training", *words]
+    words = [word for job in jobs for word in job]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     ranks = [
-        subprocess.Popen(
-            command,
+        Program(
+            *("-m", "tests.lightning.stock_training", *words),
+            imported=LIGHTNING,
             env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=120)[1] for process in ranks]
+    said = [process.communicate()[1] for process in ranks]
     # Not their exit codes: a process of stock's may end in "terminate called without an active exception" after its
     # work, where threads of torch are still running. Nothing of ours is in it.
     assert all(done_by(jobs[-1][2], rank).exists() for rank in range(2)), "\n".join(said)

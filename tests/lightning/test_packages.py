@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import programs
 from tests.launch import on_ranks
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -105,7 +104,7 @@ def test_a_mixture_of_the_packages_is_refused(tmp_path: Path) -> None:
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    done = programs.run("-c", f"import warnings; warnings.simplefilter('ignore')\n{code}")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,13 +5,17 @@ One launch per world size makes all checkpoints, another one, of new processes, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.compare import assert_same
 from tests.lightning import WORLD_SIZE
-from tests.lives import live, read, write
+from tests.lives import crossed, live, read, write
+
+CROSSED = crossed(WORLD_SIZE)
 
 LOADERS = ("plain", "stateful")
 
@@ -42,12 +46,12 @@ def _second_lives(root: Path, layouts: list[str]) -> None:
             write(root, f"second-{layout}-{loader}", model.losses, t.whole_state(second))
 
 
-def _under_another_strategy(root: Path, layouts: list[str]) -> None:
+def _under_another_strategy(root: Path, layouts: list[str], others: Mapping[str, Iterable[str]] = CROSSED) -> None:
     """Resume what every strategy saved, and look at what is there before the first step."""
     from tests.lightning import training as t
 
     for layout in layouts:
-        for source in WORLD_SIZE:
+        for source in others[layout]:
             look = t.AtTrainStart()
             trainer = t.trainer_for(layout, [look], plugin=True)
             trainer.fit(t.Model(layout, seed=5), t.plain_loader(layout), ckpt_path=_checkpoint(root, source, "plain"))
@@ -63,6 +67,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return live(tmp_path_factory.mktemp("resume"), WORLD_SIZE, _first_lives, _second_lives, _under_another_strategy)
 
 
+@pytest.fixture(scope="module")
+def root_of_all_pairs(root: Path) -> Path:
+    return live(root, WORLD_SIZE, partial(_under_another_strategy, others=dict.fromkeys(WORLD_SIZE, WORLD_SIZE)))
+
+
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("layout", WORLD_SIZE)
 def test_resume_equals_no_interruption(root: Path, layout: str, loader: str) -> None:
@@ -75,10 +84,20 @@ def test_resume_equals_no_interruption(root: Path, layout: str, loader: str) -> 
         assert_same(state, resumed)
 
 
-@pytest.mark.parametrize("target", WORLD_SIZE)
-@pytest.mark.parametrize("source", WORLD_SIZE)
-def test_any_strategy_resumes_what_any_strategy_saved(root: Path, source: str, target: str) -> None:
+def _check_pair(root: Path, source: str, target: str) -> None:
     _, saved = read(root, f"first-{source}-plain", 0)
     progress, loaded = read(root, f"{source}-to-{target}", 0)
     assert_same(saved, loaded)
     assert progress == {"global_step": 3, "current_epoch": 1, "schedule": 3}
+
+
+@pytest.mark.parametrize(("target", "source"), [(target, source) for target in CROSSED for source in CROSSED[target]])
+def test_every_strategy_resumes_what_others_saved(root: Path, source: str, target: str) -> None:
+    _check_pair(root, source, target)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", WORLD_SIZE)
+@pytest.mark.parametrize("source", WORLD_SIZE)
+def test_any_strategy_resumes_what_any_strategy_saved(root_of_all_pairs: Path, source: str, target: str) -> None:
+    _check_pair(root_of_all_pairs, source, target)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -16,9 +14,10 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from tests import launch
+from tests import launch, programs
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.programs import LIGHTNING
 
 YAML = """
 trainer:
@@ -349,9 +348,7 @@ if __name__ == "__main__":
 def test_spawned_ranks_save_together_and_bring_the_weights_home(tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=150
-    )
+    done = programs.run(script, tmp_path / "run", imported=LIGHTNING)
     assert done.returncode == 0, done.stderr[-3000:]
     assert dcp.inspect(tmp_path / "run" / "last.ckpt").step == 4
     assert dcp.inspect(tmp_path / "run" / "last.ckpt").world_size == 2

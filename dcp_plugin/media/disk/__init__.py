@@ -81,6 +81,14 @@ class LocalDisk:
             ]
         return sorted(found, key=lambda one: one.path)
 
+    def in_flight(self, entry: Path) -> tuple[str, float] | None:
+        if entry.suffix != ".saving":
+            return None
+        try:
+            return commit.target_of(entry.with_suffix(".json")) or "?", entry.stat().st_mtime
+        except OSError:
+            return None
+
     def kind(self, path: Path) -> Literal["folder", "file", ""]:
         if path.is_dir():
             return "folder"

@@ -145,6 +145,10 @@ class ObjectStore:
         names = self.open(root).names()
         return [Listed(root / name.rstrip("/"), name.endswith("/"), not name.endswith("/")) for name in names]
 
+    def in_flight(self, entry: ObjectPath) -> tuple[str, float] | None:
+        found = self.client.head(entry.key) if entry.suffix == ".json" else None
+        return None if found is None else (commit.target_of(self.client, found) or "?", found.modified)
+
     def kind(self, path: ObjectPath) -> Literal["folder", "file", ""]:
         if self.listed is not None:
             return "folder" if self.listed.below(path) else "file" if path.key in self.listed else ""

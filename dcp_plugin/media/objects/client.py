@@ -221,7 +221,7 @@ class ObstoreClient:
             raise _error(errno.EACCES, error, f"{self._url}/{key}") from None
         except kinds.NotSupportedError as error:
             raise NoConditions(_said(error)) from None
-        except kinds.BaseError as error:
+        except (kinds.BaseError, OSError) as error:  # the latter from a writer
             raise _error(errno.EIO, error, f"{self._url}/{key}") from None
 
     def put(self, key: str, data: bytes) -> str:

@@ -370,6 +370,12 @@ def _is_dead(noted: Mapping[str, Any], found: Found, now: float) -> bool:
     return posix.has_ended(noted.get("machine"), noted.get("pid")) or now - found.modified > _LEASE
 
 
+def target_of(client: Client, record: Found) -> str | None:
+    """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
+    target = _noted(client, record).get("target")
+    return target if is_target(target) else None
+
+
 def _noted(client: Client, found: Found) -> dict[str, Any]:
     data = bytearray(min(found.size, 1 << 16))
     with suppress(Changed):
