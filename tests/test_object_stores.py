@@ -1,15 +1,11 @@
-"""A bucket is what a directory is: stock reads and writes there, other tools' files are found, and little is asked of it.
+"""A bucket is what a directory is: stock reads and writes there, other tools' files are found, few requests are made.
 
 What of this holds on a disk too is tested from the same bodies elsewhere (``tests/places.py``).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,18 +18,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from s3torchconnector import S3ClientConfig
 from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_plugin as dcp
 from dcp_plugin.format.packed import new_token
 from dcp_plugin.media.objects.client import MemoryClient
 from tests import launch
 from tests.compare import same_bytes
-from tests.faults.proxy import Answer, Proxy, Request, where
+from tests.faults.proxy import Proxy, Request
 from tests.object_server import Bucket
 
 KIB, MIB = 1 << 10, 1 << 20

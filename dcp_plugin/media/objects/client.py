@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -212,7 +212,7 @@ class ObstoreClient:
             from obstore.store import from_url
         except ImportError as error:
             raise ValueError(_MISSING.format(path.store)) from error
-        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(path.options or {})
+        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(dict(path.options or {}))
         try:
             self._store: Any = from_url(path.store, **_options_of(path))
         except Exception as error:
