@@ -291,7 +291,10 @@ def main() -> None:
     report = Report("objects", options)
     with scratch(options.where[0]) as disk:
         for scene in options.scenes:
-            _scene(scene, options, report, disk)
+            if lacks := _buckets.missing(scene):
+                print(f"left out: {SCENES[scene].said} ({lacks})")
+            else:
+                _scene(scene, options, report, disk)
     report.close()
 
 

@@ -97,8 +97,9 @@ class CheckpointConfig:
 
     read_broadcast: bool | Literal["auto"] = "auto"
     """When several ranks want the same bytes, let one of them read them and pass them on to the others. ``"auto"``:
-    only what at least 8 hosts want. On one machine, or with few replicas, the page cache and the file system are
-    faster than the process group; with many replicas on a shared file system, they are not."""
+    from an object store, always; from a file system, only what at least 8 hosts want. On one machine, or with few
+    replicas, the page cache and the file system are faster than the process group; with many replicas on a shared file
+    system, they are not."""
 
     reuse: bool = True
     """Hard-link what has not changed since the last checkpoint of the run instead of writing it again. Each checkpoint
