@@ -116,9 +116,7 @@ def _promoted(base: type[Any]) -> type[Any]:
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
             adapter = _adapter_of(trainer)
             if adapter is not None and is_url(text_of(filepath)):
-                path, begun = adapter.io.where(filepath), adapter.io.post_commit.is_under_way
-                ranks = adapter.checkpointer.ranks
-                return ranks.from_zero(f"see whether {path} is there", lambda: begun(path) or _is_taken(path))
+                return _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
             if super().file_exists(filepath, trainer):
                 return True
             if adapter is None or not adapter.io.config.async_save:
@@ -172,6 +170,25 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
     if trainer.is_global_zero and there != name:
         adapter.io.post_commit.with_files(lambda: catalog.link(name, there), first=True)
     trainer.strategy.barrier("link to a checkpoint")
+
+
+def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bool:
+    """:func:`_is_taken`, as rank 0 sees it; also by a save that has just begun. In Lightning's own group: ours may be
+    in use by that save.
+
+    Raises:
+        CheckpointError: The store cannot be asked.
+    """
+    taken, failure = False, ""
+    if trainer.is_global_zero:
+        try:
+            taken = io.post_commit.is_under_way(path) or _is_taken(path)
+        except OSError as error:
+            failure = f"cannot see whether {path} is there: {error}. {medium_of(path).advice}"
+    taken, failure = trainer.strategy.broadcast((taken, failure))
+    if failure:
+        raise CheckpointError(failure)
+    return bool(taken)
 
 
 def _is_taken(path: Where) -> bool:

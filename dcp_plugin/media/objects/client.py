@@ -178,14 +178,13 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
             raise ValueError(f"{name} is text, not of type {type(value).__name__}")
     if path.scheme == "s3":
         given = credentials.of_aws(given) | given
-        endpoint = given.get("endpoint", "")
-        if endpoint:
-            if not _ENDPOINT.match(endpoint):
-                raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
-            if endpoint.startswith("http://"):
-                client["allow_http"] = True
-        own = {name.removeprefix("aws_").lower() for name in given}
-        if not own & {"checksum_algorithm", "unsigned_payload"}:
+        own = {name.lower().removeprefix("aws_"): value for name, value in given.items()}
+        endpoint = next((own[name] for name in credentials.ENDPOINT if name in own), "")
+        if endpoint and not _ENDPOINT.match(endpoint):
+            raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
+        if endpoint.startswith("http://"):
+            client["allow_http"] = True
+        if not own.keys() & {"checksum_algorithm", "unsigned_payload"}:
             # The signature has the SHA-256 of each part, so the store checks that anyway. AWS has a faster checksum.
             given |= {"checksum_algorithm": "SHA256"} if endpoint else _CHECKED_BY_CRC
     return {**given, "client_options": client, "retry_config": retries}
