@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import fsspec
+import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
@@ -17,6 +20,12 @@ def stock_reader(path: Where) -> StorageReader:
 
 def stock_writer(path: Where) -> StorageWriter:
     return FileSystemWriter(path) if isinstance(path, Path) else FsspecWriter(path)
+
+
+def save_file(value: Any, path: Where) -> None:
+    """As torch, or a framework by itself, saves to one file."""
+    with fsspec.open(str(path), "wb") as file:
+        torch.save(value, file)
 
 
 def delete_file(file: Where) -> None:

@@ -52,6 +52,10 @@ def packed(metadata: bytes, summary: bytes, token: str) -> bytes:
 
 END = _END.size
 """Bytes after the summary."""
+_MOST_SUMMARY = 1 << 20
+_LAST_KEY = b'"sha256": "'
+"""Of a summary; its value and what closes it follow."""
+_AFTER_LAST_KEY = 80
 
 
 def end_of(last: bytes) -> tuple[str, int] | None:
@@ -60,4 +64,10 @@ def end_of(last: bytes) -> tuple[str, int] | None:
         return None
     length, token, magic = _END.unpack(last[-END:])
     text = token.decode("latin-1")
-    return (text, length) if magic == _MAGIC and re.fullmatch(_TOKEN, text) else None
+    known = magic == _MAGIC and re.fullmatch(_TOKEN, text) and length <= _MOST_SUMMARY
+    return (text, length) if known else None
+
+
+def has_damaged_end(last: bytes) -> bool:
+    """Whether these last bytes of a ``.metadata``, which no save is known by, were those of a packed one."""
+    return _LAST_KEY in last[-END - _AFTER_LAST_KEY - len(_LAST_KEY) :]

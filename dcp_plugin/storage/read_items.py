@@ -26,6 +26,7 @@ from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import gone_or_damaged
 
 _BATCH = BLOCK // 2
+_BATCH_OF_STREAM = 8 << 20  # where each call is a request
 _HEADS_GAP, _HEADS_TOGETHER = 64 << 10, 1 << 20
 _MOST_FETCHES = 256  # of up to four pieces of memory each; the system takes 1024 in a call
 
@@ -47,7 +48,7 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
         CheckpointUnreadable: The same, if the file system failed.
     """
     in_order = sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))
-    batches = list(_batches(in_order, files.gap))
+    batches = list(_batches(in_order, files.gap, _BATCH_OF_STREAM if files.streams else _BATCH))
     work = iter(batches)
 
     def read_some() -> Count:
@@ -65,11 +66,11 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
     return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
 
 
-def _batches(fetches: list[Fetch], gap: int) -> Iterator[list[Fetch]]:
+def _batches(fetches: list[Fetch], gap: int, most: int) -> Iterator[list[Fetch]]:
     """Fetches in the order of the files, those that one call reads together."""
     batch: list[Fetch] = []
     for fetch in fetches:
-        if batch and not _joins(fetch, batch, gap):
+        if batch and not _joins(fetch, batch, gap, most):
             yield batch
             batch = []
         batch.append(fetch)
@@ -77,12 +78,12 @@ def _batches(fetches: list[Fetch], gap: int) -> Iterator[list[Fetch]]:
         yield batch
 
 
-def _joins(fetch: Fetch, batch: list[Fetch], gap: int) -> bool:
+def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
     last = batch[-1]
     return (
         fetch.location.file == last.location.file
         and 0 <= fetch.begin - last.end <= gap
-        and fetch.end - batch[0].begin <= _BATCH
+        and fetch.end - batch[0].begin <= most
         and len(fetch.ranges) == len(last.ranges) == 1
         and fetch.device == last.device
         and len(batch) < _MOST_FETCHES

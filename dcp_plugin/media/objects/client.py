@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from dcp_plugin.media.objects import credentials
 from dcp_plugin.media.objects.refusals import refusal, said
-from dcp_plugin.paths import ObjectPath
+from dcp_plugin.paths import ObjectPath, StoreOptions
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ GAP = 1 << 20
 _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
+_SHORTEST_SECRET = 3
 
 _MISSING = (
     "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
@@ -210,12 +211,12 @@ class ObstoreClient:
             from obstore.store import from_url
         except ImportError as error:
             raise ValueError(_MISSING.format(path.store)) from error
-        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(path.options or {})
+        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(dict(path.options or {}))
         try:
             self._store: Any = from_url(path.store, **_options_of(path))
         except Exception as error:
             raise ValueError(
-                f"{path.store} cannot be reached with these options: {said(error, self._secrets)}. Those of "
+                f"{path.store} cannot be reached with these options: {said(error, _texts_in(path.options))}. Those of "
                 f"storage_options are named as obstore does (region, endpoint, access_key_id, …), and where none is "
                 f"given, they come from the environment."
             ) from None
@@ -354,6 +355,14 @@ def _into(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
             if not len(left[0]):
                 del left[0]
     return done
+
+
+def _texts_in(options: Any) -> list[str]:
+    """All that options say: a message about them may quote a secret that is in the wrong place."""
+    if isinstance(options, str):
+        return [options] if len(options) > _SHORTEST_SECRET else []
+    values = options.values() if isinstance(options, (Mapping, StoreOptions)) else ()
+    return [text for one in values for text in _texts_in(one)]
 
 
 class MemoryClient:
