@@ -20,7 +20,7 @@ from dcp_plugin.format import DATA_SUFFIX, PACKED
 _TIME_DIGITS, _RANDOM_BYTES = 12, 4
 _TOKEN = rf"[0-9a-f]{{{_TIME_DIGITS + 2 * _RANDOM_BYTES}}}"
 _OWN_NAME = re.compile(rf"(?:{PACKED}(?P<folder>{_TOKEN})/?.*|__\d+_\d+-(?P<data>{_TOKEN}){re.escape(DATA_SUFFIX)})")
-_END = struct.Struct("<Q20s21s")
+_END = struct.Struct("<II20s21s")
 _MAGIC = b"\ndcp_plugin packed 1\n"
 
 
@@ -47,7 +47,15 @@ def folders(names: Iterable[str]) -> set[str]:
 
 def packed(metadata: bytes, summary: bytes, token: str) -> bytes:
     """The last object of a save."""
-    return metadata + summary + _END.pack(len(summary), token.encode(), _MAGIC)
+    return metadata + summary + _END.pack(len(summary), 0, token.encode(), _MAGIC)
+
+
+def next_edition(last: bytes) -> bytes:
+    """The same as other bytes, so that a store gives it another tag; as it is, if it is not packed."""
+    if end_of(last) is None:
+        return last
+    length, edition, token, magic = _END.unpack(last[-END:])
+    return last[:-END] + _END.pack(length, edition + 1, token, magic)
 
 
 END = _END.size
@@ -58,6 +66,6 @@ def end_of(last: bytes) -> tuple[str, int] | None:
     """The token, and the length of the summary, that the last bytes of a ``.metadata`` tell; None: it is not packed."""
     if len(last) < END:
         return None
-    length, token, magic = _END.unpack(last[-END:])
+    length, _, token, magic = _END.unpack(last[-END:])
     text = token.decode("latin-1")
     return (text, length) if magic == _MAGIC and re.fullmatch(_TOKEN, text) else None
