@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where
-from tests import launch, programs, stores
+from tests import launch, programs
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.places import copy_folder
 
 
 def _save(root: Path, layout: str, native: bool) -> None:
@@ -90,7 +91,7 @@ def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, la
 def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, place: Where, layout: str) -> None:
     launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, True)
     if place != tmp_path:
-        stores.copy(tmp_path / "ck", place / "ck")
+        copy_folder(tmp_path / "ck", place / "ck")
     launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False, place)
 
 
@@ -133,7 +134,7 @@ def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path, place: 
     saved = start(0, native=True).train(2)
     saved.accelerator.save_state(str(tmp_path / "checkpoint-2"))
     if place != tmp_path:
-        stores.copy(tmp_path / "checkpoint-2", place / "checkpoint-2")
+        copy_folder(tmp_path / "checkpoint-2", place / "checkpoint-2")
     for native in (True, False):
         run = start(3, native)
         run.accelerator.load_state(str((tmp_path if native else place) / "checkpoint-2"))

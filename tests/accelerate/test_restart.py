@@ -12,10 +12,11 @@ import torch
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import Where
-from tests import launch, stores
+from tests import launch
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.places import delete_file
 
 
 def _model_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _project(root: Path, project: Where) -> None:
     assert run.attached.resume_or_init(resume="never", init_from=root / "pretrained").how == "warm-started"
 
     for number in range(2):
-        stores.delete(project / "checkpoints" / f"checkpoint_{number}" / ".metadata")
+        delete_file(project / "checkpoints" / f"checkpoint_{number}" / ".metadata")
     with pytest.raises(dcp.CheckpointNotFound, match="no committed checkpoint"):
         run.attached.resume_or_init(init_from=root / "pretrained")
     with pytest.raises(ValueError, match="A directory is needed"):

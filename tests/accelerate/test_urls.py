@@ -45,6 +45,41 @@ def test_a_project_in_a_store_leaves_no_local_trace(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_hooks_find_their_files_in_a_copy_of_a_bucket_on_a_disk_too(tmp_path: Path) -> None:
+    import fsspec
+
+    from tests.accelerate import training as t
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        os.makedirs(f"{folder}/net/deep")
+        Path(folder, "net", "deep", "weights.bin").write_bytes(bytes(1000))
+        Path(folder, "config.json").write_text("{}")
+
+    found: list[set[str]] = []
+
+    def load(models: Any, folder: str) -> None:
+        files = {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+        assert Path(folder, "net", "deep", "weights.bin").read_bytes() == bytes(1000)
+        found.append(files)
+
+    run = t.start("single").train(1)
+    run.accelerator.register_save_state_pre_hook(save)
+    run.accelerator.register_load_state_pre_hook(load)
+    for url in ("memory://bucket/ck", "memory://bucket/ck", str(tmp_path / "ck")):
+        if not url.startswith("memory"):
+            fsspec.filesystem("memory").get("/bucket/ck/", url, recursive=True)
+            Path(url, "notes.txt").touch()
+        else:
+            run.accelerator.save_state(url)
+        other = t.start("single", seed=4)
+        other.accelerator.register_load_state_pre_hook(load)
+        other.accelerator.load_state(url)
+        assert_same(other.whole_state(), run.whole_state())
+    written = {"net/deep/weights.bin", "config.json"}
+    assert found == [written, written, {*written, "notes.txt"}]
+
+
+@on_ranks(1)
 def test_another_kind_of_url_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration

@@ -10,9 +10,10 @@ import pytest
 
 import dcp_plugin as dcp
 from dcp_plugin.paths import ObjectPath, Where, as_path
-from tests import launch, stores
+from tests import launch
 from tests.compare import assert_same
 from tests.object_server import Bucket
+from tests.places import copy_folder
 from tests.transformers_trainer import WORLD_SIZE
 
 CASES: dict[str, dict[str, Any]] = {
@@ -104,7 +105,7 @@ def test_resume_equals_no_interruption(trained: Any, world_size: int) -> None:
 def test_a_copy_in_a_bucket_is_resumed_by_its_url(trained: Any, bucket: Bucket, tmp_path: Path) -> None:
     path = trained(2)[0] / "fsdp2" / "middle of an epoch" / "checkpoint-3"
     url = as_path(bucket.url) / "run" / path.name
-    stores.copy(path, url)
+    copy_folder(path, url)
     expected, _, _ = launch.run(_begin, 2, path, "fsdp2")[0]
     for state, step, _ in launch.run(_begin, 2, url, "fsdp2", tmp_path):
         assert step == 3
@@ -114,7 +115,7 @@ def test_a_copy_in_a_bucket_is_resumed_by_its_url(trained: Any, bucket: Bucket, 
 def test_what_transformers_alone_has_saved_is_refused_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
     launch.run(_save_with_stock, 1, tmp_path)
     url = as_path(bucket.url) / "checkpoint-3"
-    stores.copy(tmp_path / "checkpoint-3", url)
+    copy_folder(tmp_path / "checkpoint-3", url)
     launch.run(_refused, 1, tmp_path, url)
 
 
