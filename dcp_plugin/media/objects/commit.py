@@ -74,6 +74,8 @@ class _Held:
     ended: threading.Event
     copies: str = ""
     """The save whose objects this one copies, if it is no save itself."""
+    replaces_file: bool = False
+    """Whether there is a checkpoint in one object of the name: some frameworks write both under one name."""
     in_doubt: bool = False
     """Whether nobody knows if ``.metadata`` was put."""
 
@@ -109,9 +111,10 @@ def reserve(final: ObjectPath, among_other_files: bool = False) -> Reservation[O
     try:
         objects, folders = client.directly_below(final.key)
         names = {one.key.rpartition("/")[2]: one for one in objects}
-        _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
+        replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
         tag = names[METADATA].tag if METADATA in names else None
         reservation = _begin(client, final, tag)
+        _held[reservation.token].replaces_file = replaces_file
         try:
             sweep(client, workspace_of(final))
             if names or folders:
@@ -216,7 +219,8 @@ def _say_unconditional(store: str) -> None:
 
 def _refuse_to_replace_other_things(
     client: Client, final: ObjectPath, names: list[str], among_other_files: bool
-) -> None:
+) -> bool:
+    """Whether there is an object that has the name itself, and is a checkpoint in one file."""
     if names and not (has_traces([name.rstrip("/").rpartition("/")[2] for name in names]) or among_other_files):
         raise SaveFailed(
             f"cannot save to {final}: there are other things below it than a checkpoint. Save to a new name, for "
@@ -227,6 +231,8 @@ def _refuse_to_replace_other_things(
         client.read(final.key, 0, [memoryview(first)], None)
         if first != _TORCH_FILE:
             raise SaveFailed(f"cannot save to {final}: there is an object of that name that is no checkpoint.")
+        return True
+    return False
 
 
 def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
@@ -248,8 +254,8 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) ->
     _commit(client, reservation, packed(files[METADATA], files[SUMMARY], token), token)
     if held.tag is None:
         _undo_if_taken_for_dead(client, held)
-    with suppress(OSError):  # a checkpoint in one file, which this one replaces
-        if client.head(final.key) is not None:
+    if held.replaces_file:
+        with suppress(OSError):
             client.delete([final.key])
     _let_go(client, reservation)
 
