@@ -287,7 +287,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", _is_int),
     "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    "Mapping[str, Any] | None": ("a mapping or None", lambda value: value is None or isinstance(value, Mapping)),
+    "Mapping[str, Any] | None": (
+        "a mapping or None",
+        lambda value: value is None or isinstance(value, (Mapping, StoreOptions)),
+    ),
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
     "tuple[str, ...]": ("a sequence of keys", _are_keys),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, KeysView, Mapping, Sequence, ValuesView
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,35 +27,47 @@ SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "memory")
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "adl": "abfs"}
 
 
-class StoreOptions(Mapping[str, Any]):
+class StoreOptions:
     """How a store is reached, in plain dicts and lists, whatever was given.
 
     Values are not shown: ``repr`` has the names alone, and so has what a logger makes of it. A pickle has nothing of
-    it, but for that with which a process is started: what is stored somewhere has no secrets in it.
+    it, but for that with which a process is started. It is no ``Mapping``, so that no state dict is made of it either:
+    what is stored somewhere has no secrets in it.
 
     Example:
         >>> StoreOptions({"region": "eu-west-1"})["region"]
         'eu-west-1'
-        >>> print(StoreOptions({"region": "eu-west-1", "secret_access_key": "abc"}))
+        >>> StoreOptions({"region": "eu-west-1", "secret_access_key": "abc"})
         {'region': …, 'secret_access_key': …}
     """
 
     __slots__ = ("_options",)
 
-    def __init__(self, options: StorageOptions) -> None:
-        self._options: dict[str, Any] = _in_plain_containers(options)
+    def __init__(self, options: StorageOptions | StoreOptions) -> None:
+        self._options: dict[str, Any] = _in_plain_containers(dict(options))
 
     def __getitem__(self, name: str) -> Any:
         return self._options[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._options)
+    def keys(self) -> KeysView[str]:
+        return self._options.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._options.items()
+
+    def values(self) -> ValuesView[Any]:
+        return self._options.values()
 
     def __len__(self) -> int:
         return len(self._options)
 
+    def __eq__(self, other: object) -> bool:
+        return self._options == (other._options if isinstance(other, StoreOptions) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
-        return f"{{{', '.join(f'{name!r}: …' for name in self)}}}"
+        return f"{{{', '.join(f'{name!r}: …' for name in self._options)}}}"
 
     def __deepcopy__(self, memo: object) -> StoreOptions:
         return self
@@ -87,11 +99,11 @@ class ObjectPath(str):
     """
 
     __slots__ = ("options",)
-    options: StorageOptions | None
+    options: StoreOptions | None
 
-    def __new__(cls, url: str, options: StorageOptions | None = None) -> ObjectPath:
+    def __new__(cls, url: str, options: StoreOptions | None = None) -> ObjectPath:
         path = super().__new__(cls, url)
-        path.options = options or None
+        path.options = options
         return path
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -120,7 +120,8 @@ class Attachment(BaseAttachment):
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
-        for_stock = bool(self.config.stock_aliases) and training.sharded
+        # Accelerate alone reads directories only, and would not know a copy of what is in a store.
+        for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
 
         def before(directory: Path) -> None:
             if self.config.async_save and project is None and isinstance(path, Path) and not path.exists():

@@ -194,7 +194,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     path = as_path(path, config.storage_options)
     state = state_of(path)
     if state is None:
-        path = local_path(path, "what transformers has saved without this package", _COPY_IT)
+        path = _local(path)
         if reason := _incomplete_reason(path):
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
         return Found(path)
@@ -208,6 +208,15 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
         _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
     return Found(path, False, names, info.world_size, samples, _has_trainer_state(path))
+
+
+def _local(path: Where) -> Path:
+    """Of what transformers has saved without this package."""
+    with damage_in(path):
+        there = medium_of(path).kind(path)
+    if not there and not isinstance(path, Path):
+        raise CheckpointNotFound(f"{path}: nothing is there")
+    return local_path(path, "what transformers has saved without this package", _COPY_IT)
 
 
 def _has_trainer_state(path: Where) -> bool:

@@ -10,15 +10,15 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from dcp_plugin.media.objects import credentials
+from dcp_plugin.media.objects import credentials, uploads
 from dcp_plugin.media.objects.refusals import refusal, said
-from dcp_plugin.paths import ObjectPath
+from dcp_plugin.paths import ObjectPath, StoreOptions
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ GAP = 1 << 20
 _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
+_SHORTEST_SECRET = 3
 
 _MISSING = (
     "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
@@ -98,6 +99,10 @@ class Client(Protocol):
 
     def copy(self, key: str, to: str) -> None:
         """Copy an object within the store."""
+
+    def abort_uploads(self, prefix: str, token: str) -> None:
+        """Give back the parts of uploads that nobody will finish: those below ``prefix`` with this in their keys. Where
+        that cannot be, it is left to a rule of the bucket's life cycle. Never raises OSError."""
 
 
 class Upload(Protocol):
@@ -177,14 +182,13 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
             raise ValueError(f"{name} is text, not of type {type(value).__name__}")
     if path.scheme == "s3":
         given = credentials.of_aws(given) | given
-        endpoint = given.get("endpoint", "")
-        if endpoint:
-            if not _ENDPOINT.match(endpoint):
-                raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
-            if endpoint.startswith("http://"):
-                client["allow_http"] = True
-        own = {name.removeprefix("aws_").lower() for name in given}
-        if not own & {"checksum_algorithm", "unsigned_payload"}:
+        own = {name.lower().removeprefix("aws_"): value for name, value in given.items()}
+        endpoint = next((own[name] for name in credentials.ENDPOINT if name in own), "")
+        if endpoint and not _ENDPOINT.match(endpoint):
+            raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
+        if endpoint.startswith("http://"):
+            client["allow_http"] = True
+        if not own.keys() & {"checksum_algorithm", "unsigned_payload"}:
             # The signature has the SHA-256 of each part, so the store checks that anyway. AWS has a faster checksum.
             given |= {"checksum_algorithm": "SHA256"} if endpoint else _CHECKED_BY_CRC
     return {**given, "client_options": client, "retry_config": retries}
@@ -211,12 +215,12 @@ class ObstoreClient:
             from obstore.store import from_url
         except ImportError as error:
             raise ValueError(_MISSING.format(path.store)) from error
-        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(path.options or {})
+        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(dict(path.options or {}))
         try:
             self._store: Any = from_url(path.store, **_options_of(path))
         except Exception as error:
             raise ValueError(
-                f"{path.store} cannot be reached with these options: {said(error, self._secrets)}. Those of "
+                f"{path.store} cannot be reached with these options: {said(error, _texts_in(path.options))}. Those of "
                 f"storage_options are named as obstore does (region, endpoint, access_key_id, …), and where none is "
                 f"given, they come from the environment."
             ) from None
@@ -253,6 +257,8 @@ class ObstoreClient:
         except OSError as error:
             if any(word in str(error) for word in ("NotImplemented", "not implemented", "501 Not")):
                 raise NoConditions(str(error)) from None
+            if isinstance(error, FileNotFoundError) and tag is not None and "NoSuchBucket" not in str(error):
+                raise Changed(str(error)) from None  # S3 says so if there is no object
             raise
 
     def upload(self, key: str, size: int, in_flight: int) -> Upload:
@@ -319,6 +325,10 @@ class ObstoreClient:
         with self._asked(key):
             self._obstore.copy(self._store, key, to)
 
+    def abort_uploads(self, prefix: str, token: str) -> None:
+        if self._url.startswith("s3://"):
+            uploads.abort(self._url, self._store.config, prefix, token)
+
 
 class _ObstoreUpload:
     def __init__(self, asked: Callable[[str], Any], key: str, writer: Any) -> None:
@@ -355,6 +365,14 @@ def _into(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
             if not len(left[0]):
                 del left[0]
     return done
+
+
+def _texts_in(options: Any) -> list[str]:
+    """All that options say: a message about them may quote a secret that is in the wrong place."""
+    if isinstance(options, str):
+        return [options] if len(options) > _SHORTEST_SECRET else []
+    values = options.values() if isinstance(options, (Mapping, StoreOptions)) else ()
+    return [text for one in values for text in _texts_in(one)]
 
 
 class MemoryClient:
@@ -427,6 +445,9 @@ class MemoryClient:
     def copy(self, key: str, to: str) -> None:
         with self._lock:
             self.put(to, self._files.cat_file(self._root + key))
+
+    def abort_uploads(self, prefix: str, token: str) -> None:
+        """Nothing is kept of them."""
 
 
 class _MemoryUpload:

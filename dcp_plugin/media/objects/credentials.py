@@ -16,6 +16,8 @@ _LASTS = timedelta(minutes=15)
 """How long keys are used before botocore is asked again, which knows when they expire."""
 _IS_SECRET = re.compile(r"(?i)(key|secret|token|sas|password)(?!.*_file$)")
 _SHORTEST_SECRET = 8
+ENDPOINT = {"endpoint", "endpoint_url"}
+"""How an option is called that says which server it is; each may have ``aws_`` before it."""
 _FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 
 
@@ -38,12 +40,10 @@ def of_aws(given: Mapping[str, Any]) -> dict[str, Any]:
     if not own & {"access_key_id", "credential_provider", "skip_signature"} and _has_profile():
         found = _of_profile()
     # obstore does not know the first of the two.
-    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    if endpoint:
+    if endpoint := environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
         found["endpoint"] = endpoint
-    for name in ("aws_endpoint", "aws_endpoint_url", "endpoint_url", "endpoint"):
-        if given.get(name):
-            found["endpoint"] = given[name]
+    if own & ENDPOINT:
+        found.pop("endpoint", None)
     if "region" in own or environment.get("AWS_REGION"):
         found.pop("region", None)
     return found
