@@ -317,8 +317,11 @@ def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> Checkpoin
     return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
 
 
-def _age(one: CheckpointState | Saved) -> tuple[float, int]:
-    return (one.time, -1) if isinstance(one, Saved) else (one.time, one.step or -1)
+def _age(one: CheckpointState | Saved) -> tuple[float, int, list[int]]:
+    """A store tells full seconds: what other tools' files have in the same one, the numbers in their names tell."""
+    if isinstance(one, Saved):
+        return one.time, -1, [int(digits) for digits in re.findall(r"\d+", one.path.name)]
+    return one.time, one.step or -1, []
 
 
 def was_published(state: CheckpointState | Saved) -> bool:
