@@ -110,6 +110,7 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
     [
         (("--into", "hdfs://bucket/ck"), "hdfs://bucket/ck is a URL of an unknown kind"),
         ((*INTO, "--storage-option", "region"), "--storage-option region: it is KEY=VALUE"),
+        ((*INTO, "--storage-option", "a=1", "--storage-option", "a.b=2"), "a.b: a part of it has a value of its own"),
         (("--into", "nowhere"), "no such file, and no package.module:factory"),
         (("--into", "torch.nn:Linear"), "needs arguments (missing a required argument: 'in_features')"),
         (("--into", "tests.nowhere:Net"), "No module named 'tests.nowhere'"),

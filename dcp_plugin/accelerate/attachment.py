@@ -168,7 +168,8 @@ class Attachment(BaseAttachment):
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
-        if stock_format.is_stock(path):
+        ranks = self._checkpointer.ranks
+        if ranks.from_zero(f"look at {path}", lambda: stock_format.is_stock(path)):
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)

@@ -130,7 +130,7 @@ def _load(
     options: ReadOptions,
 ) -> int:
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
-    if _is_sharded(path):
+    if checkpointer.ranks.from_zero(f"look at {path}", lambda: _is_sharded(path)):
         _load_sharded(checkpointer, path, training, options.strict)
         models, optimizers = [], []
     elif training.sharded:

@@ -70,9 +70,11 @@ def _storage_options(typed: list[str]) -> dict[str, Any]:
         *above, last = name.split(".")
         if not equals or not all((*above, last)):
             raise typer.BadParameter(f"--storage-option {name}: it is KEY=VALUE")
-        inner = options
+        inner: Any = options
         for one in above:
-            inner = inner.setdefault(one, {})
+            inner = inner.setdefault(one, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            raise typer.BadParameter(f"--storage-option {name}: a part of it has a value of its own")
         inner[last] = value
     return options
 

@@ -220,7 +220,8 @@ def _local(path: Where) -> Path:
 
 
 def _has_trainer_state(path: Where) -> bool:
-    return exists(unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
+    with damage_in(path):
+        return exists(unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
 
 
 def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: int | None) -> None:
