@@ -37,7 +37,7 @@ from tests.faults.network import Answer
 from tests.faults.proxy import Proxy, Request
 from tests.object_server import Bucket
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
