@@ -195,9 +195,13 @@ class Medium(Protocol):
             DurabilityUnknown: The new checkpoint is there, but a loss of power may undo that.
         """
 
-    def discard(self, reservation: Reservation[Any]) -> None:
+    def discard(self, reservation: Reservation[Any], all_ended: bool = True) -> None:
         """Delete what a save has written that is not to be published. What it was to replace stays. Never raises
-        OSError: what cannot be deleted now is left for the next save beside it."""
+        OSError: what cannot be deleted now is left for the next save beside it.
+
+        Args:
+            all_ended: No rank writes to it any more. Otherwise what comes yet is left for the next save, too.
+        """
 
     def locate(self, path: Where) -> Where:
         """``path``, or where its checkpoint is after a crash in the middle of replacing it."""

@@ -238,10 +238,10 @@ class SavePipeline:
                 f"write {request.path}", part.get, lambda parts: self._publish(request, staged.get(), planned, parts)
             )
         except Exception as error:
-            publication.discard()
+            publication.discard(all_ended=not isinstance(error, RankFailure))
             self._abort(error, request, ranks.rank)
         except BaseException:  # Ctrl-C
-            publication.discard()
+            publication.discard(all_ended=ranks.size == 1)
             raise
         if self.reuse is not None:
             self.reuse.published(request.path)

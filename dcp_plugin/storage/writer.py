@@ -291,10 +291,14 @@ class Publication:
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
 
-    def discard(self) -> None:
-        """Delete what this save has written so far, unless it is published."""
+    def discard(self, all_ended: bool = True) -> None:
+        """Delete what this save has written so far, unless it is published.
+
+        Args:
+            all_ended: No rank writes to it any more.
+        """
         if self._reservation is not None:
-            self.medium.discard(self._reservation)
+            self.medium.discard(self._reservation, all_ended)
             self._reservation = None
 
 

@@ -12,12 +12,24 @@ from tests.faults.proxy import Fault, Hangup, Request
 
 @dataclass
 class Answer(Fault):
-    """The store refuses: 500 InternalError, 503 SlowDown, 403 AccessDenied, 404 NoSuchBucket, 400 ExpiredToken, ..."""
+    """The store refuses: 500 InternalError, 503 SlowDown, 403 AccessDenied, 404 NoSuchBucket, 400 ExpiredToken, ...
+
+    Args:
+        though_done: It says so when it has done what was asked.
+    """
 
     status: int
     code: str
+    though_done: bool = False
 
-    def arrived(self, request: Request, closed: threading.Event) -> bytes:
+    def arrived(self, request: Request, closed: threading.Event) -> bytes | None:
+        self._request = request
+        return None if self.though_done else self._answer(request)
+
+    def done(self) -> bytes | None:
+        return self._answer(self._request) if self.though_done else None
+
+    def _answer(self, request: Request) -> bytes:
         request.status = self.status
         body = (
             '<?xml version="1.0" encoding="UTF-8"?>\n'

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dcp_plugin as dcp
+from dcp_plugin.paths import ObjectPath, Where
 from tests.faults.scenes import NEW, Scene, number_in, resume, save
 from tests.faults.victims import Outcome
 
@@ -35,36 +36,44 @@ class Facts:
     """What is not there any more after one more save."""
 
 
-def find(root: Path, scene: Scene) -> Facts:
+def find(root: Where, scene: Scene) -> Facts:
     """Look, in a process without faults."""
-    numbers = _numbers(root)
+    numbers = _numbers(root, scene)
     newest = resume(root)
     latest = newest and (_name(root, newest[0]), newest[1])
     links = {name: number_in(root / name) for name in scene.links}
     following = (root / scene.target).with_name(f"step-{NEXT}")
     save(following, NEXT)
-    then = _numbers(root)
+    then = _numbers(root, scene)
     others = {name: _text(root / scene.target / name) for name in scene.others}
     assert then.pop(_name(root, following)) == NEXT
     inside = [*then, _name(root, following), *scene.links]
     debris = [
         name
-        for name in (_name(root, path) for path in sorted(root.rglob("*")))
+        for name in _files(root)
         if not any(name == one or name.startswith(f"{one}/") or one.startswith(f"{name}/") for one in inside)
     ]
     return Facts(numbers, latest, links, others, debris, sorted(set(numbers) - set(then)))
 
 
-def _numbers(root: Path) -> dict[str, int]:
-    return {_name(root, state.path): number_in(state.path) for state in dcp.list_checkpoints(root) if state.committed}
+def _numbers(root: Where, scene: Scene) -> dict[str, int]:
+    """In a store, what would be a link is a checkpoint: a copy."""
+    committed = {_name(root, state.path): state.path for state in dcp.list_checkpoints(root) if state.committed}
+    return {name: number_in(path) for name, path in committed.items() if name not in scene.links}
 
 
-def _name(root: Path, path: Path) -> str:
-    return path.relative_to(root).as_posix()
+def _name(root: Where, path: Where) -> str:
+    return str(path).removeprefix(f"{root}/")
 
 
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else "(gone)"
+def _files(root: Where) -> list[str]:
+    if isinstance(root, ObjectPath):
+        return []  # tests.faults.stores looks at all objects
+    return [_name(root, path) for path in sorted(root.rglob("*"))]
+
+
+def _text(path: Where) -> str:
+    return path.read_text() if isinstance(path, Path) and path.exists() else "(gone)"
 
 
 def wrong(scene: Scene, outcome: Outcome, seen: Outcome) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import catalog
 
 LARGE = 1 << 19
@@ -27,15 +28,15 @@ def state_of(number: int) -> dict[str, object]:
     }
 
 
-def save(path: Path, number: int) -> None:
+def save(path: Where, number: int) -> None:
     dcp.save(state_of(number), path, step=number)
 
 
-def save_and_keep_two(path: Path, number: int) -> None:
+def save_and_keep_two(path: Where, number: int) -> None:
     dcp.save(state_of(number), path, step=number, keep_last=2)
 
 
-def save_in_background(path: Path, number: int) -> None:
+def save_in_background(path: Where, number: int) -> None:
     with_links = dcp.Checkpointer(async_save=True)
     try:
         with_links.load(state_of(0), path.parent / "step-1")
@@ -44,12 +45,12 @@ def save_in_background(path: Path, number: int) -> None:
         with_links.close()
 
 
-def save_and_link(path: Path, number: int) -> None:
+def save_and_link(path: Where, number: int) -> None:
     dcp.save(state_of(number), path, step=number)
     catalog.link(path.parent / "last", path)
 
 
-def save_among_other_files(path: Path, number: int) -> None:
+def save_among_other_files(path: Where, number: int) -> None:
     checkpointer = dcp.Checkpointer()
     checkpointer.save(state_of(number), path, step=number, files=lambda directory: _note(directory, number))
     checkpointer.close()
@@ -59,11 +60,11 @@ def _note(directory: Path, number: int) -> None:
     (directory / "loop.txt").write_text(str(number))
 
 
-def remove(path: Path, number: int) -> None:
+def remove(path: Where, number: int) -> None:
     catalog.remove(path)
 
 
-def number_in(path: Path) -> int:
+def number_in(path: Where) -> int:
     """Load a checkpoint; the number of its save, once all of it says the same."""
     target = state_of(-1)
     dcp.load(target, path)
@@ -75,10 +76,10 @@ def number_in(path: Path) -> int:
     return number
 
 
-def resume(root: Path) -> tuple[Path, int] | None:
+def resume(root: Where) -> tuple[Where, int] | None:
     """What a training that starts again finds."""
     path = dcp.latest(root)
-    return None if path is None else (path, number_in(path))
+    return None if path is None else (as_path(path), number_in(as_path(path)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Scene:
         others: Files of the user's in the checkpoint that is replaced; they have to survive.
     """
 
-    act: Callable[[Path, int], None]
+    act: Callable[[Where, int], None]
     target: str
     before: Mapping[str, int]
     after: Mapping[str, int]
@@ -119,12 +120,13 @@ SCENES = {
 }
 
 
-def prepare(scene: Scene, root: Path) -> None:
+def prepare(scene: Scene, root: Where) -> None:
     for name, number in scene.before.items():
         save(root / name, number)
     for name, target in scene.links_before.items():
         catalog.link(root / name, root / target)
     for name in scene.others:
         file = root / scene.target / name
+        assert isinstance(file, Path)
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"the user's {name}")

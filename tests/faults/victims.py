@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import importlib
 import os
 import pickle
 import signal
@@ -116,15 +117,20 @@ def disarm() -> int:
 
 @dataclass
 class Victims:
-    """Runs functions in forked processes with the layer. A context manager."""
+    """Runs functions in forked processes with the layer. A context manager.
 
+    Args:
+        preload: Modules that need not be imported in each of them.
+    """
+
+    preload: Sequence[str] = ()
     _process: subprocess.Popen[bytes] = field(init=False)
 
     def __enter__(self) -> Victims:
         preloads = [str(build()), *filter(None, [os.environ.get("LD_PRELOAD")])]
         environment = {**os.environ, "LD_PRELOAD": ":".join(preloads), "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.faults import victims; victims._serve()"],
+            [sys.executable, "-c", "from tests.faults import victims; victims._serve()", *self.preload],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         return self
@@ -168,6 +174,8 @@ def _serve() -> None:
 
     import dcp_plugin.checkpointer  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a victim prints is no answer
     while True:

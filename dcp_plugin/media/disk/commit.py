@@ -155,7 +155,7 @@ def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
     os.rename(directory, final)
 
 
-def discard(reservation: Reservation[Path]) -> None:
+def discard(reservation: Reservation[Path], all_ended: bool = True) -> None:
     """Delete what is left of a save that was not published. What it was to replace stays."""
     held = _held.get(reservation.token)
     if held is not None and held.naming:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from dcp_plugin.media.objects import credentials
+from dcp_plugin.media.objects import credentials, uploads
 from dcp_plugin.media.objects.refusals import refusal, said
 from dcp_plugin.paths import ObjectPath, StoreOptions
 
@@ -99,6 +99,10 @@ class Client(Protocol):
 
     def copy(self, key: str, to: str) -> None:
         """Copy an object within the store."""
+
+    def abort_uploads(self, prefix: str, token: str) -> None:
+        """Give back the parts of uploads that nobody will finish: those below ``prefix`` with this in their keys. Where
+        that cannot be, it is left to a rule of the bucket's life cycle. Never raises OSError."""
 
 
 class Upload(Protocol):
@@ -253,6 +257,8 @@ class ObstoreClient:
         except OSError as error:
             if any(word in str(error) for word in ("NotImplemented", "not implemented", "501 Not")):
                 raise NoConditions(str(error)) from None
+            if isinstance(error, FileNotFoundError) and tag is not None and "NoSuchBucket" not in str(error):
+                raise Changed(str(error)) from None  # S3 says so if there is no object
             raise
 
     def upload(self, key: str, size: int, in_flight: int) -> Upload:
@@ -318,6 +324,10 @@ class ObstoreClient:
     def copy(self, key: str, to: str) -> None:
         with self._asked(key):
             self._obstore.copy(self._store, key, to)
+
+    def abort_uploads(self, prefix: str, token: str) -> None:
+        if self._url.startswith("s3://"):
+            uploads.abort(self._url, self._store.config, prefix, token)
 
 
 class _ObstoreUpload:
@@ -435,6 +445,9 @@ class MemoryClient:
     def copy(self, key: str, to: str) -> None:
         with self._lock:
             self.put(to, self._files.cat_file(self._root + key))
+
+    def abort_uploads(self, prefix: str, token: str) -> None:
+        """Nothing is kept of them."""
 
 
 class _MemoryUpload:

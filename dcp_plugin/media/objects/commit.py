@@ -14,25 +14,33 @@ Whoever reads the old checkpoint while a new one takes its place still finds the
 deleted by the save after the new one. Deleting a checkpoint deletes ``.metadata`` first.
 
 Records of the dead are recognised by the time at which they were last put, by the clock of the store; on the machine of
-the dead, by the number of its process. What they tell of is deleted by the next save beside it (:func:`sweep`).
+the dead, by the number of its process. What they tell of is deleted by the next save beside it (:func:`sweep`):
+
+1. The record is put again, as that of one who is dead. Who is not dead after all learns of it before it commits, and
+   the next one goes on if this one dies, too.
+2. Where the dead would have replaced a checkpoint, ``.metadata`` gets another tag, so that a request of the dead which
+   is still on its way fails. Where there was none, who commits looks at its record afterwards, too.
+3. The objects are listed, then the records, then ``.metadata`` is looked at: in this order whatever was listed has a
+   record if its save lives, or is published. The rest is deleted, and last the record.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces
-from dcp_plugin.format.packed import END, end_of, new_token, packed, time_of, token_in
+from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.media import Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import Changed, Client, Found, NoConditions, client_of
@@ -46,6 +54,9 @@ _LEASE = 15 * _BEAT
 _CLOCKS_DIFFER = 2.0
 """Seconds. Below that, the clock of this machine is the finer one; a store tells full seconds."""
 _ATTEMPTS = 5
+_COMMITTING = 60.0
+"""Seconds after which no other attempt to put ``.metadata`` begins."""
+_OTHER_TAG = f'"{32 * "0"}"'
 HAS_BASE = "dcp_plugin.base"
 """An empty object beside the index of a checkpoint that leaves out what a base has: a listing shows it."""
 _TORCH_FILE = b"PK\x03\x04"
@@ -61,6 +72,10 @@ class _Held:
     said: bytes
     """What its record says."""
     ended: threading.Event
+    copies: str = ""
+    """The save whose objects this one copies, if it is no save itself."""
+    in_doubt: bool = False
+    """Whether nobody knows if ``.metadata`` was put."""
 
 
 _held: dict[str, _Held] = {}
@@ -98,9 +113,9 @@ def reserve(final: ObjectPath, among_other_files: bool = False) -> Reservation[O
         tag = names[METADATA].tag if METADATA in names else None
         reservation = _begin(client, final, tag)
         try:
-            alive = sweep(client, workspace_of(final))
+            sweep(client, workspace_of(final))
             if names or folders:
-                _clean(client, final, alive)
+                _clean(client, final)
         except BaseException:
             discard(reservation)
             raise
@@ -114,47 +129,81 @@ def _begin(client: Client, final: ObjectPath, tag: str | None, **noted: Any) -> 
 
     Its token has the time of this machine's clock, if that agrees with the store's, and else of the latter.
     """
-    workspace = workspace_of(final)
     now = time.time()
-    for _ in range(2):
-        began = _last_time[0] = max(now, _last_time[0] + 0.001)
-        token = new_token(began)
-        reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
-        maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": now}
-        target = final.key.removeprefix(workspace.parent.key).lstrip("/")
-        said = json.dumps({"target": target, **maker, **noted}).encode()
+    held = _put_record(client, final, tag, now, noted)
+    try:
+        found = client.head(_record(held.reservation))
+        if found is not None and abs(found.modified - now) > _CLOCKS_DIFFER:
+            _let_go(client, held.reservation)
+            held = _put_record(client, final, tag, found.modified, noted)
+        if final.store not in _conditional:
+            _conditional[final.store] = _refuses(client, _record(held.reservation), held.said)
+            if not _conditional[final.store]:
+                _say_unconditional(final.store)
+    except BaseException:
+        _let_go(client, held.reservation)
+        raise
+    threading.Thread(target=_beat, args=(client, held), name="dcp-beat", daemon=True).start()
+    return held.reservation
+
+
+def _put_record(client: Client, final: ObjectPath, tag: str | None, now: float, noted: Mapping[str, Any]) -> _Held:
+    began = _last_time[0] = max(now, _last_time[0] + 0.001)
+    token = new_token(began)
+    reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
+    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": now}
+    target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
+    said = json.dumps({"target": target, **maker, "replaces": tag, **noted}).encode()
+    held = _held[token] = _Held(reservation, tag, said, threading.Event(), str(noted.get("copies", "")))
+    try:
         client.put(_record(reservation), said)
-        found = client.head(_record(reservation))
-        if found is None or abs(found.modified - now) <= _CLOCKS_DIFFER:
-            break
-        client.delete([_record(reservation)])
-        now = found.modified
-    if final.store not in _conditional:
-        _conditional[final.store] = _refuses(client, _record(reservation), said)
-        if not _conditional[final.store]:
-            _say_unconditional(final.store)
-    _held[token] = _Held(reservation, tag, said, threading.Event())
-    threading.Thread(target=_beat, args=(client, _held[token]), name="dcp-beat", daemon=True).start()
-    return reservation
+    except BaseException:
+        del _held[token]  # a record of this process of which it does not know is one of the dead
+        raise
+    return held
 
 
 def _beat(client: Client, held: _Held) -> None:
-    """Put a record again every minute, as long as its save is in flight."""
+    """Put a record again every minute, as long as its save is in flight and nobody takes it for dead."""
     while not held.ended.wait(_BEAT):
-        with suppress(OSError):
-            if client.head(_record(held.reservation)) is not None:  # else the save was taken for dead
-                client.put(_record(held.reservation), held.said)
+        with suppress(OSError, Changed):
+            if (found := _own(client, held)) is not None:
+                _put_over(client, held.reservation.final, found.key, held.said, found.tag)
+
+
+def _own(client: Client, held: _Held) -> Found | None:
+    """The record of a save of this process; None if another job took the save for dead, which makes it longer."""
+    found = client.head(_record(held.reservation))
+    return found if found is not None and found.size == len(held.said) else None
+
+
+def _put_over(client: Client, final: ObjectPath, key: str, data: bytes, tag: str | None) -> None:
+    """Put an object where the store can tell: if there is the one with this tag, or none.
+
+    Raises:
+        Changed: There is another one.
+    """
+    if _conditional.get(final.store, True):
+        try:
+            client.put_if(key, data, tag)
+            return
+        except NoConditions:
+            _conditional[final.store] = False
+            _say_unconditional(final.store)
+    client.put(key, data)
 
 
 def _refuses(client: Client, record: str, said: bytes) -> bool:
-    """Whether the store refuses to put an object, that is there, on the condition that it is not."""
-    try:
-        client.put_if(record, said, None)
-    except Changed:
-        return True
-    except NoConditions:
-        pass
-    return False
+    """Whether the store refuses to put an object that is there, on the condition that it is not or is another one."""
+    for tag in (None, _OTHER_TAG):
+        try:
+            client.put_if(record, said, tag)
+            return False
+        except Changed:
+            continue
+        except NoConditions:
+            return False
+    return True
 
 
 def _say_unconditional(store: str) -> None:
@@ -194,44 +243,63 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) ->
         beside[HAS_BASE] = b""
     for name, data in beside.items():
         client.put(below(final, f"{PACKED}{token}/{name}"), data)
-    if client.head(_record(reservation)) is None:
-        raise SaveFailed(
-            f"cannot commit {final}: another job took this save for dead, since nothing was heard of it for "
-            f"{_LEASE / 60:.0f} minutes, and has deleted what it had written. Save again."
-        )
+    held = _held[token]
+    _refuse_if_taken_for_dead(client, held)
     _commit(client, reservation, packed(files[METADATA], files[SUMMARY], token), token)
+    if held.tag is None:
+        _undo_if_taken_for_dead(client, held)
     with suppress(OSError):  # a checkpoint in one file, which this one replaces
         if client.head(final.key) is not None:
             client.delete([final.key])
     _let_go(client, reservation)
 
 
+def _refuse_if_taken_for_dead(client: Client, held: _Held) -> None:
+    if _own(client, held) is None:
+        raise SaveFailed(
+            f"cannot commit {held.reservation.final}: another job took this save for dead, since nothing was heard of "
+            f"it for {_LEASE / 60:.0f} minutes, and has deleted what it had written. Save again."
+        )
+
+
+def _undo_if_taken_for_dead(client: Client, held: _Held) -> None:
+    """A process that was stopped just before it put ``.metadata`` may have done so when its objects were gone."""
+    try:
+        _refuse_if_taken_for_dead(client, held)
+    except SaveFailed:
+        client.delete([below(held.reservation.final, METADATA)])
+        raise
+    except OSError as error:  # it was there a moment ago
+        logger.debug("whether %s was taken for dead cannot be seen: %s", held.reservation.final, error)
+
+
 def _commit(client: Client, reservation: Reservation[ObjectPath], data: bytes, token: str) -> None:
     """Put ``.metadata``. An answer that was lost on the way is no failure: what is there tells whose it is."""
-    final, tag = reservation.final, _held[reservation.token].tag
+    final, held = reservation.final, _held[reservation.token]
     key = below(final, METADATA)
-    failure: Exception | None = None
-    for _ in range(_ATTEMPTS):
+    until = time.monotonic() + _COMMITTING
+    for attempt in range(_ATTEMPTS):
+        failure: Exception
         try:
-            if _conditional.get(final.store, True):
-                client.put_if(key, data, tag)
-            else:
-                client.put(key, data)
+            _put_over(client, final, key, data, held.tag)
             return
-        except NoConditions:
-            _conditional[final.store] = False
-            _say_unconditional(final.store)
-            continue
         except (Changed, OSError) as error:
             failure = error
-        if token and token_at(client, final) == token:
-            return
+        held.in_doubt = held.in_doubt or isinstance(failure, OSError)
+        with suppress(OSError):
+            if token and token_at(client, final) == token:
+                held.in_doubt = False
+                return
+            if isinstance(failure, Changed):
+                held.in_doubt = False
         if isinstance(failure, Changed):
             raise SaveFailed(
                 f"cannot commit {final}: another save was published there, or it was deleted, since this one began. "
                 f"What is there stays. Let one job save to a path at a time."
             ) from failure
-    raise failure or OSError(f"{final} cannot be written")
+        if failure.errno == errno.EACCES or time.monotonic() > until or attempt + 1 == _ATTEMPTS:
+            break
+    raise failure
 
 
 def token_at(client: Client, path: ObjectPath) -> str:
@@ -246,23 +314,27 @@ def token_at(client: Client, path: ObjectPath) -> str:
     return end[0] if end else ""
 
 
-def discard(reservation: Reservation[ObjectPath]) -> None:
-    """Delete what a save has written that was not published. What fails is left for the next save."""
-    if reservation.token not in _held:
+def discard(reservation: Reservation[ObjectPath], all_ended: bool = True) -> None:
+    """Delete what a save has written that was not published. What fails is left for the next save, and so is what may
+    come yet."""
+    held = _held.get(reservation.token)
+    if held is None:
         return
     client = client_of(reservation.final)
     try:
+        if held.in_doubt:
+            raise OSError("nobody knows yet whether it was published")
         if token_at(client, reservation.final) != reservation.token:
-            keys = [one.key for one in client.below(reservation.final.key) if _is_of(reservation, one)]
-            client.delete(keys)
-        _let_go(client, reservation)
+            there = client.below(reservation.final.key)
+            client.delete(
+                [one.key for one in there if token_in(_name_below(reservation.final, one.key)) == reservation.token]
+            )
+        if all_ended:
+            _let_go(client, reservation)
     except OSError as error:
-        _held.pop(reservation.token).ended.set()
         logger.warning("what the save of %s has written is left for the next save: %s", reservation.final, error)
-
-
-def _is_of(reservation: Reservation[ObjectPath], found: Found) -> bool:
-    return token_in(_name_below(reservation.final, found.key)) == reservation.token
+    finally:
+        _held.pop(reservation.token, held).ended.set()
 
 
 def _name_below(path: ObjectPath, key: str) -> str:
@@ -285,10 +357,10 @@ def remove(path: ObjectPath) -> None:
     """
     client = client_of(path)
     try:
-        there = [one.key for one in client.below(path.key)] if path.key else []
-        if there:
+        if path.key and next(iter(client.below(path.key)), None) is not None:
             reservation = _begin(client, path, None, deletes=True)
-            _delete_all(client, path, there)
+            client.delete([below(path, METADATA)])
+            _clean(client, path, all_of_it=True)
             _let_go(client, reservation)
         elif client.head(path.key) is not None:
             client.delete([path.key])
@@ -296,12 +368,6 @@ def remove(path: ObjectPath) -> None:
         raise CheckpointError(
             f"cannot delete {path}: {error}. It is there as it was, or is no checkpoint any more; delete it again."
         ) from error
-
-
-def _delete_all(client: Client, path: ObjectPath, keys: Iterable[str]) -> None:
-    metadata = below(path, METADATA)
-    client.delete([metadata])
-    client.delete([key for key in keys if key != metadata])
 
 
 def link(path: ObjectPath, target: ObjectPath) -> None:
@@ -320,11 +386,11 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         client.read(metadata.key, 0, [memoryview(data)], metadata.tag)
         published = client.head(below(path, METADATA))
         reservation = _begin(client, path, published.tag if published else None, copies=token)
+        _clean(client, path)
         for name, one in there.items():
             if token_in(name) in ("", token):
                 client.copy(one.key, below(path, name))
         _commit(client, reservation, bytes(data), token)
-        _clean(client, path, [token])
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
         raise CheckpointError(f"cannot copy {target} to {path}: {why}. What was there is there still.") from error
@@ -333,67 +399,102 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
             _let_go(client, reservation)
 
 
-def sweep(client: Client, workspace: ObjectPath) -> set[str]:
-    """Delete what saves have left that died. What fails again is left for the next time.
-
-    Returns:
-        The tokens of those that live.
-    """
-    prefix = below(workspace, "")
-    records = [one for one in client.below(workspace.key) if one.key.endswith(".json")]
-    now = max((one.modified for one in records), default=0.0)  # that of this save was put just now
-    alive: set[str] = set()
-    dead: list[dict[str, Any]] = []
-    for found in records:
-        token = found.key.removeprefix(prefix).removesuffix(".json")
-        noted = _noted(client, found) if token not in _held else {}
-        if token in _held or not _is_dead(noted, found, now):
-            alive |= {token, str(noted.get("copies", ""))}
+def sweep(client: Client, workspace: ObjectPath) -> None:
+    """Delete what saves have left that died. What fails is left for the next time."""
+    records = _records(client, workspace)
+    now = max((one.modified for one in records.values()), default=0.0)  # that of this save was put just now
+    for token, found in records.items():
+        noted = _noted(client, found) if token not in _held else None
+        if noted is None or not (noted.get("dead") or _is_dead(noted, found, now)):
             continue
-        client.delete([found.key])  # first: who is not dead after all learns of it before it commits
-        dead.append(noted)
-    for noted in dead:
-        if not is_target(noted.get("target")):
-            continue
-        path = workspace.parent / noted["target"]
+        path = workspace.parent / noted["target"] if is_target(noted.get("target")) else None
         try:
-            if noted.get("deletes"):
-                _delete_all(client, path, [one.key for one in client.below(path.key)])
-            else:
-                _clean(client, path, alive)
+            if not noted.get("dead"):
+                _put_over(client, workspace, found.key, json.dumps({**noted, "dead": True}).encode(), found.tag)
+            if path is not None:
+                _outdate(client, path, noted)
+                _clean(client, path, all_of_it=bool(noted.get("deletes")))
+                client.abort_uploads(path.key, token)
+            client.delete([found.key])
+        except Changed:  # it has let go, or says that it lives
+            continue
         except OSError as error:
             logger.warning("what is left of a save of %s cannot be deleted: %s", path, error)
+
+
+def _records(client: Client, workspace: ObjectPath) -> dict[str, Found]:
+    """By token."""
+    prefix = below(workspace, "")
+    there = (one for one in client.below(workspace.key) if one.key.endswith(".json"))
+    return {one.key.removeprefix(prefix).removesuffix(".json"): one for one in there}
+
+
+def _alive(client: Client, workspace: ObjectPath) -> set[str]:
+    """The saves in flight, and those whose objects are being copied."""
+    alive = set[str]()
+    for token, found in _records(client, workspace).items():
+        held = _held.get(token)
+        noted = {"copies": held.copies} if held else _noted(client, found)
+        if noted is not None and not noted.get("dead"):
+            alive |= {token, str(noted.get("copies", ""))}
     return alive
 
 
+def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
+    """Give ``.metadata`` another tag, if a request of the dead may be on its way to replace it."""
+    found = client.head(below(path, METADATA)) if noted.get("replaces") else None
+    if found is None or found.tag != noted["replaces"]:
+        return
+    data = bytearray(found.size)
+    client.read(found.key, 0, [memoryview(data)], found.tag)
+    if (other := next_edition(bytes(data))) != data:
+        _put_over(client, path, found.key, other, found.tag)
+
+
 def _is_dead(noted: Mapping[str, Any], found: Found, now: float) -> bool:
-    return posix.has_ended(noted.get("machine"), noted.get("pid")) or now - found.modified > _LEASE
+    """``found`` is the record, of no save that this process knows of."""
+    machine, pid = noted.get("machine"), noted.get("pid")
+    of_this_process = bool(machine) and machine == posix.machine() and pid == os.getpid()
+    return of_this_process or posix.has_ended(machine, pid) or now - found.modified > _LEASE
 
 
 def target_of(client: Client, record: Found) -> str | None:
     """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
-    target = _noted(client, record).get("target")
+    target = (_noted(client, record) or {}).get("target")
     return target if is_target(target) else None
 
 
-def _noted(client: Client, found: Found) -> dict[str, Any]:
+def _noted(client: Client, found: Found) -> dict[str, Any] | None:
+    """What a record says; None if it is there no more."""
     data = bytearray(min(found.size, 1 << 16))
-    with suppress(Changed):
-        client.read(found.key, 0, [memoryview(data)], None)
     try:
+        client.read(found.key, 0, [memoryview(data)], None)
         noted = json.loads(bytes(data))
-    except (ValueError, RecursionError):
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, Changed):
         return {}
     return noted if isinstance(noted, dict) else {}
 
 
-def _clean(client: Client, path: ObjectPath, alive: Iterable[str]) -> None:
-    """Delete the objects of saves to this path that are neither published nor alive."""
-    published = token_at(client, path)
-    keep = {*alive, published}
-    there = [(_name_below(path, one.key), one.key) for one in client.below(path.key)]
-    dead = [key for name, key in there if (token := token_in(name)) and token not in keep]
+def _clean(client: Client, path: ObjectPath, all_of_it: bool = False) -> None:
+    """Delete the objects of saves to this path that are neither published nor alive.
+
+    Args:
+        all_of_it: Whatever else is there too, if nothing is published.
+    """
+    there = {_name_below(path, one.key): one.key for one in client.below(path.key)}
+    alive = _alive(client, workspace_of(path))
+    last = client.head(below(path, METADATA))
+    published = token_at(client, path) if last else ""
+    dead = [key for name, key in there.items() if (token := token_in(name)) and token not in {*alive, published}]
     if published:  # what an earlier checkpoint, copied from a disk, had under names of its own
-        dead += [key for name, key in there if name in (INDEX, SUMMARY)]
-        dead += [key for name, key in there if name.endswith(DATA_SUFFIX) and "/" not in name and not token_in(name)]
+        dead += [key for name, key in there.items() if name in (INDEX, SUMMARY)]
+        dead += [key for name, key in there.items() if _is_data_of_a_disk(name)]
+    elif all_of_it and last is None:
+        dead += [key for name, key in there.items() if not token_in(name)]
     client.delete(dead)
+
+
+def _is_data_of_a_disk(name: str) -> bool:
+    return name.endswith(DATA_SUFFIX) and "/" not in name and not token_in(name)

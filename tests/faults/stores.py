@@ -1,0 +1,255 @@
+"""Faults between a process that saves and an object store: killed at each request, and at moments by chance.
+
+What has to hold afterwards is what :mod:`tests.faults.oracle` says, and besides: stock's ``FsspecReader`` reads the
+same, and after one more save nothing of the dead is in the bucket, nor any upload that was begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as stock
+
+from dcp_plugin.format import METADATA
+from dcp_plugin.format.packed import end_of, token_in
+from dcp_plugin.paths import as_path
+from tests.faults.oracle import Facts, find, wrong
+from tests.faults.proxy import Fault, Hangup, Proxy, Request, where
+from tests.faults.scenes import NEW, SCENES, Scene, prepare, save, state_of
+from tests.faults.victims import Outcome, Victims
+from tests.object_server import Bucket, Server, serving
+
+IN_BUCKETS = [name for name, scene in SCENES.items() if not scene.others]
+PRELOADED = ("obstore", "obstore.store", "s3fs", "torch.distributed.checkpoint._fsspec_filesystem")
+
+
+@dataclass
+class Killed(Fault):
+    """A process is killed when a request has come.
+
+    Args:
+        pid: In this file, the process tells its number.
+        moment: "before" the store has seen the request, or "after" it has done it, before the answer.
+    """
+
+    pid: Path
+    moment: str
+
+    def arrived(self, request: Request, closed: threading.Event) -> None:
+        if self.moment == "before":
+            self._kill()
+
+    def done(self) -> None:
+        if self.moment == "after":
+            self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(int(self.pid.read_text()), signal.SIGKILL)
+        raise Hangup(reset=True)
+
+
+@contextmanager
+def _with(environment: dict[str, str]) -> Iterator[None]:
+    """In a victim, which ends soon; and what a victim prints is not looked at."""
+    os.environ.update(environment)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def acting(environment: dict[str, str], pid: Path | None, function: Callable[..., Any], url: str, *args: Any) -> Any:
+    """In a victim: call a function with a URL."""
+    with _with(environment):
+        if pid is not None:
+            pid.write_text(str(os.getpid()))
+        return function(as_path(url), *args)
+
+
+def preparing(environment: dict[str, str], scene: Scene, url: str) -> None:
+    with _with(environment):
+        prepare(scene, as_path(url))
+
+
+def finding(environment: dict[str, str], scene: Scene, url: str) -> Facts:
+    with _with(environment):
+        root = as_path(url)
+        before = {name: stock_number(f"{url}/{name}") for name in {*scene.before, *scene.after, *scene.links}}
+        facts = find(root, scene)
+        found = {**facts.numbers, **facts.links}
+        lies = [f"stock reads {number} from {name}" for name, number in before.items() if found.get(name) != number]
+        return replace(facts, debris=[*facts.debris, *lies])
+
+
+def stock_number(url: str) -> int | None:
+    """What stock's reader finds at a URL; None if there is no checkpoint."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    target: dict[str, Any] = {key: value for key, value in state_of(-1).items() if key != "text"}
+    reader = FsspecReader(url)
+    if not reader.fs.exists(f"{url}/.metadata"):
+        return None
+    stock.load(target, storage_reader=reader, no_dist=True)
+    number = int(target["number"])
+    for key in ("w", "frozen"):
+        assert torch.equal(target[key], state_of(number)[key]), f"{key} of {url} is not that of save {number}"  # type: ignore[arg-type]
+    return number
+
+
+class Place:
+    """A bucket with a scene in it, made anew for each fault.
+
+    Args:
+        victims: Forked with :data:`PRELOADED`.
+    """
+
+    def __init__(
+        self, victims: Victims, bucket: Bucket, proxy: Proxy, scene: str, below: Path, after_a_dead_one: bool = False
+    ) -> None:
+        import obstore
+        from obstore.store import S3Store
+
+        self.victims, self.bucket, self.proxy, self.scene, self.below = victims, bucket, proxy, SCENES[scene], below
+        self.direct, self.through = bucket.server.environment(), bucket.server.environment(proxy.url)
+        self._obstore = obstore
+        direct = bucket.server.environment()
+        self._store = S3Store(
+            bucket.name, endpoint=bucket.server.url, region="us-east-1", access_key_id=direct["AWS_ACCESS_KEY_ID"],
+            secret_access_key=direct["AWS_SECRET_ACCESS_KEY"], client_options={"allow_http": True},
+        )  # fmt: skip
+        outcome = victims.run(preparing, self.direct, self.scene, f"{bucket.url}/template", below=below)
+        assert outcome.error is None, outcome.traceback
+        self._published = {token_in(part) for key in self.keys("template") for part in key.split("/")}
+        if after_a_dead_one:
+            proxy.on(where("PUT", ".metadata"), Killed(below / "pid", "before"))
+            victims.run(acting, self.through, below / "pid", save, f"{bucket.url}/template/step-0", 0, below=below)
+        self._template = self.keys("template")
+
+    def keys(self, prefix: str) -> list[str]:
+        return [str(one["path"]) for page in self._obstore.list(self._store, f"{prefix}/") for one in page]
+
+    def once(self, faults: Callable[[Path], None]) -> tuple[Outcome, list[str], int]:
+        """Act with faults; how it ended, all that is wrong, and how many requests there were."""
+        root = f"run-{time.monotonic_ns()}"
+        for key in self._template:
+            self._obstore.copy(self._store, key, key.replace("template", root, 1))
+        pid, url = self.below / "pid", f"{self.bucket.url}/{root}"
+        self.proxy.forget()
+        faults(pid)
+        scene = self.scene
+        outcome = self.victims.run(acting, self.through, pid, scene.act, f"{url}/{scene.target}", NEW, below=self.below)
+        requests = len(self.proxy.requests)
+        seen = self.victims.run(finding, self.direct, scene, url, below=self.below)
+        said = wrong(scene, outcome, seen) + self._left(root)
+        keys = self.keys(root)
+        self._obstore.delete(self._store, keys)
+        return outcome, said, requests
+
+    def _left(self, root: str) -> list[str]:
+        """What the dead have left: objects of saves that were never published, and uploads."""
+        left = [f"upload of {key}" for key in self.bucket.unfinished_uploads()]
+        last = [bytes(self._obstore.get(self._store, key).bytes()) for key in self.keys(root) if key.endswith(METADATA)]
+        published = {end[0] for data in last if (end := end_of(data)) is not None}
+        for key in self.keys(root):
+            tokens = {token_in(part) for part in key.split("/")}
+            if "/.dcp_plugin/" in key or not tokens <= published | self._published | {""}:
+                left.append(key)
+        return [f"left after the next save: {left}"] if left else []
+
+
+def at_each_request(
+    victims: Victims, server: Server, scene: str, every: int = 1, start: int = 1, after_a_dead_one: bool = False
+) -> Iterator[str | None]:
+    """Kill at every so many requests of a scene, before and after each; what was wrong, or None.
+
+    Args:
+        after_a_dead_one: A save beside it was killed before.
+    """
+    with Proxy(server.url) as proxy, tempfile.TemporaryDirectory(prefix="dcp-stores-") as below:
+        place = Place(victims, server.new_bucket(), proxy, scene, Path(below), after_a_dead_one)
+        outcome, said, total = place.once(lambda pid: None)
+        yield f"{scene}, no fault: {outcome.error!r} {said}" if said or outcome.error else None
+        for at in range(start - 1, 2 * total, every):
+            number, moment = at // 2, ("before", "after")[at % 2]
+
+            def kill(pid: Path, number: int = number, moment: str = moment) -> None:
+                proxy.on(lambda request: True, Killed(pid, moment), skip=number)
+
+            outcome, said, _ = place.once(kill)
+            request = next((one for one in proxy.requests if one.number == number), None)
+            place_of = f"{scene}, killed {moment} request {number} of {total} ({request and request.method} "
+            place_of += f"{request and request.path.rpartition('/')[2]})"
+            yield f"{place_of}: {'; '.join(said)}" if said else None
+
+
+def by_chance(victims: Victims, server: Server, count: int, seed: int) -> Iterator[str | None]:
+    """Kill at random moments of random scenes."""
+    chosen = random.Random(seed)
+    with Proxy(server.url) as proxy, tempfile.TemporaryDirectory(prefix="dcp-stores-") as below:
+        places, seconds = {}, {}
+        for name in IN_BUCKETS:
+            places[name] = Place(victims, server.new_bucket(), proxy, name, Path(below))
+            began = time.monotonic()
+            _, said, _ = places[name].once(lambda pid: None)
+            assert not said, said
+            seconds[name] = (time.monotonic() - began) / 2
+        for _ in range(count):
+            name = chosen.choice(IN_BUCKETS)
+            after = chosen.uniform(0, seconds[name])
+
+            def kill(pid: Path, after: float = after) -> None:
+                pid.unlink(missing_ok=True)
+                threading.Thread(target=_kill_after, args=(pid, after), daemon=True).start()
+
+            _, said, _ = places[name].once(kill)
+            yield f"{name}, killed after {after:.3f} s: {'; '.join(said)}" if said else None
+
+
+def _kill_after(pid: Path, seconds: float) -> None:
+    while not pid.exists() or not pid.read_text():
+        time.sleep(0.001)
+    time.sleep(seconds)
+    with suppress(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults stores", description=__doc__)
+    parser.add_argument("scenes", nargs="*", choices=[[], *IN_BUCKETS], help="some scenes only")
+    parser.add_argument("--every", type=int, default=1, help="only every so many requests; 0: none")
+    parser.add_argument("--count", type=int, default=200, help="random moments")
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args(arguments)
+    total = wrong = 0
+    with serving() as server, Victims(PRELOADED) as victims:
+        runs: list[tuple[str, Iterator[str | None]]] = []
+        if chosen.every:
+            runs += [
+                (name, at_each_request(victims, server, name, chosen.every)) for name in chosen.scenes or IN_BUCKETS
+            ]
+        if chosen.count:
+            runs.append(("by chance", by_chance(victims, server, chosen.count, chosen.seed)))
+        for name, found in runs:
+            results = []
+            for one in found:
+                results.append(one)
+                if one is not None:
+                    print(one, flush=True)
+            bad = sum(one is not None for one in results)
+            print(f"{name}: {len(results)} times, {bad} wrong", flush=True)
+            total, wrong = total + len(results), wrong + bad
+    print(f"{total} faults, {wrong} wrong")
+    return bool(wrong)

@@ -1,0 +1,246 @@
+"""What an object store, the way to it, and other jobs may do to a save and to a load."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from obstore.store import from_url
+
+import dcp_plugin as dcp
+from dcp_plugin.format.packed import token_in
+from dcp_plugin.media.objects import commit
+from dcp_plugin.paths import ObjectPath, as_path
+from dcp_plugin.runs import catalog
+from tests.faults import stores
+from tests.faults.network import Answer, Call, Ignore
+from tests.faults.proxy import Proxy, Request, where
+from tests.faults.scenes import number_in, save
+from tests.faults.stores import IN_BUCKETS, PRELOADED, acting, at_each_request, stock_number
+from tests.faults.victims import Outcome, Victims
+from tests.object_server import Bucket, Server
+
+QUICK: dict[str, Any] = {
+    "client_options": {"timeout": timedelta(seconds=60)},
+    "retry_config": {
+        "max_retries": 2,
+        "backoff": {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2},
+        "retry_timeout": timedelta(seconds=60),
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def others() -> Iterator[Victims]:
+    """Processes for other jobs, and for those that are killed."""
+    with Victims(PRELOADED) as made:
+        yield made
+
+
+@pytest.fixture
+def root(bucket: Bucket) -> ObjectPath:
+    path = as_path(f"{bucket.url}/run", QUICK)
+    assert isinstance(path, ObjectPath)
+    return path
+
+
+def _keys(bucket: Bucket) -> list[str]:
+    store = from_url(bucket.url, endpoint=bucket.server.url, client_options={"allow_http": True})
+    return sorted(one["path"] for page in obstore.list(store) for one in page)
+
+
+def _left(bucket: Bucket) -> list[str]:
+    """Uploads, records, and objects of saves that are not published."""
+    keys = _keys(bucket)
+    folders = {key.rpartition("/")[0] for key in keys if key.endswith("/.metadata")}
+    strays = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in folders)]
+    tokens = {
+        folder: {token_in(part) for key in keys for part in key.split("/") if folder in key} for folder in folders
+    }
+    return strays + bucket.unfinished_uploads() + [f"{tokens}" for tokens in tokens.values() if len(tokens - {""}) > 1]
+
+
+def _without_leases(url: ObjectPath, number: int) -> None:
+    commit._LEASE = -1.0
+    save(url, number)
+
+
+def _beside(others: Victims, bucket: Bucket, tmp_path: Path, function: Callable[..., Any], *args: Any) -> Outcome:
+    """What another job does, not through the proxy."""
+    return others.run(acting, bucket.server.environment(), None, function, *args, below=tmp_path)
+
+
+@pytest.mark.parametrize("scene", IN_BUCKETS)
+def test_killed_at_a_request_the_next_save_goes_on(others: Victims, s3: Server, scene: str) -> None:
+    start = 2 + IN_BUCKETS.index(scene) % 5
+    assert [one for one in at_each_request(others, s3, scene, every=17, start=start) if one] == []
+
+
+def test_killed_while_it_deletes_what_a_dead_one_has_left(others: Victims, s3: Server) -> None:
+    found = list(at_each_request(others, s3, "new", every=9, start=6, after_a_dead_one=True))
+    assert len(found) > 3 and [one for one in found if one] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scene", IN_BUCKETS)
+def test_killed_at_each_request(others: Victims, s3: Server, scene: str) -> None:
+    assert [one for one in at_each_request(others, s3, scene) if one] == []
+
+
+@pytest.mark.long
+def test_killed_at_moments_by_chance(others: Victims, s3: Server) -> None:
+    assert [one for one in stores.by_chance(others, s3, 200, seed=1) if one] == []
+
+
+@pytest.mark.parametrize("before", [None, 1])
+def test_who_was_taken_for_dead_just_before_the_commit_publishes_nothing(
+    others: Victims, bucket: Bucket, proxy: Proxy, root: ObjectPath, tmp_path: Path, before: int | None
+) -> None:
+    if before is not None:
+        save(root / "last", before)
+    outcomes: list[Outcome] = []
+    sweep = Call(lambda: outcomes.append(_beside(others, bucket, tmp_path, _without_leases, f"{root}/other", 5)))
+    proxy.on(where("PUT", "last/.metadata"), sweep)
+    with pytest.raises(dcp.SaveFailed, match=r"took this save for dead|another save was published there"):
+        save(root / "last", 2)
+    assert [one.error for one in outcomes] == [None]
+    assert _beside(others, bucket, tmp_path, stock_number, f"{root}/last").result == before
+    if before is not None:
+        assert number_in(root / "last") == before
+    save(root / "next", 6)
+    assert not _left(bucket)
+    assert {state.path.name for state in dcp.list_checkpoints(root)} == {"other", "next"} | (
+        {"last"} if before else set()
+    )
+
+
+def test_what_a_save_writes_while_another_one_cleans_the_same_path_stays(
+    others: Victims, bucket: Bucket, proxy: Proxy, root: ObjectPath, tmp_path: Path
+) -> None:
+    save(root / "last", 1)
+    save(root / "last", 2)
+    begun: list[Any] = []
+    mine = as_path(f"{root}/last", {**QUICK, "endpoint": bucket.server.url})
+    assert isinstance(mine, ObjectPath)
+
+    def begin() -> None:
+        """A save of this process, as it is when it has written its data."""
+        reservation = commit.reserve(mine)
+        begun.append(reservation)
+        store = from_url(bucket.url, endpoint=bucket.server.url, client_options={"allow_http": True})
+        obstore.put(store, f"run/last/__0_0-{reservation.token}.distcp", b"data")
+
+    listing = where("GET", bucket.name, "list-type")
+
+    def cleans(request: Request) -> bool:
+        asked = listing(request) and request.query["prefix"] == "run/last/" and "delimiter" not in request.query
+        return asked and proxy.count(where("PUT", ".json")) > 0
+
+    proxy.forget()
+    proxy.on(cleans, Call(begin))
+    outcome = others.run(acting, bucket.server.environment(proxy.url), None, save, f"{root}/last", 3, below=tmp_path)
+    assert outcome.error is None
+    assert len(begun) == 1 and f"run/last/__0_0-{begun[0].token}.distcp" in _keys(bucket)
+    commit.discard(begun[0])
+    assert number_in(root / "last") == 3
+
+
+def test_a_removal_that_died_long_ago_deletes_no_newer_checkpoint(
+    others: Victims, bucket: Bucket, root: ObjectPath, tmp_path: Path
+) -> None:
+    said = {"target": "step-2", "machine": "another one", "pid": 1, "deletes": True}
+    obstore.put(from_url(bucket.url), f"run/.dcp_plugin/{commit.new_token(1.0)}.json", json.dumps(said).encode())
+    save(root / "step-2", 2)
+    assert _beside(others, bucket, tmp_path, _without_leases, f"{root}/step-3", 3).error is None
+    assert number_in(root / "step-2") == 2
+    assert not _left(bucket)
+
+
+def test_to_delete_spares_a_save_in_flight(bucket: Bucket, root: ObjectPath) -> None:
+    reservation = commit.reserve(root / "step-1")
+    key = f"run/step-1/__0_0-{reservation.token}.distcp"
+    obstore.put(from_url(bucket.url), key, b"data")
+    catalog.remove(root / "step-1")
+    assert key in _keys(bucket)
+    commit.discard(reservation)
+    assert not _keys(bucket)
+
+
+def test_a_record_that_goes_while_it_is_read_is_of_no_importance(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath
+) -> None:
+    store = from_url(bucket.url, endpoint=bucket.server.url, client_options={"allow_http": True})
+    key = f"run/.dcp_plugin/{commit.new_token(1.0)}.json"
+    obstore.put(store, key, b"{}")
+    proxy.on(where("GET", key), Call(lambda: obstore.delete(store, key)))
+    save(root / "step-1", 1)
+    assert proxy.count(where("GET", key)) == 1
+    assert number_in(root / "step-1") == 1
+
+
+def test_a_store_that_is_slow_is_no_clock_that_is_wrong(
+    bucket: Bucket, root: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "_CLOCKS_DIFFER", -1.0)
+    save(root / "step-1", 1)
+    save(root / "step-2", 2)
+    assert dcp.latest(root) == root / "step-2"
+    assert not _left(bucket)
+
+
+def test_what_failed_is_deleted_by_the_next_save_of_the_same_process(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.on(where("PUT", ".metadata"), Answer(500, "InternalError"), times=None)
+    proxy.on(where("POST", query="delete"), Answer(500, "InternalError"), times=None)
+    with pytest.raises(dcp.SaveFailed, match=f"{root}/step-1.*InternalError"):
+        save(root / "step-1", 1)
+    assert _left(bucket)
+    proxy.forget()
+    save(root / "step-2", 2)
+    assert not _left(bucket)
+    assert dcp.latest(root) == root / "step-2"
+
+
+@pytest.mark.parametrize("before", [None, 1])
+@pytest.mark.parametrize("answer", [Answer(500, "InternalError", True), Answer(503, "SlowDown", True)])
+def test_an_answer_that_was_lost_is_no_failure(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath, before: int | None, answer: Answer
+) -> None:
+    if before is not None:
+        save(root / "last", before)
+    proxy.on(where("PUT", ".metadata"), answer)
+    save(root / "last", 2)
+    assert number_in(root / "last") == 2
+
+
+@pytest.mark.parametrize("ignored", [("If-None-Match", "If-Match"), ("If-Match",)])
+def test_a_store_that_knows_not_all_conditions_is_told_of_once(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath, caplog: pytest.LogCaptureFixture, ignored: tuple[str, ...]
+) -> None:
+    proxy.on(where("PUT"), Ignore(*ignored), times=None)
+    for number in (1, 2, 3):
+        save(root / "last", number)
+        assert number_in(root / "last") == number
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1 and "conditional requests" in told[0] and bucket.url in told[0]
+
+
+def test_a_store_without_conditions_that_says_so(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath, caplog: pytest.LogCaptureFixture
+) -> None:
+    def conditional(request: Any) -> bool:
+        asked = request.headers.get("If-Match") or request.headers.get("If-None-Match")
+        return bool(asked) and request.method == "PUT"
+
+    proxy.on(conditional, Answer(501, "NotImplemented"), times=None)
+    for number in (1, 2):
+        save(root / "last", number)
+        assert number_in(root / "last") == number
+    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.WARNING]
