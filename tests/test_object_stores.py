@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_plugin as dcp
-from dcp_plugin.format.packed import new_token
+from dcp_plugin.format.packed import END, end_of, new_token, packed
 from dcp_plugin.media.objects.client import MemoryClient
 from tests import launch
 from tests.compare import same_bytes
@@ -37,7 +37,7 @@ from tests.faults.network import Answer
 from tests.faults.proxy import Proxy, Request
 from tests.object_server import Bucket
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -270,14 +270,17 @@ def test_the_newest_of_a_thousand_is_found_by_few_requests(monkeypatch: pytest.M
     files = fsspec.filesystem("memory")
     _save("memory://run/0", 1)
     objects = {path: bytes(file.getbuffer()) for path, file in files.store.items() if path.startswith("/run/0/")}
-    (token,) = {path.split("/")[3].removeprefix("dcp_plugin-") for path in objects if "/dcp_plugin-" in path}
+    whole = objects.pop("/run/0/.metadata")
+    end = end_of(whole)
+    assert end is not None
+    token, length = end
+    metadata, summary = whole[: -END - length], whole[-END - length : -END]
     for number in range(1, 1000):
         other = new_token(2e9 - (number - 500) ** 2)  # the newest is in the middle
         for path, data in objects.items():
-            head, _, tail = data.rpartition(token.encode())
-            changed = head + other.encode() + tail if path.endswith(".metadata") else data
             moved = path.replace(f"dcp_plugin-{token}", f"dcp_plugin-{other}")
-            files.pipe_file(moved.replace("/run/0/", f"/run/{number}/"), changed)
+            files.pipe_file(moved.replace("/run/0/", f"/run/{number}/"), data)
+        files.pipe_file(f"/run/{number}/.metadata", packed(metadata, summary, other))
     asked: list[str] = []
     for name in ("below", "head", "read", "directly_below"):
         monkeypatch.setattr(MemoryClient, name, _counted(getattr(MemoryClient, name), asked))
