@@ -7,6 +7,7 @@ same, and after one more save nothing of the dead is in the bucket, nor any uplo
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,7 +30,7 @@ from dcp_plugin.format.packed import end_of, token_in
 from dcp_plugin.paths import as_path
 from tests.faults.oracle import Facts, find, wrong
 from tests.faults.proxy import Fault, Hangup, Proxy, Request, where
-from tests.faults.scenes import NEW, SCENES, Scene, prepare, save, state_of
+from tests.faults.scenes import NEW, SCENES, Scene, number_in, prepare, resume, save, state_of
 from tests.faults.victims import Outcome, Victims
 from tests.object_server import Bucket, Server, serving
 
@@ -226,11 +228,95 @@ def _kill_after(pid: Path, seconds: float) -> None:
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
+def _writer(environment: dict[str, str], url: str, mine: int, rounds: int, together: Any, told: Any) -> None:
+    """Save to one path at the same moment as others do, over and over; tell which number was saved, or why not."""
+    with _with(environment):
+        for turn in range(rounds):
+            together.wait()
+            number = 10 * turn + mine
+            try:
+                save(as_path(f"{url}/last" if turn % 2 else f"{url}/new-{turn}"), number)
+                told.put((number, ""))
+            except Exception as error:
+                told.put((number, f"{type(error).__name__}: {error}"))
+
+
+def _reader(environment: dict[str, str], url: str, ended: Any, told: Any) -> None:
+    """Look, load and let stock load until the writers have ended; tell how often, and what was wrong."""
+    found = Counter[str]()
+    with _with(environment):
+        while not ended.is_set():
+            for what, look in (
+                ("latest", lambda: resume(as_path(url))),
+                ("stock", lambda: stock_number(f"{url}/last")),
+            ):
+                try:
+                    found[what] += look() is not None
+                except Exception as error:
+                    found[f"WRONG: {what}: {type(error).__name__}: {error}"[:300]] += 1
+    told.put(found)
+
+
+def races(server: Server, writers: int, rounds: int) -> Iterator[str | None]:
+    """Several processes save to one path at a time, to a new one and over one that is there in turns; a reader beside.
+    What is there then is what one of those has saved that were told so."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dcp_plugin.checkpointer", *PRELOADED])
+    bucket, environment = server.new_bucket(), server.environment()
+    url, together, told, ended = f"{bucket.url}/run", context.Barrier(writers + 1), context.Queue(), context.Event()
+    seen = context.Queue()
+    with _with(environment):
+        save(as_path(f"{url}/last"), -1)
+    processes: list[Any] = [
+        context.Process(target=_writer, args=(environment, url, mine, rounds, together, told))
+        for mine in range(writers)
+    ]
+    reader: Any = context.Process(target=_reader, args=(environment, url, ended, seen))
+    for process in (*processes, reader):
+        process.start()
+    for turn in range(rounds):
+        together.wait()
+        outcomes = dict(told.get(timeout=300) for _ in range(writers))
+        with _with(environment):
+            number = number_in(as_path(f"{url}/last" if turn % 2 else f"{url}/new-{turn}"))
+        won = [one for one, error in outcomes.items() if not error]
+        bad = [error for error in outcomes.values() if error and not (error.startswith("SaveFailed") and url in error)]
+        if number not in won:
+            bad.append(f"{number} is there, and {won} have won")
+        yield f"{writers} writers, turn {turn}: {bad}" if bad else None
+    ended.set()
+    found = seen.get(timeout=300)
+    for process in (*processes, reader):
+        process.join()
+    bad = [f"{text} ({count} times)" for text, count in found.items() if text.startswith("WRONG")]
+    yield f"beside {writers} writers: {bad}" if bad or not found["latest"] else None
+    with _with(environment):
+        save(as_path(f"{url}/last"), 1)
+        save(as_path(f"{url}/next"), 2)
+    if left := [*bucket.unfinished_uploads(), *_strays(bucket)]:
+        yield f"{writers} writers have left {left}"
+
+
+def _strays(bucket: Bucket) -> list[str]:
+    """Records, and objects of saves that are neither published nor the last one that was, in any place."""
+    import obstore
+    from obstore.store import from_url
+
+    store = from_url(bucket.url)
+    keys = [str(one["path"]) for page in obstore.list(store) for one in page]
+    strays = [key for key in keys if "/.dcp_plugin/" in key]
+    for folder in {key.rpartition("/")[0] for key in keys if key.endswith(METADATA)}:
+        tokens = {token_in(key[len(folder) + 1 :]) for key in keys if key.startswith(f"{folder}/")} - {""}
+        strays += [f"{folder}: {tokens}"] if len(tokens) > 2 else []
+    return strays
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults stores", description=__doc__)
     parser.add_argument("scenes", nargs="*", choices=[[], *IN_BUCKETS], help="some scenes only")
     parser.add_argument("--every", type=int, default=1, help="only every so many requests; 0: none")
     parser.add_argument("--count", type=int, default=200, help="random moments")
+    parser.add_argument("--races", type=int, default=50, help="races of two and of four writers")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
     total = wrong = 0
@@ -242,6 +328,8 @@ def main(arguments: list[str]) -> int:
             ]
         if chosen.count:
             runs.append(("by chance", by_chance(victims, server, chosen.count, chosen.seed)))
+        for writers in (2, 4) if chosen.races else ():
+            runs.append((f"races of {writers}", races(server, writers, chosen.races)))
         for name, found in runs:
             results = []
             for one in found:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
+import torch
+import torch.distributed as dist
 from obstore.store import from_url
 
 import dcp_plugin as dcp
+from dcp_plugin.errors import CheckpointUnreadable
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media.objects import commit
 from dcp_plugin.paths import ObjectPath, as_path
 from dcp_plugin.runs import catalog
+from tests import launch
 from tests.faults import stores
-from tests.faults.network import Answer, Call, Ignore
+from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence
 from tests.faults.proxy import Proxy, Request, where
 from tests.faults.scenes import number_in, save
 from tests.faults.stores import IN_BUCKETS, PRELOADED, acting, at_each_request, stock_number
@@ -55,15 +60,19 @@ def _keys(bucket: Bucket) -> list[str]:
     return sorted(one["path"] for page in obstore.list(store) for one in page)
 
 
-def _left(bucket: Bucket) -> list[str]:
-    """Uploads, records, and objects of saves that are not published."""
+def _left(bucket: Bucket, kept: int = 0) -> list[str]:
+    """Uploads, records, and objects of saves that are not published, but for the one before in each place."""
     keys = _keys(bucket)
     folders = {key.rpartition("/")[0] for key in keys if key.endswith("/.metadata")}
     strays = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in folders)]
     tokens = {
         folder: {token_in(part) for key in keys for part in key.split("/") if folder in key} for folder in folders
     }
-    return strays + bucket.unfinished_uploads() + [f"{tokens}" for tokens in tokens.values() if len(tokens - {""}) > 1]
+    return (
+        strays
+        + bucket.unfinished_uploads()
+        + [f"{tokens}" for tokens in tokens.values() if len(tokens - {""}) > 1 + kept]
+    )
 
 
 def _without_leases(url: ObjectPath, number: int) -> None:
@@ -244,3 +253,126 @@ def test_a_store_without_conditions_that_says_so(
         save(root / "last", number)
         assert number_in(root / "last") == number
     assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == [logging.WARNING]
+
+
+REFUSED = {
+    "expired": (Answer(400, "ExpiredToken"), "ExpiredToken"),
+    "denied": (Answer(403, "AccessDenied"), "AccessDenied"),
+    "no bucket": (Answer(404, "NoSuchBucket"), "NoSuchBucket|bucket there"),
+    "clock": (Answer(403, "RequestTimeTooSkewed"), "RequestTimeTooSkewed"),
+    "failing": (Answer(500, "InternalError"), "InternalError"),
+    "busy": (Answer(503, "SlowDown"), "SlowDown"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("at", ["", ".distcp", ".index"])
+def test_a_save_that_is_refused_says_where_and_why_and_leaves_the_old_one(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath, kind: str, at: str
+) -> None:
+    answer, said = REFUSED[kind]
+    save(root / "last", 1)
+    proxy.on(where("" if not at else "PUT", at), answer, times=None)
+    with pytest.raises(dcp.SaveFailed, match=said) as failed:
+        save(root / "last", 2)
+    assert f"{root}/last" in str(failed.value) and "the-secret" not in str(failed.value)
+    proxy.forget()
+    assert number_in(root / "last") == 1
+    save(root / "next", 3)
+    assert not _left(bucket)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_load_that_is_refused_says_where_and_why(bucket: Bucket, proxy: Proxy, root: ObjectPath, kind: str) -> None:
+    answer, said = REFUSED[kind]
+    save(root / "last", 1)
+    proxy.on(where("GET"), answer, times=None)
+    with pytest.raises(dcp.CheckpointError, match=said) as failed:
+        number_in(root / "last")
+    assert f"{root}/last" in str(failed.value) and "the-secret" not in str(failed.value)
+    assert isinstance(failed.value, CheckpointUnreadable)  # which is no damage
+
+
+PASSING = {
+    "failing": Answer(500, "InternalError"),
+    "busy": Answer(503, "SlowDown"),
+    "cut before": Cut("before"),
+    "cut after": Cut("after"),
+    "closed after": Cut("after", reset=False),
+    "cut in the body": Cut("body", at=100),
+}
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_what_fails_once_is_asked_again(bucket: Bucket, proxy: Proxy, root: ObjectPath, kind: str) -> None:
+    """Every request in turn, of saves over an old one and of loads."""
+    save(root / "last", 1)
+    proxy.forget()
+    save(root / "last", 2)
+    assert number_in(root / "last") == 2
+    total = len(proxy.requests)
+    for at in range(total):
+        proxy.forget()
+        proxy.on(where(), PASSING[kind], skip=at)
+        save(root / "last", at)
+        assert number_in(root / "last") == at, proxy.requests[at]
+    proxy.forget()
+    save(root / "next", 3)
+    assert not _left(bucket, kept=1)
+
+
+def test_a_byte_that_is_wrong_is_never_loaded(bucket: Bucket, proxy: Proxy, root: ObjectPath) -> None:
+    save(root / "last", 1)
+    proxy.forget()
+    assert number_in(root / "last") == 1
+    reads = [one for one in proxy.requests if one.method == "GET" and one.path != f"/{bucket.name}"]
+    assert len(reads) > 2
+    for at, read in enumerate(reads):
+        for place in range(5, read.received, max(1, read.received // 3)):
+            proxy.forget()
+            proxy.on(lambda one: one.method == "GET" and one.path != f"/{bucket.name}", Flip(place), skip=at)
+            with suppress(dcp.CheckpointCorrupt):
+                assert number_in(root / "last") == 1, "what has been hit is used by nobody"
+
+
+def test_a_byte_that_was_wrong_on_the_way_up_is_not_stored(bucket: Bucket, proxy: Proxy, root: ObjectPath) -> None:
+    for name in (".distcp", ".index"):
+        proxy.forget()
+        proxy.on(where("PUT", name), Flip(40, up=True))
+        with pytest.raises(dcp.SaveFailed, match=f"{root}/last.*Mismatch"):
+            save(root / "last", 1)
+        assert dcp.latest(root) is None
+    proxy.on(where("PUT", ".metadata"), Flip(40, up=True))
+    save(root / "next", 3)  # that is tried again
+    assert number_in(root / "next") == 3 and dcp.verify(root / "next").ok
+    assert not _left(bucket)
+
+
+def _save_within(url: str, options: dict[str, Any], number: int, timeout: float) -> None:
+    """On each of two ranks; rank 1 has another way to the store."""
+    rank = dist.get_rank()
+    path = as_path(url, {**QUICK, **options[rank]})
+    state = {f"of {rank}": torch.full((1 << 20,), float(number)), "number": number}
+    dcp.save(state, path, timeout=timeout)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_two_ranks_of_which_one_hears_nothing(bucket: Bucket, proxy: Proxy, root: ObjectPath, silent: int) -> None:
+    client = {"timeout": timedelta(seconds=1), "connect_timeout": timedelta(seconds=1)}
+    quick = {"client_options": client, "retry_config": {**QUICK["retry_config"], "max_retries": 1}}
+    options: list[dict[str, Any]] = [{"endpoint": bucket.server.url}, {"endpoint": bucket.server.url}]
+    options[silent] = {"endpoint": proxy.url, **quick}
+    proxy.on(where("PUT", ".distcp"), Silence(), times=None)
+    outcomes = launch.outcomes_of(_save_within, 2, f"{root}/last", options, 1, 60.0, timeout=50)
+    for outcome in outcomes:
+        assert "SaveFailed" in outcome.traceback or "RankFailure" in outcome.traceback, outcome
+        assert f"{root}/last" in outcome.traceback and f"rank {silent}" in outcome.traceback
+    save(root / "next", 3)
+    assert not _left(bucket)
+    assert dcp.latest(root) == root / "next"
+
+
+@pytest.mark.parametrize("writers", [2, 4])
+def test_writers_to_one_path_at_the_same_time(bucket: Bucket, writers: int) -> None:
+    found = list(stores.races(bucket.server, writers, 6))
+    assert len(found) == 7 and [one for one in found if one] == []

@@ -34,6 +34,8 @@ _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
 _SHORTEST_SECRET = 3
+_NOT_ASKED_AGAIN = "list response body"
+"""What obstore says of a listing that broke off, which is the one thing that it does not ask for again."""
 
 _MISSING = (
     "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
@@ -289,14 +291,28 @@ class ObstoreClient:
             return _into(result.stream(min_chunk_size=1 << 20), memory)
 
     def below(self, prefix: str) -> Iterator[Found]:
-        with self._asked(prefix):
-            for page in self._obstore.list(self._store, prefix or None, chunk_size=1000):
-                for meta in page:
-                    yield _found(meta, meta["path"])
+        last = None
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._asked(prefix):
+                    for page in self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000):
+                        for meta in page:
+                            last = meta["path"]
+                            yield _found(meta, last)
+                return
+            except OSError as error:
+                if _NOT_ASKED_AGAIN not in str(error) or attempt + 1 == _ATTEMPTS:
+                    raise
 
     def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
-        with self._asked(prefix):
-            result = self._obstore.list_with_delimiter(self._store, prefix or None)
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._asked(prefix):
+                    result = self._obstore.list_with_delimiter(self._store, prefix or None)
+                break
+            except OSError as error:
+                if _NOT_ASKED_AGAIN not in str(error) or attempt + 1 == _ATTEMPTS:
+                    raise
         return [_found(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 _SECRET = re.compile(
-    r"(?i)\b((?:x-amz-[\w-]*|sig|signature|token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
+    r"(?i)\b((?:x-amz-[\w-]*|sig|signature|(?<!expired)(?<!invalid)token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
 )
 _ROLE_SERVICE = "169.254.169.254"
 _QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
