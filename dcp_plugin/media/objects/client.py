@@ -30,6 +30,8 @@ STREAMS = 16
 """Ranges that one rank asks for at a time: one alone gets less than 100 MB/s of a store."""
 GAP = 1 << 20
 """Bytes that arrive in the time that another request takes."""
+MOST_COPIED = 5 << 30
+"""Bytes that S3 copies in one request."""
 _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5

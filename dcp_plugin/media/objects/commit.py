@@ -43,7 +43,16 @@ from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.media import Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
-from dcp_plugin.media.objects.client import Changed, Client, Found, NoConditions, client_of
+from dcp_plugin.media.objects.client import (
+    IN_FLIGHT,
+    MOST_COPIED,
+    PART,
+    Changed,
+    Client,
+    Found,
+    NoConditions,
+    client_of,
+)
 from dcp_plugin.paths import ObjectPath
 
 logger = logging.getLogger("dcp_plugin")
@@ -395,7 +404,7 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         _clean(client, path)
         for name, one in there.items():
             if token_in(name) in ("", token):
-                client.copy(one.key, below(path, name))
+                _copy(client, one, below(path, name))
         _commit(client, reservation, bytes(data), token)
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
@@ -403,6 +412,25 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
     finally:
         if reservation is not None:
             _let_go(client, reservation)
+
+
+def _copy(client: Client, found: Found, to: str) -> None:
+    """Copy an object; one that is too large for a request of the store passes through here."""
+    if found.size <= MOST_COPIED:
+        client.copy(found.key, to)
+        return
+    upload = client.upload(to, found.size, IN_FLIGHT)
+    try:
+        for begin in range(0, found.size, PART):
+            memory = memoryview(bytearray(min(PART, found.size - begin)))
+            done = 0
+            while done < len(memory):
+                done += client.read(found.key, begin + done, [memory[done:]], found.tag)
+            upload.write(memory)
+        upload.finish()
+    except BaseException:
+        upload.abort()
+        raise
 
 
 def sweep(client: Client, workspace: ObjectPath) -> None:
