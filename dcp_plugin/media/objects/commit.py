@@ -104,11 +104,6 @@ def _record(reservation: Reservation[ObjectPath]) -> str:
     return below(workspace_of(reservation.final), f"{reservation.token}.json")
 
 
-def final_of(directory: ObjectPath) -> ObjectPath:
-    """The path of the checkpoint that a reserved directory is of."""
-    return directory.parent
-
-
 ADVICE = "Is the bucket there, can it be reached, and may this job write to it?"
 
 
