@@ -224,7 +224,7 @@ def _kill_after(pid: Path, seconds: float) -> None:
     while not pid.exists() or not pid.read_text():
         time.sleep(0.001)
     time.sleep(seconds)
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, FileNotFoundError):  # it is all over
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
