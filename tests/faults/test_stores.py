@@ -430,15 +430,15 @@ def test_a_fork_is_told_what_to_do(others: Victims, bucket: Bucket, root: Object
 
 
 @pytest.mark.parametrize("hours", [-5, 5])
-def test_a_clock_that_is_wrong_by_hours_changes_no_order(
+def test_a_clock_that_is_wrong_by_hours_is_not_believed(
     others: Victims, bucket: Bucket, root: ObjectPath, tmp_path: Path, hours: int
 ) -> None:
     save(root / "b", 1)
     outcome = _beside(others, bucket, tmp_path, _save_at_another_time, f"{root}/a", hours)
     assert outcome.error is None, outcome.traceback
-    assert dcp.latest(root) == root / "a"
     save(root / "c", 3)
-    assert dcp.latest(root) == root / "c"
+    times = [dcp.inspect(root / name).time for name in "abc"]
+    assert max(times) - min(times) < 1800  # a store tells full seconds: which came first within one, nobody knows
     assert not _left(bucket)
 
 
