@@ -64,5 +64,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once; this takes a few minutes) ..."
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
-		-c $(VENV)/constraints.txt -e ".[dev,examples,hf,cli,bench]"
+		-c $(VENV)/constraints.txt -e ".[dev,examples,hf,cli,bench,objects]"
 	@touch $@

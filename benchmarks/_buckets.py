@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,13 @@ SCENES = {
     "loopback": Scene("loopback", "_s3_server.py"),
     "link": Scene("a link of 1 Gbit/s and 20 ms", "_link.py"),
 }
+
+
+def missing(scene: str) -> str:
+    """What a scene needs and this machine lacks, or nothing."""
+    if scene != "link" or (os.access("/dev/net/tun", os.R_OK | os.W_OK) and os.geteuid() == 0 and which("ip")):
+        return ""
+    return "it needs root, /dev/net/tun and the command ip"
 
 
 @contextmanager

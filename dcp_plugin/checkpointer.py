@@ -181,8 +181,9 @@ class Checkpointer:
         with self._queue.call(f"load {path}"):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
-            with collector_paused(), setting_aside(ranks, path):
-                loading = Loading(ranks, self.config, as_path(path, self.config.storage_options), partial, strict)
+            where = as_path(path, self.config.storage_options)
+            with collector_paused(), setting_aside(ranks, where):
+                loading = Loading(ranks, self.config, where, partial, strict)
                 report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
             return report

@@ -14,7 +14,7 @@ from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from dcp_plugin.paths import as_local, text_of
+from dcp_plugin.paths import StoreOptions, as_local, text_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -97,8 +97,9 @@ class CheckpointConfig:
 
     read_broadcast: bool | Literal["auto"] = "auto"
     """When several ranks want the same bytes, let one of them read them and pass them on to the others. ``"auto"``:
-    only what at least 8 hosts want. On one machine, or with few replicas, the page cache and the file system are
-    faster than the process group; with many replicas on a shared file system, they are not."""
+    from an object store, always; from a file system, only what at least 8 hosts want. On one machine, or with few
+    replicas, the page cache and the file system are faster than the process group; with many replicas on a shared file
+    system, they are not."""
 
     reuse: bool = True
     """Hard-link what has not changed since the last checkpoint of the run instead of writing it again. Each checkpoint
@@ -139,7 +140,7 @@ class CheckpointConfig:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """How the object store of a URL is reached, as `obstore <https://developmentseed.org/obstore>`_ names it
     (``{"endpoint": …, "region": …, "client_options": {…}}``), beyond what the environment and the machine's role say.
-    It is never shown, nor saved."""
+    It is never shown, nor saved; nor is it in a pickle, but for that with which a process is started."""
 
     allow_pickle: tuple[str, ...] = ()
     """Keys (globs) whose values may be stored with, and loaded by, executing pickled code. Never allow this for a
@@ -154,10 +155,13 @@ class CheckpointConfig:
             wanted, fits = _TYPES.get(str(one.type), ("", lambda value: True))
             value = getattr(self, one.name)
             if not fits(value):
-                raise TypeError(f"{one.name} must be {wanted}, got {value!r}.")
+                given = repr(value) if one.repr else f"a {type(value).__name__}"
+                raise TypeError(f"{one.name} must be {wanted}, got {given}.")
         self._check_ranges()
         if self.base is not None:
             object.__setattr__(self, "base", text_of(self.base))
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
         if self.events is not None:
             local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
             object.__setattr__(self, "events", local)
@@ -283,7 +287,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", _is_int),
     "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
     "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    "Mapping[str, Any] | None": ("a mapping or None", lambda value: value is None or isinstance(value, Mapping)),
+    "Mapping[str, Any] | None": (
+        "a mapping or None",
+        lambda value: value is None or isinstance(value, (Mapping, StoreOptions)),
+    ),
     "str | None": ("a path or None", lambda value: value is None or isinstance(value, (str, os.PathLike))),
     "tuple[str, ...]": ("a sequence of keys", _are_keys),
 }

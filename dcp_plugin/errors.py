@@ -12,6 +12,7 @@ At the end is text for messages: lists cut to a readable length, and the name th
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -80,9 +81,12 @@ class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree on something."""
 
 
-def unreadable(what: str, error: OSError) -> CheckpointCorrupt:
-    """What to raise if a file of a checkpoint cannot be read: one that is not there is damage, all else may pass."""
-    kind = CheckpointCorrupt if isinstance(error, FileNotFoundError) else CheckpointUnreadable
+def unreadable(what: str, error: OSError) -> CheckpointError:
+    """What to raise if a file of a checkpoint cannot be read: one that is not there is damage, all else may pass. Where
+    there is not even a bucket, there is no checkpoint."""
+    kind: type[CheckpointError] = CheckpointCorrupt if isinstance(error, FileNotFoundError) else CheckpointUnreadable
+    if error.errno == errno.ENODEV:
+        kind = CheckpointNotFound
     return kind(f"{what}: {error.strerror or error}")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import ItemsView, KeysView, Mapping, Sequence, ValuesView
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,65 @@ SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "memory")
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "adl": "abfs"}
 
 
+class StoreOptions:
+    """How a store is reached, in plain dicts and lists, whatever was given.
+
+    Values are not shown: ``repr`` has the names alone, and so has what a logger makes of it. A pickle has nothing of
+    it, but for that with which a process is started. It is no ``Mapping``, so that no state dict is made of it either:
+    what is stored somewhere has no secrets in it.
+
+    Example:
+        >>> StoreOptions({"region": "eu-west-1"})["region"]
+        'eu-west-1'
+        >>> StoreOptions({"region": "eu-west-1", "secret_access_key": "abc"})
+        {'region': …, 'secret_access_key': …}
+    """
+
+    __slots__ = ("_options",)
+
+    def __init__(self, options: StorageOptions | StoreOptions) -> None:
+        self._options: dict[str, Any] = _in_plain_containers(dict(options))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._options[name]
+
+    def keys(self) -> KeysView[str]:
+        return self._options.keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._options.items()
+
+    def values(self) -> ValuesView[Any]:
+        return self._options.values()
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def __eq__(self, other: object) -> bool:
+        return self._options == (other._options if isinstance(other, StoreOptions) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{name!r}: …' for name in self._options)}}}"
+
+    def __deepcopy__(self, memo: object) -> StoreOptions:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        starts_a_process = get_spawning_popen() is not None
+        return StoreOptions, (self._options if starts_a_process else {},)
+
+
+def _in_plain_containers(value: Any) -> Any:
+    """With dicts and lists in place of those of Hydra, which obstore does not take."""
+    if isinstance(value, Mapping):
+        return {str(name): _in_plain_containers(one) for name, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_in_plain_containers(one) for one in value]
+    return value
+
+
 class ObjectPath(str):
     """The URL of an object, or of what has its name as a prefix: a ``str`` with the names that ``pathlib`` has.
 
@@ -39,11 +99,11 @@ class ObjectPath(str):
     """
 
     __slots__ = ("options",)
-    options: StorageOptions | None
+    options: StoreOptions | None
 
-    def __new__(cls, url: str, options: StorageOptions | None = None) -> ObjectPath:
+    def __new__(cls, url: str, options: StoreOptions | None = None) -> ObjectPath:
         path = super().__new__(cls, url)
-        path.options = options or None
+        path.options = options
         return path
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -119,7 +179,9 @@ def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
     if isinstance(path, ObjectPath) and options is None:
         return path
     text = text_of(path)
-    return ObjectPath(text, options) if is_url(text) else Path(os.path.abspath(text))
+    if is_url(text):
+        return ObjectPath(text, StoreOptions(options) if options else None)
+    return Path(os.path.abspath(text))
 
 
 def is_url(path: PathLike) -> bool:

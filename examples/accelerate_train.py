@@ -8,8 +8,6 @@ Stop it however you like and start it again, on another number of ranks or with 
 `attach(accelerator)` is the one line that was added; everything else is plain Accelerate.
 """
 
-from pathlib import Path
-
 import hydra
 import torch
 import torch.nn.functional as F
@@ -48,7 +46,12 @@ def main(cfg: DictConfig) -> None:
         ),
     )
     keep = cfg.checkpoint.get("keep", -1)
-    checkpoints = attach(accelerator, async_save=cfg.checkpoint.async_save, keep_last=keep if keep > 0 else None)
+    checkpoints = attach(
+        accelerator,
+        async_save=cfg.checkpoint.async_save,
+        keep_last=keep if keep > 0 else None,
+        storage_options=cfg.storage_options,
+    )
 
     torch.manual_seed(cfg.seed)  # every rank starts with the same weights
     model, optimizer = prepare(cfg, accelerator, GPT(**cfg.model))
@@ -61,9 +64,8 @@ def main(cfg: DictConfig) -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 
-    root = Path(cfg.run_dir, "checkpoints")
     start = checkpoints.resume_or_init(
-        root, resume=cfg.resume, init_from=cfg.init_from, partial=instantiate(cfg.partial)
+        cfg.checkpoints, resume=cfg.resume, init_from=cfg.init_from, partial=instantiate(cfg.partial)
     )
     accelerator.print(start)
     while progress.step < cfg.steps:
@@ -77,7 +79,7 @@ def main(cfg: DictConfig) -> None:
             if progress.step % cfg.log_every == 0:
                 accelerator.print(f"step {progress.step} loss {accelerator.reduce(loss.detach(), 'mean').item():.6f}")
             if cfg.checkpoint.enabled and progress.step % cfg.checkpoint.every == 0:
-                accelerator.save_state(root / f"step-{progress.step:06d}")
+                accelerator.save_state(f"{cfg.checkpoints}/step-{progress.step:06d}")
             if progress.step == cfg.steps:
                 break
     checkpoints.wait()

@@ -9,7 +9,6 @@ Stop it however you like and start it again, on another number of ranks or with 
 """
 
 from functools import partial
-from pathlib import Path
 
 import hydra
 import torch
@@ -31,7 +30,12 @@ from dcp_plugin.fabric import attach
 def main(cfg: DictConfig) -> None:
     fabric = Fabric(accelerator=cfg.accelerator, strategy=build_strategy(cfg), devices=cfg.devices, num_nodes=cfg.nodes)
     keep = cfg.checkpoint.get("keep", -1)
-    checkpoints = attach(fabric, async_save=cfg.checkpoint.async_save, keep_last=keep if keep > 0 else None)
+    checkpoints = attach(
+        fabric,
+        async_save=cfg.checkpoint.async_save,
+        keep_last=keep if keep > 0 else None,
+        storage_options=cfg.storage_options,
+    )
     fabric.launch()
 
     torch.manual_seed(cfg.seed)  # every rank starts with the same weights
@@ -45,9 +49,8 @@ def main(cfg: DictConfig) -> None:
     loader = text.share(fabric.global_rank, fabric.world_size)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "text": Position(loader), "step": 0}
 
-    root = Path(cfg.run_dir, "checkpoints")
     start = checkpoints.resume_or_init(  # before the loop over the data
-        state, root, resume=cfg.resume, init_from=cfg.init_from, partial=instantiate(cfg.partial)
+        state, cfg.checkpoints, resume=cfg.resume, init_from=cfg.init_from, partial=instantiate(cfg.partial)
     )
     fabric.print(start)
     while state["step"] < cfg.steps:
@@ -62,7 +65,7 @@ def main(cfg: DictConfig) -> None:
             if state["step"] % cfg.log_every == 0:
                 fabric.print(f"step {state['step']} loss {fabric.all_reduce(loss.detach()).item():.6f}")
             if cfg.checkpoint.enabled and state["step"] % cfg.checkpoint.every == 0:
-                fabric.save(root / f"step-{state['step']:06d}", state)
+                fabric.save(f"{cfg.checkpoints}/step-{state['step']:06d}", state)
             if state["step"] == cfg.steps:
                 break
         else:

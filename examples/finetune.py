@@ -7,8 +7,6 @@ The same command starts it and, however it was stopped, restarts it: `init_from`
 checkpoint of its own. Every setting is in configs/finetune.yaml.
 """
 
-from pathlib import Path
-
 import hydra
 import lightning as L
 import torch
@@ -57,12 +55,12 @@ def main(cfg: DictConfig) -> None:
     if cfg.init_from is None:  # `???` would not say it: what train.yaml has stays in its place
         raise SystemExit("init_from=PATH is missing: the checkpoint of the model that is fine-tuned.")
     L.seed_everything(cfg.seed, verbose=False)
-    checkpoints = Path(cfg.run_dir, "checkpoints")
     trainer = L.Trainer(
         plugins=[
             DCPCheckpointIO(
                 async_save=cfg.checkpoint.async_save,
                 init_from=cfg.init_from,
+                storage_options=cfg.storage_options,
                 partial=instantiate(cfg.partial),
             )
         ],
@@ -73,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         max_steps=cfg.steps,
         callbacks=[
             ModelCheckpoint(
-                checkpoints,
+                cfg.checkpoints,
                 filename="step-{step:06d}",
                 auto_insert_metric_name=False,
                 every_n_train_steps=cfg.checkpoint.every,
@@ -97,7 +95,7 @@ def main(cfg: DictConfig) -> None:
         replicate=cfg.strategy.get("replicate", 1),
     )
     data = StdlibText(context=cfg.model.context, seed=cfg.seed, **cfg.data)
-    trainer.fit(model, data, ckpt_path=resolve_resume(cfg.resume, checkpoints))
+    trainer.fit(model, data, ckpt_path=resolve_resume(cfg.resume, cfg.checkpoints, cfg.storage_options))
 
 
 if __name__ == "__main__":

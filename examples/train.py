@@ -44,7 +44,10 @@ def main(cfg: DictConfig) -> None:
     trainer = L.Trainer(
         plugins=[
             DCPCheckpointIO(
-                async_save=cfg.checkpoint.async_save, init_from=cfg.init_from, partial=instantiate(cfg.partial)
+                async_save=cfg.checkpoint.async_save,
+                init_from=cfg.init_from,
+                partial=instantiate(cfg.partial),
+                storage_options=cfg.storage_options,
             )
         ],
         accelerator=cfg.accelerator,
@@ -68,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         replicate=cfg.strategy.get("replicate", 1),
     )
     data = StdlibText(context=cfg.model.context, seed=cfg.seed, **cfg.data)
-    trainer.fit(model, data, ckpt_path=resolve_resume(cfg.resume, cfg.checkpoints))
+    trainer.fit(model, data, ckpt_path=resolve_resume(cfg.resume, cfg.checkpoints, cfg.storage_options))
 
 
 def build_strategy(cfg: DictConfig) -> Strategy | str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
+import fsspec
+import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
@@ -17,6 +21,22 @@ def stock_reader(path: Where) -> StorageReader:
 
 def stock_writer(path: Where) -> StorageWriter:
     return FileSystemWriter(path) if isinstance(path, Path) else FsspecWriter(path)
+
+
+def save_file(value: Any, path: Where) -> None:
+    """As torch, or a framework by itself, saves to one file."""
+    with fsspec.open(str(path), "wb") as file:
+        torch.save(value, file)
+
+
+def copy_folder(folder: Path, to: Where) -> None:
+    """As ``cp -r`` and ``aws s3 cp --recursive`` do."""
+    if isinstance(to, Path):
+        shutil.copytree(folder, to)
+        return
+    for path in folder.rglob("*"):
+        if path.is_file():
+            client_of(to).put((to / path.relative_to(folder).as_posix()).key, path.read_bytes())
 
 
 def delete_file(file: Where) -> None:

@@ -15,7 +15,9 @@ from typer.testing import CliRunner, Result
 import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
 from dcp_plugin.loading.load import plan_load
+from dcp_plugin.paths import Where
 from tests import programs
+from tests.object_server import Bucket
 from tests.test_partial import FineTune
 
 INTO = ("--into", "tests.test_cli:FineTune")
@@ -25,6 +27,10 @@ BACKBONE = ("--include", "model.pretrain.*", "--rename", "model.pretrain.=model.
 def huge() -> nn.Module:
     """More than this machine has memory for, unless it stays on the meta device."""
     return nn.Linear(1 << 22, 1 << 20, bias=False)
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
 
 
 def _run(*arguments: object) -> Result:
@@ -102,7 +108,9 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--into", "s3://bucket/ck"), "s3://bucket/ck is a URL"),
+        (("--into", "hdfs://bucket/ck"), "hdfs://bucket/ck is a URL of an unknown kind"),
+        ((*INTO, "--storage-option", "region"), "--storage-option region: it is KEY=VALUE"),
+        ((*INTO, "--storage-option", "a=1", "--storage-option", "a.b=2"), "a.b: a part of it has a value of its own"),
         (("--into", "nowhere"), "no such file, and no package.module:factory"),
         (("--into", "torch.nn:Linear"), "needs arguments (missing a required argument: 'in_features')"),
         (("--into", "tests.nowhere:Net"), "No module named 'tests.nowhere'"),
@@ -116,7 +124,7 @@ def test_a_target_may_be_a_checkpoint_or_a_safetensors_file(path: Path, tmp_path
 def test_wrong_arguments_are_told(path: Path, arguments: tuple[str, ...], said: str) -> None:
     result = _run("load-plan", path, *arguments)
     assert result.exit_code in (1, 2)
-    assert said in " ".join(result.output.replace("│", " ").split())
+    assert said in _on_one_line(result.output)
 
 
 def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
@@ -138,10 +146,29 @@ def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "list", "load-plan"])
-def test_a_url_is_refused(command: str) -> None:
-    result = _run(command, "s3://bucket/ck", *(INTO if command == "load-plan" else ()))
-    assert result.exit_code == 2
-    assert "s3://bucket/ck is a URL" in " ".join(result.stderr.replace("│", " ").split())
+def test_a_url_that_cannot_be_asked_is_told_without_what_was_typed(command: str) -> None:
+    more = INTO if command == "load-plan" else ()
+    result = _run(command, "hdfs://bucket/ck", *more)
+    assert result.exit_code == 2 and "hdfs://bucket/ck is a URL of an unknown kind" in _on_one_line(result.stderr)
+    for option in ("client_options.timeout=the-secret", "secret_acces_key=the-secret"):
+        result = _run(command, "s3://bucket/ck", *more, "--storage-option", option)
+        assert result.exit_code == 2 and "s3://bucket cannot be reached with" in _on_one_line(result.stderr)
+        assert "the-secret" not in result.output
+
+
+def test_every_command_takes_a_url(place: Where, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the environment does not say as options."""
+    dcp.save({"model": FineTune().pretrain, "n": 1}, place / "ck", step=7)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    options = ("--storage-option", f"endpoint={bucket.server.url}")
+    assert "model.inp.weight" in _run("inspect", place / "ck", *options).stdout
+    listed = _run("list", place, *options).stdout
+    assert str(place / "ck") in listed and "committed" in listed
+    assert "intact" in _run("verify", place / "ck", *options).stdout
+    assert "9 items" in _run("load-plan", place / "ck", *INTO, *BACKBONE, *options).stdout
+    assert "9 items" in _run("load-plan", place / "ck", "--into", place / "ck", *options).stdout
+    nothing = _run("list", place / "nowhere", *options)
+    assert nothing.exit_code == 1 and nothing.stderr == f"{place / 'nowhere'}: nothing is there.\n"
 
 
 @pytest.mark.parametrize(("name", "said"), [("nowhere", "nothing is there"), ("file", "is a file")])

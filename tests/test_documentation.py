@@ -56,6 +56,7 @@ SCRIPTS = {  # what is there before: a script that works without us
     "Fabric": "from lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu', devices=1)\ntrain()",
     "Without a framework": "train()",
     "Fine-tuning": PARTS + "train()",
+    "Credentials and options": "",
     "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
 }
 RESTARTED = {  # what holds when the same code runs a second time
@@ -66,6 +67,7 @@ RESTARTED = {  # what holds when the same code runs a second time
     "Fabric": "checkpoints.resume_or_init(state, 'run').how == 'resumed'",
     "Without a framework": "report.loaded == ['model.0.weight', 'model.0.bias']",
     "Fine-tuning": "start.how == 'warm-started'",
+    "Credentials and options": "'example' not in repr(checkpointer.config)",
     "What a checkpoint costs": "checkpointer.config.trainable_only",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"

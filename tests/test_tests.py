@@ -13,7 +13,7 @@ FILES = {
 }
 CLOCKS = {
     *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
-    *("tests.faults.fuzz", "tests.faults.soak"),
+    *("tests.faults.fuzz", "tests.faults.soak", "tests.faults.stores"),
 }
 """They end ranks that hang, make delays, tell how long a case took, and go on for so many minutes."""
 

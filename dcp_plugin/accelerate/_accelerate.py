@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -54,6 +55,13 @@ def save_hooks(accelerator: Accelerator) -> list[Callable[..., None]]:
 
 def load_hooks(accelerator: Accelerator) -> list[Callable[..., None]]:
     return list(accelerator._load_model_state_pre_hook.values())
+
+
+def trackers_in_files(accelerator: Accelerator) -> list[str]:
+    """The names of trackers that Accelerate will make, and that write to its ``logging_dir``. It keeps their classes
+    by name; what users have made themselves is told no directory."""
+    kinds = {str(name): LOGGER_TYPE_TO_CLASS.get(str(name)) for name in accelerator.log_with}
+    return [name for name, kind in kinds.items() if kind is not None and kind.requires_logging_directory]
 
 
 _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)

@@ -6,7 +6,8 @@ and optimizers, numbered if there are several; the rest is in :mod:`dcp_plugin.a
 
 Users' hooks run as in stock Accelerate: save hooks before models are saved (under FSDP stock runs them after), and may
 take weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
-directory in which the checkpoint is being made, and what they write is published with it.
+directory in which the checkpoint is being made, and what they write is published with it. With a URL each rank has a
+local directory of its own instead: what its save hooks write there is uploaded, and load hooks find all of it there.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch
 from dcp_plugin.format.foreign.frameworks import ACCELERATE
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
+from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.paths import PathLike, as_path
+from dcp_plugin.paths import PathLike, Where, as_local, as_path
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
@@ -60,7 +62,7 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
 
     Raises:
         CheckpointError: Accelerate trains in another way than it was asked to, or one that is not supported.
-        ValueError: It is attached already, with other settings; or its project is at a URL.
+        ValueError: It is attached already, with other settings; or a tracker would write its files to a URL.
 
     Example:
         >>> from accelerate import Accelerator
@@ -87,7 +89,8 @@ class Attachment(BaseAttachment):
 
     def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
         refuse_silent_fallbacks(accelerator)
-        Project.of(accelerator)  # raises for a URL
+        _refuse_trackers_at_url(accelerator)
+        Project.of(accelerator, config.storage_options)  # raises for what is no path
         self.config = config.that_waits("the rotation of checkpoints")
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
@@ -112,15 +115,16 @@ class Attachment(BaseAttachment):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        project = Project.of(accelerator)
-        path = self._decide(project.next_path) if project is not None else _through_link(output_dir)
+        project = self._project()
+        path = self._decide(project.next_path) if project is not None else _through_link(self._given(output_dir))
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
-        for_stock = bool(self.config.stock_aliases) and training.sharded
+        # Accelerate alone reads directories only, and would not know a copy of what is in a store.
+        for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
 
         def before(directory: Path) -> None:
-            if self.config.async_save and project is None and not path.exists():
+            if self.config.async_save and project is None and isinstance(path, Path) and not path.exists():
                 path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
@@ -154,8 +158,8 @@ class Attachment(BaseAttachment):
         self.wait()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
-        project = Project.of(accelerator)
-        path = self._decide(project.newest) if project is not None and input_dir is None else _given(input_dir)
+        project = self._project()
+        path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
         given = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(given.pop("strict")), given.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
@@ -164,7 +168,8 @@ class Attachment(BaseAttachment):
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
-        if stock_format.is_stock(path):
+        ranks = self._checkpointer.ranks
+        if ranks.from_zero(f"look at {path}", lambda: stock_format.is_stock(path)):
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
@@ -201,22 +206,22 @@ class Attachment(BaseAttachment):
             CheckpointError: No model is prepared; or as :func:`dcp_plugin.resume_or_init`.
             ValueError: As there.
         """
-        options = StartOptions(resume, init_from, partial, strict)
+        options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         models = Training.of(self._accelerator).models
         if not models:
             raise CheckpointError(
                 "no model is prepared yet, so none would be loaded: call resume_or_init after accelerator.prepare(…)."
             )
         self.wait()
-        project = Project.of(self._accelerator) if root is None else None
-        given = Path() if project is not None else _given(root)
+        project = self._project() if root is None else None
+        given: Where = Path() if project is not None else self._given(root)
 
-        def find(damaged: Collection[Path]) -> Path | None:
+        def find(damaged: Collection[Where]) -> Where | None:
             if project is not None and resume in ("auto", "must"):
                 return project.resume_from(resume == "must", damaged)
             return options.find(given, (ACCELERATE,), damaged)
 
-        def load(path: Path) -> LoadReport | None:
+        def load(path: Where) -> LoadReport | None:
             self.load_state(path, strict=strict)
             return self.last_load
 
@@ -303,18 +308,21 @@ class Attachment(BaseAttachment):
 
     # Load
 
-    def _run_load_hooks(self, models: dict[str, nn.Module], path: Path) -> list[str]:
+    def _run_load_hooks(self, models: dict[str, nn.Module], path: Where) -> list[str]:
         """Returns the names of the models that a hook has taken out, to load them itself."""
         left = list(models.values())
 
         def run() -> None:
-            for hook in _accelerate.load_hooks(self._accelerator):
-                hook(left, str(path))
+            if not (hooks := _accelerate.load_hooks(self._accelerator)):
+                return
+            with local_copy(path) as directory:
+                for hook in hooks:
+                    hook(left, str(directory))
 
         self._checkpointer.ranks.agree(f"run the hooks for {path}", run)
         return [name for name, model in models.items() if all(model is not one for one in left)]
 
-    def _load(self, path: Path, training: Training, taken: list[str], strict: bool) -> None:
+    def _load(self, path: Where, training: Training, taken: list[str], strict: bool) -> None:
         def stored() -> list[str]:
             there = keys_by_name(path)
             if strict and "model" in there and not training.models:
@@ -338,18 +346,30 @@ class Attachment(BaseAttachment):
         prepared = {id(loader) for loader in _accelerate.dataloaders(self._accelerator)}
         return [tracker for tracker in self._trackers if id(tracker.loader) in prepared]
 
-    def _decide(self, choose: Callable[[], Path]) -> Path:
+    def _project(self) -> Project | None:
+        return Project.of(self._accelerator, self.config.storage_options)
+
+    def _decide(self, choose: Callable[[], Where]) -> Where:
         """Rank 0 chooses, all go there; or all raise."""
-        return Path(self._checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+        return self._given(self._checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+
+    def _given(self, path: PathLike | None) -> Where:
+        if path is None:
+            raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
+        return as_path(path, self.config.storage_options)
 
 
-def _given(path: PathLike | None) -> Path:
-    if path is None:
-        raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
-    return as_path(path)
-
-
-def _through_link(path: PathLike | None) -> Path:
+def _through_link(given: Where) -> Where:
     """A script that saves into a link to a directory has the checkpoint in that directory, and the link stays."""
-    given = _given(path)
-    return given.resolve() if given.is_symlink() else given
+    return given.resolve() if isinstance(given, Path) and given.is_symlink() else given
+
+
+def _refuse_trackers_at_url(accelerator: Accelerator) -> None:
+    """Accelerate makes a directory for trackers below ``logging_dir``, which is the project's unless it is given."""
+    where = accelerator.logging_dir
+    if where is not None and (trackers := _accelerate.trackers_in_files(accelerator)):
+        as_local(
+            where,
+            f"the logging_dir of {', '.join(trackers)}",
+            "Give a local one: ProjectConfiguration(project_dir=URL, logging_dir=DIRECTORY).",
+        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from dcp_plugin.errors import (
     SaveFailed,
     UnsafeCheckpoint,
 )
-from dcp_plugin.format import METADATA
+from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
+from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import commit
+from dcp_plugin.media import medium_of
 from dcp_plugin.media.disk.files import LocalFiles
-from dcp_plugin.paths import as_path
+from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
 
@@ -75,15 +77,23 @@ def write_small_files(accelerator: Accelerator, directory: Path, registered: lis
         save_custom_state(one, str(directory), number)
 
 
-def is_stock(path: Path) -> bool:
+def is_stock(path: Where) -> bool:
     """Whether a directory is a checkpoint of stock Accelerate, not of this package. Its models may be in files that
     the user's hooks wrote."""
-    named = any((path / name).exists() for name in (*_ONE_FILE, RANDOM_STATES))
-    return not _is_ours(path) and (_is_sharded(path) or named)
+    if _is_ours(path):
+        return False
+    names = _names_in(path)
+    return not names.isdisjoint((*_ONE_FILE, RANDOM_STATES)) or _is_sharded(path)
 
 
-def _is_ours(path: Path) -> bool:
-    return commit.looks_like_checkpoint(commit.locate(path))
+def _is_ours(path: Where) -> bool:
+    return has_traces(_names_in(medium_of(path).locate(path)))
+
+
+def _names_in(path: Where) -> set[str]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return set(medium_of(path).open(path).names())
+    return set()
 
 
 @dataclass(frozen=True)
@@ -96,25 +106,40 @@ class ReadOptions:
 
 
 def load(
-    accelerator: Accelerator, checkpointer: Checkpointer, path: Path, training: Training, options: ReadOptions
+    accelerator: Accelerator, checkpointer: Checkpointer, path: Where, training: Training, options: ReadOptions
 ) -> int:
     """Load what Accelerate wrote, without executing code from it. Returns the step, that of rank 0 on all ranks.
+
+    From an object store shards are read as they are; files that only Accelerate reads are fetched first, by each rank.
 
     Raises:
         CheckpointMismatch: Something does not fit; or another number of objects was registered.
         UnsafeCheckpoint: A registered object was stored as code.
     """
+    with ExitStack() as cleanup:
+        local = checkpointer.ranks.agree(f"read {path}", lambda: cleanup.enter_context(local_copy(path)))
+        return _load(accelerator, checkpointer, path, local, training, options)
+
+
+def _load(
+    accelerator: Accelerator,
+    checkpointer: Checkpointer,
+    path: Where,
+    local: Path,
+    training: Training,
+    options: ReadOptions,
+) -> int:
     models, optimizers = list(training.models.values()), list(training.optimizers.values())
-    if _is_sharded(path):
+    if checkpointer.ranks.from_zero(f"look at {path}", lambda: _is_sharded(path)):
         _load_sharded(checkpointer, path, training, options.strict)
         models, optimizers = [], []
     elif training.sharded:
-        _load_full_state(accelerator, path, models, optimizers)
+        _load_full_state(accelerator, local, models, optimizers)
         models, optimizers = [], []
 
     def load_the_rest() -> int:
         found = load_accelerator_state(
-            str(path),
+            str(local),
             models,
             optimizers,
             _accelerate.schedulers(accelerator),
@@ -125,13 +150,13 @@ def load(
             options.load_kwargs,
             strict=options.strict,
         )
-        _load_registered(path, training.registered)
+        _load_registered(path, local, training.registered)
         return int(found.get("step", 0))
 
     return checkpointer.ranks.combine(f"load {path}", load_the_rest, lambda steps: steps[0])
 
 
-def _load_sharded(checkpointer: Checkpointer, path: Path, training: Training, strict: bool) -> None:
+def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
         checkpointer.load({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
@@ -153,8 +178,8 @@ def _load_full_state(
         load_fsdp_optimizer(plugin, accelerator, optimizer, models[number], str(path), number)
 
 
-def _load_registered(path: Path, registered: list[Any]) -> None:
-    stored = [name for name in path.iterdir() if _CUSTOM.fullmatch(name.name)]
+def _load_registered(path: Where, local: Path, registered: list[Any]) -> None:
+    stored = [name for name in local.iterdir() if _CUSTOM.fullmatch(name.name)]
     if len(stored) != len(registered):
         raise CheckpointMismatch(
             f"{path} has {len(stored)} objects given to register_for_checkpointing, this run has {len(registered)}. "
@@ -163,7 +188,7 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
     for number, one in enumerate(registered):
         file = path / f"custom_checkpoint_{number}.pkl"
         try:
-            with LocalFiles(path).open(file.name) as opened:
+            with LocalFiles(local).open(file.name) as opened:
                 state = torch.load(opened, map_location="cpu", weights_only=True)
         except OSError as error:
             raise CheckpointCorrupt(f"{file} cannot be read: {error.strerror}") from error
@@ -175,8 +200,8 @@ def _load_registered(path: Path, registered: list[Any]) -> None:
         one.load_state_dict(state)
 
 
-def _is_sharded(path: Path) -> bool:
-    return (path / _MODEL_DIRECTORY.format(0) / METADATA).exists()
+def _is_sharded(path: Where) -> bool:
+    return exists(medium_of(path).open(path), f"{_MODEL_DIRECTORY.format(0)}/{METADATA}")
 
 
 @dataclass(frozen=True)
@@ -187,37 +212,41 @@ class Project:
     name in the directory, whatever is in it. Here only a committed checkpoint is the newest, and only after the new one
     is committed an old one is deleted.
 
+    Args:
+        storage_options: How the store of a project at a URL is reached.
+
     Raises:
-        ValueError: The project is at a URL.
+        ValueError: The project is at a URL of something else than an object store.
     """
 
     config: ProjectConfiguration
+    storage_options: StorageOptions | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> Project | None:
+    def of(cls, accelerator: Accelerator, storage_options: StorageOptions | None) -> Project | None:
         """The project of an accelerator; None without automatic naming."""
         config = accelerator.project_configuration
-        return cls(config) if config.automatic_checkpoint_naming else None
+        return cls(config, storage_options) if config.automatic_checkpoint_naming else None
 
     def __post_init__(self) -> None:
         if self.config.project_dir is not None:
             as_path(self.config.project_dir)  # here, not in the first save
 
-    def next_path(self) -> Path:
+    def next_path(self) -> Where:
         """Where the next automatic save goes.
 
         Raises:
             SaveFailed: There is something already, and this run does not continue it.
         """
         path = self._root / f"{_PREFIX}{self.config.iteration}"
-        if path.exists():
+        if medium_of(path).kind(path):
             raise SaveFailed(
                 f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
                 f"with accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
             )
         return path
 
-    def newest(self, must: bool = False, without: Collection[Path] = ()) -> Path:
+    def newest(self, must: bool = False, without: Collection[Where] = ()) -> Where:
         """The committed checkpoint with the highest number, but for those that turned out to be damaged. On rank 0.
 
         Args:
@@ -236,7 +265,7 @@ class Project:
             note_chosen(found)
         return found
 
-    def resume_from(self, must: bool, without: Collection[Path] = ()) -> Path | None:
+    def resume_from(self, must: bool, without: Collection[Where] = ()) -> Where | None:
         """The same; None if nothing has ever been saved, unless there ``must`` be something. On rank 0.
 
         Raises:
@@ -256,21 +285,21 @@ class Project:
             catalog.remove_oldest(complete, max(1, self.config.total_limit))
 
     @property
-    def _root(self) -> Path:
-        return as_path(self.config.project_dir) / "checkpoints"
+    def _root(self) -> Where:
+        return as_path(self.config.project_dir, self.storage_options) / "checkpoints"
 
-    def _paths(self) -> list[Path]:
+    def _paths(self) -> list[Where]:
         return [path for _, path in catalog.numbered(self._root, _PREFIX)]
 
 
-def _require_complete(path: Path) -> Path:
+def _require_complete(path: Where) -> Where:
     if reason := _why_incomplete(path):
         raise CheckpointIncomplete(f"{path}: {reason}")
     return path
 
 
-def _why_incomplete(path: Path) -> str:
+def _why_incomplete(path: Where) -> str:
     """Why a directory cannot be loaded; empty if it can. Accelerate commits nothing: its last file has to do."""
     if _is_ours(path):
-        return commit.uncommitted_reason(path)
-    return "" if (path / RANDOM_STATES).exists() else "a half-written checkpoint"
+        return medium_of(path).uncommitted_reason(path)
+    return "" if RANDOM_STATES in _names_in(path) else "a half-written checkpoint"

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dcp_plugin.errors import CheckpointError
+from dcp_plugin.errors import CheckpointError, damage_in
 from dcp_plugin.format.columns import dtype_named
 from dcp_plugin.loading.load import plan_load
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.paths import as_path
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs.catalog import inspect, list_checkpoints, verify
 from dcp_plugin.types import PlannedLoad
 
@@ -33,27 +33,61 @@ app = typer.Typer(
 )
 
 
-def _path(text: str) -> Path:
-    """What was typed, before a ``Path`` has made a directory of a URL."""
+_PATH = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: its directory or URL, or a file of another tool.")
+]
+_ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="Where to look, at any depth: a directory or a URL.")]
+_OPTIONS = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="How the store of a URL is reached, where the environment does not say that: region=eu-west-1, "
+        "skip_signature=true, client_options.timeout=30s. Others see what is typed: keys belong into the environment. "
+        "Repeatable.",
+    ),
+]
+
+
+def _where(text: str, options: list[str] | None) -> Where:
     try:
-        return as_path(text)
+        path = as_path(text, _storage_options(options or []))
+        medium_of(path)  # which may not take the options
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    return path
 
 
-_PATH = Annotated[
-    Path, typer.Argument(parser=_path, metavar="PATH", help="A checkpoint: its directory, or a file of another tool.")
-]
-_ROOT = Annotated[Path, typer.Argument(parser=_path, metavar="ROOT", help="Where to look, at any depth.")]
+def _kind(path: Where) -> str:
+    with damage_in(path):
+        return medium_of(path).kind(path)
+
+
+def _storage_options(typed: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in typed:
+        name, equals, value = text.partition("=")
+        *above, last = name.split(".")
+        if not equals or not all((*above, last)):
+            raise typer.BadParameter(f"--storage-option {name}: it is KEY=VALUE")
+        inner: Any = options
+        for one in above:
+            inner = inner.setdefault(one, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            raise typer.BadParameter(f"--storage-option {name}: a part of it has a value of its own")
+        inner[last] = value
+    return options
 
 
 @app.command("inspect")
 def inspect_command(
-    path: _PATH, values: Annotated[bool, typer.Option("--values", help="List what is no tensor, too.")] = False
+    path: _PATH,
+    values: Annotated[bool, typer.Option("--values", help="List what is no tensor, too.")] = False,
+    storage_option: _OPTIONS = None,
 ) -> None:
     """What is in a checkpoint."""
     with _told():
-        info = inspect(path)
+        info = inspect(_where(path, storage_option))
     table = Table("key", "shape", "dtype", "bytes")
     for tensor in info.tensors:
         table.add_row(tensor.key, _shape(tensor.shape), tensor.dtype, f"{tensor.nbytes:,}")
@@ -64,24 +98,26 @@ def inspect_command(
 
 
 @app.command("verify")
-def verify_command(path: _PATH) -> None:
+def verify_command(path: _PATH, storage_option: _OPTIONS = None) -> None:
     """Read every byte and compare it with its checksum. Exits with 1 if one differs."""
     with _told():
-        report = verify(path)
+        report = verify(_where(path, storage_option))
     typer.echo(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
 
 @app.command("list")
-def list_command(root: _ROOT) -> None:
-    """The checkpoints at or below a directory, oldest first."""
-    if not root.is_dir():
-        _fail(f"{root} is a file; inspect looks into one." if root.exists() else f"{root}: nothing is there.")
+def list_command(root: _ROOT, storage_option: _OPTIONS = None) -> None:
+    """The checkpoints at or below a directory or URL, oldest first."""
     with _told():
-        found = list_checkpoints(root)
+        where = _where(root, storage_option)
+        kind = _kind(where)
+        if kind != "folder":
+            _fail(f"{where} is a file; inspect looks into one." if kind else f"{where}: nothing is there.")
+        found = list_checkpoints(where)
     if not found:
-        typer.echo(f"{root}: no checkpoint is there, or below.")
+        typer.echo(f"{where}: no checkpoint is there, or below.")
         return
     table = Table("checkpoint", "step", "state")
     for state in found:
@@ -109,6 +145,7 @@ def load_plan(
     unexpected: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
     cast: Annotated[bool, typer.Option("--cast", help="Allow another dtype.")] = False,
     name: Annotated[str, typer.Option(help="What the target is called in the state.")] = "model",
+    storage_option: _OPTIONS = None,
 ) -> None:
     """What a partial load would take. No tensor is read; exits with 1, and the load's own error, if it would fail."""
     try:
@@ -123,7 +160,8 @@ def load_plan(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with _told():
-        plan = plan_load({name: module_of(into, name)}, path, partial)
+        options = _storage_options(storage_option or [])
+        plan = plan_load({name: module_of(into, name, options)}, _where(path, storage_option), partial)
     _print_plan(plan)
     if plan.error:
         _fail(plan.error)
@@ -195,22 +233,23 @@ class _Header(nn.Module):
         return dict(self._tensors)
 
 
-def module_of(into: str, name: str) -> nn.Module:
+def module_of(into: str, name: str, storage_options: StorageOptions | None = None) -> nn.Module:
     """The module that ``--into`` names, on the meta device.
 
     Args:
         into: ``package.module:factory``, a checkpoint, or a file of another tool.
         name: Which module of a checkpoint; a safetensors file has only one.
+        storage_options: How the store of a URL is reached.
 
     Raises:
         NoTarget: It is none of these.
         CheckpointError: It is a checkpoint that cannot be opened.
     """
     try:
-        path = as_path(into)
+        path = as_path(into, storage_options)
     except ValueError as error:
         raise NoTarget(f"--into {error}") from error
-    if path.exists():
+    if _kind(path):
         return _of_checkpoint(path, name)
     if ":" in into:
         return _of_factory(into)
@@ -241,7 +280,7 @@ def _of_factory(into: str) -> nn.Module:
     return module
 
 
-def _of_checkpoint(path: Path, name: str) -> nn.Module:
+def _of_checkpoint(path: Where, name: str) -> nn.Module:
     info = inspect(path)
     prefix = "model." if info.format == "safetensors" else f"{name}."  # a safetensors file has no names of modules
     tensors = {

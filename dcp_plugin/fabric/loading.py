@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,10 +22,12 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoi
 from dcp_plugin.fabric import state_mapping
 from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, names_for, of_kind, trained_modules
 from dcp_plugin.format.foreign.frameworks import META
+from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.media.disk.files import LocalFiles
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
@@ -43,7 +44,7 @@ OPTIMIZER_KEYS = {"state", "param_groups"}
 class Contents:
     """What a checkpoint has, under the names that whoever saved it gave."""
 
-    path: Path
+    path: Where
     tops: list[str]
     """The first segments of its keys, but for ``extra``."""
     optimizers: list[str]
@@ -58,7 +59,7 @@ class Contents:
     """Fabric itself saved it, without this package."""
 
     @classmethod
-    def of(cls, path: Path, wanted: list[str]) -> Contents:
+    def of(cls, path: Where, wanted: list[str]) -> Contents:
         """What there is, as this rank sees it.
 
         Args:
@@ -84,11 +85,11 @@ class Contents:
             sharded=[top for top in keys if top in with_tensors],
             extras=extras,
             names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
-            made_by_fabric=info.format != "dcp_plugin" and (path / META).is_file(),
+            made_by_fabric=info.format != "dcp_plugin" and is_regular_file(path / META),
         )
 
 
-def load(adapter: FabricAdapter, path: Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """``fabric.load`` and ``fabric.load_raw`` of a directory. Collective.
 
     Random streams are restored with an optimizer: loading weights alone does not change them.
@@ -129,7 +130,7 @@ def load(adapter: FabricAdapter, path: Path, state: Any, strict: bool, weights_o
     return {name: _nested(target[place], place in found.optimizers) for name, place in remainder.items()}
 
 
-def _contents(adapter: FabricAdapter, path: Path, wanted: list[str]) -> Contents:
+def _contents(adapter: FabricAdapter, path: Where, wanted: list[str]) -> Contents:
     """What rank 0 sees; on every rank."""
     return adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: Contents.of(path, wanted))
 
@@ -226,7 +227,7 @@ def _nested(value: Any, is_optimizer: bool) -> Any:
 
 
 def _load_made_by_fabric(
-    adapter: FabricAdapter, path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
+    adapter: FabricAdapter, path: Where, state: dict[str, Any], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """A sharded checkpoint of Fabric without this package: tensors by the user's names, all else in a file."""
     live = {**of_kind(nn.Module, state), **of_kind(Optimizer, state)}
@@ -243,15 +244,15 @@ def _load_made_by_fabric(
     return metadata
 
 
-def _read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _read_metadata(path: Where, weights_only: bool | None) -> dict[str, Any]:
     try:
-        with LocalFiles(path).open(META) as file:
+        with medium_of(path).open(path).open(META) as file:
             return cast(dict[str, Any], torch.load(file, "cpu", weights_only=weights_only is not False))
     except Exception as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
-def _load_raw(adapter: FabricAdapter, path: Path, value: nn.Module | Optimizer, strict: bool) -> None:
+def _load_raw(adapter: FabricAdapter, path: Where, value: nn.Module | Optimizer, strict: bool) -> None:
     """One module or optimizer, from a checkpoint that has one."""
     found = _contents(adapter, path, [])
     if isinstance(value, nn.Module):
@@ -270,7 +271,7 @@ def _load_raw(adapter: FabricAdapter, path: Path, value: nn.Module | Optimizer, 
     adapter.checkpointer.load({**names_for({name: module}, []), name: value}, path, strict=strict)
 
 
-def _only(what: str, path: Path, found: list[str]) -> str:
+def _only(what: str, path: Where, found: list[str]) -> str:
     if len(found) == 1:
         return found[0]
     there = f"{len(found)} ({', '.join(found)})" if found else "none"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,11 +24,11 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.fabric import loading, state_mapping
 from dcp_plugin.fabric._fabric import plugin_of, unwrapped
 from dcp_plugin.format.foreign.frameworks import OTHERS
-from dcp_plugin.integration import BaseAttachment
+from dcp_plugin.integration import BaseAttachment, is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.paths import PathLike, text_of
+from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 
 
@@ -112,6 +111,10 @@ class Attachment(BaseAttachment):
             self._config = config if isinstance(config, CheckpointConfig) else CheckpointConfig()
         return self._config
 
+    def where(self, path: PathLike) -> Where:
+        """A path, or a URL and how its store is reached."""
+        return as_path(path, self.config.storage_options)
+
     def reconfigure(self, config: CheckpointConfig) -> None:
         """Use other settings from now on. What is in flight is finished first."""
         self.close()
@@ -149,7 +152,7 @@ class Attachment(BaseAttachment):
             CheckpointError: :func:`attach` was given no Fabric; or as :func:`dcp_plugin.resume_or_init`.
             ValueError: As there.
         """
-        options = StartOptions(resume, init_from, partial, strict)
+        options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         if self.fabric is None:
             raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
         return options.start(
@@ -160,7 +163,7 @@ class Attachment(BaseAttachment):
             lambda path: self._load(path, state, strict),
         )
 
-    def _load(self, path: Path, state: dict[str, Any], strict: bool) -> None:
+    def _load(self, path: Where, state: dict[str, Any], strict: bool) -> None:
         self.fabric.load(path, state, strict=strict)
 
     def wait(self) -> None:
@@ -248,8 +251,11 @@ class FabricAdapter(StrategyAdapter):
     ) -> None:
         """Save on all ranks. ``step`` or ``global_step`` of the state is recorded as the step."""
         if storage_options is not None:
-            raise TypeError("storage_options are not supported; configure dcp_plugin with CheckpointConfig.")
-        path = Path(text_of(self.strategy.broadcast(path)))
+            raise TypeError(
+                "fabric.save takes no storage_options here: how a store is reached is a setting for all saves and "
+                "loads, attach(fabric, storage_options={...})."
+            )
+        path = self.attachment.where(self.strategy.broadcast(path))
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
         self.checkpointer.save(state_mapping.named_state(self, state, filter or {}), path, step)
 
@@ -257,9 +263,12 @@ class FabricAdapter(StrategyAdapter):
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = Path(text_of(self.strategy.broadcast(path)))
+        path = self.attachment.where(self.strategy.broadcast(path))
         self.attachment.wait()
-        if path.is_file():  # Fabric's own format, or plain torch: in Fabric's own way
+        if self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
+            # Fabric's own format, or plain torch: in Fabric's own way
+            if self.keeps_shards:
+                local_path(path, "a file that this strategy of Fabric loads", "Copy it to a disk, and name it there.")
             rest: dict[str, Any] = self.stock.load_checkpoint(
                 path, state=state, strict=strict, weights_only=weights_only
             )

@@ -10,7 +10,7 @@ A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, Protocol
 
@@ -82,6 +82,12 @@ def read(files: Files, name: str, most: int = -1) -> bytes:
     """A file, or its first bytes; raises as :func:`opened`."""
     with opened(files, name) as file:
         return file.read(most)
+
+
+def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
+    """Tell a file which ranges will be read in small pieces: where each read costs a request, they are made at once."""
+    if tell := getattr(file, "expect", None):
+        tell(ranges)
 
 
 def is_own(name: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 import struct
+import zlib
 from collections.abc import Iterable
 
 from dcp_plugin.format import DATA_SUFFIX, PACKED
@@ -20,7 +21,7 @@ from dcp_plugin.format import DATA_SUFFIX, PACKED
 _TIME_DIGITS, _RANDOM_BYTES = 12, 4
 _TOKEN = rf"[0-9a-f]{{{_TIME_DIGITS + 2 * _RANDOM_BYTES}}}"
 _OWN_NAME = re.compile(rf"(?:{PACKED}(?P<folder>{_TOKEN})/?.*|__\d+_\d+-(?P<data>{_TOKEN}){re.escape(DATA_SUFFIX)})")
-_END = struct.Struct("<II20s21s")
+_END = struct.Struct("<II20sI21s")
 _MAGIC = b"\ndcp_plugin packed 1\n"
 
 
@@ -47,25 +48,43 @@ def folders(names: Iterable[str]) -> set[str]:
 
 def packed(metadata: bytes, summary: bytes, token: str) -> bytes:
     """The last object of a save."""
-    return metadata + summary + _END.pack(len(summary), 0, token.encode(), _MAGIC)
+    return metadata + summary + _end(len(summary), 0, token.encode())
+
+
+def _end(length: int, edition: int, token: bytes) -> bytes:
+    return _END.pack(length, edition, token, _crc(length, edition, token), _MAGIC)
+
+
+def _crc(length: int, edition: int, token: bytes) -> int:
+    return zlib.crc32(struct.pack("<II", length, edition) + token)
 
 
 def next_edition(last: bytes) -> bytes:
     """The same as other bytes, so that a store gives it another tag; as it is, if it is not packed."""
     if end_of(last) is None:
         return last
-    length, edition, token, magic = _END.unpack(last[-END:])
-    return last[:-END] + _END.pack(length, edition + 1, token, magic)
+    length, edition, token, *_ = _END.unpack(last[-END:])
+    return last[:-END] + _end(length, edition + 1, token)
 
 
 END = _END.size
 """Bytes after the summary."""
+_MOST_SUMMARY = 1 << 20
+_LAST_KEY = b'"sha256": "'
+"""Of a summary; its value and what closes it follow."""
+_AFTER_LAST_KEY = 80
 
 
 def end_of(last: bytes) -> tuple[str, int] | None:
     """The token, and the length of the summary, that the last bytes of a ``.metadata`` tell; None: it is not packed."""
     if len(last) < END:
         return None
-    length, _, token, magic = _END.unpack(last[-END:])
+    length, edition, token, crc, magic = _END.unpack(last[-END:])
     text = token.decode("latin-1")
-    return (text, length) if magic == _MAGIC and re.fullmatch(_TOKEN, text) else None
+    whole = magic == _MAGIC and crc == _crc(length, edition, token)
+    return (text, length) if whole and re.fullmatch(_TOKEN, text) and length <= _MOST_SUMMARY else None
+
+
+def has_damaged_end(last: bytes) -> bool:
+    """Whether these last bytes of a ``.metadata``, which no save is known by, were those of a packed one."""
+    return _LAST_KEY in last[-END - _AFTER_LAST_KEY - len(_LAST_KEY) :]

@@ -20,6 +20,7 @@ import torch
 from dcp_plugin._torch import load_bytes
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.pickle_stubs import Described, load_with_stand_ins, rebuilt
+from dcp_plugin.paths import ObjectPath
 
 _SMALL = 4096
 """Bytes up to which the values of items are remembered."""
@@ -155,11 +156,13 @@ def _dump(value: Any) -> bytes:
 
 
 def _plain(value: Any, notes: list[str] | None) -> Any:
-    """Paths of other libraries become text, inside the standard containers too."""
+    """Paths of other libraries, and URLs, become text, inside the standard containers too."""
     if isinstance(value, os.PathLike) and not isinstance(value, PurePath):
         if notes is not None:
             notes.append(f"{type(value).__module__}.{type(value).__qualname__} as text")
         return os.fspath(value)
+    if isinstance(value, ObjectPath):
+        return str(value)
     if type(value) is dict:
         return {_plain(key, notes): _plain(item, notes) for key, item in value.items()}
     if type(value) in (list, tuple, set):

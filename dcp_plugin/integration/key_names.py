@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dcp_plugin.format import values
-from dcp_plugin.paths import PathLike
+from dcp_plugin.paths import PathLike, StoreOptions
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.types import CheckpointInfo
 
@@ -50,6 +50,8 @@ def plain(value: Any) -> Any:
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
         return plain(omegaconf.OmegaConf.to_container(value))
+    if isinstance(value, StoreOptions):  # with which a store is reached: not for a checkpoint
+        return None
     settings = isinstance(value, (Enum, timedelta, np.ndarray, Namespace)) or dataclasses.is_dataclass(value)
     if settings and values.is_storable(value):
         return value

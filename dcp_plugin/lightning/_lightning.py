@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightning_utilities.core.overrides import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from dcp_plugin.integration.lightning_packages import Package, has_base, package_behind
 from dcp_plugin.paths import PathLike
@@ -201,13 +203,123 @@ def end_restart(trainer: Trainer) -> None:
 
 
 def replace_link_and_search(
-    cls: type[Any], link: Callable[..., None], committed: Callable[[Trainer, set[str]], set[str]]
+    cls: type[Any], link: Callable[..., None], find: Callable[[Any, Trainer, Callable[..., set[str]]], set[str]]
 ) -> None:
-    """Give a subclass of ``ModelCheckpoint`` another way to link, and a filter for what it takes for ``last``. It has
-    no public hook for either."""
+    """Give a subclass of ``ModelCheckpoint`` another way to link, and to find what it takes for ``last``. It has no
+    public hook for either."""
     search = cls._find_last_checkpoints
     cls._link_checkpoint = staticmethod(functools.partial(link, original=cls._link_checkpoint))
-    cls._find_last_checkpoints = lambda self, trainer: committed(trainer, search(self, trainer))
+    cls._find_last_checkpoints = lambda self, trainer: find(self, trainer, search)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a ``ModelCheckpoint`` asks of a file system when it looks for ``last``."""
+
+    paths: list[str]
+
+    def exists(self, path: str) -> bool:
+        return True
+
+    def ls(self, path: str, detail: bool) -> list[str]:
+        return self.paths
+
+
+def search_among(callback: Any, paths: list[str], search: Callable[[], set[str]]) -> set[str]:
+    """What Lightning takes for ``last`` if these are what is in the folder. Its file systems name what is in a bucket
+    without the bucket's scheme, and remember what they have listed."""
+    seen, callback._fs = callback._fs, _Names(paths)
+    try:
+        return search()
+    finally:
+        callback._fs = seen
+
+
+def forget_listings(callback: Any) -> None:
+    """Have the file system through which a ``ModelCheckpoint`` looks at a store look again: it has listed the folder to
+    warn if there is something, and would answer from that."""
+    callback._fs.invalidate_cache()
+
+
+def folder_of(callback: Any, trainer: Trainer) -> str:
+    """Where a ``ModelCheckpoint`` saves, also before it is set up."""
+    return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
+
+
+class LooksAtStores(Protocol):
+    """What is asked where checkpoints are in an object store."""
+
+    def concerns(self, path: str) -> bool:
+        """Whether this is a URL."""
+
+    def newest(self, paths: set[str]) -> str | None:
+        """The one that was made last; None if none is there."""
+
+    def numbers(self, folder: str, name: re.Pattern[str], committed: bool) -> list[int]:
+        """What the first group of ``name`` is for what is in a folder; of checkpoints alone if ``committed``."""
+
+
+_HPC = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+
+
+@functools.cache
+def _connector_class(base: type[Any]) -> type[Any]:
+    class CheckpointConnector(base):  # type: ignore[misc]
+        stores: LooksAtStores
+
+        def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, **given: Any) -> Any:
+            own = [one for one in self.trainer.callbacks if has_base(type(one), "OnExceptionCheckpoint")]
+            after_exception = ckpt_path is None and own and self.trainer.state.fn == "fit"
+            if ckpt_path != "last" and not (after_exception and not self._requeued()):
+                return super()._parse_ckpt_path(state_fn, ckpt_path, **given)
+            callbacks = [one for one in self.trainer.checkpoint_callbacks if has_base(type(one), "ModelCheckpoint")]
+            folders = [folder_of(one, self.trainer) for one in callbacks]
+            if not any(map(self.stores.concerns, [*folders, *(one.ckpt_path for one in own)])):
+                return super()._parse_ckpt_path(state_fn, ckpt_path, **given)
+            found = {one.ckpt_path for one in own}.union(
+                *(one._find_last_checkpoints(self.trainer) for one in callbacks)
+            )
+            newest = self.stores.newest(found)
+            if newest is None:
+                rank_zero_warn(f'fit(ckpt_path="last"): there is none in {" or ".join(folders)}. None is loaded.')
+            return newest
+
+        def _requeued(self) -> bool:
+            slurm = package_behind(self.trainer).fabric("plugins.environments").SLURMEnvironment
+            return slurm.detect() and self._hpc_resume_path is not None
+
+        @property
+        def _hpc_resume_path(self) -> str | None:
+            root = str(self.trainer.default_root_dir)
+            if not self.stores.concerns(root):
+                return cast("str | None", super()._hpc_resume_path)
+            numbers = self.stores.numbers(root, _HPC, committed=True)
+            return f"{root.rstrip('/')}/hpc_ckpt_{max(numbers)}.ckpt" if numbers else None
+
+        def hpc_save_path(self, folderpath: PathLike) -> str:
+            root = str(folderpath)
+            if not self.stores.concerns(root):
+                return cast(str, super().hpc_save_path(folderpath))
+            number = max(self.stores.numbers(root, _HPC, committed=False), default=0) + 1
+            return f"{root.rstrip('/')}/hpc_ckpt_{number}.ckpt"
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Pickled as an object of Lightning's class."""
+            there = {name: value for name, value in self.__dict__.items() if name != "stores"}
+            return object.__new__, (base,), there
+
+    return CheckpointConnector
+
+
+def replace_choice_of_checkpoint(trainer: Any, stores: LooksAtStores) -> None:
+    """Have ``ckpt_path="last"`` and ``"hpc"`` find what is in an object store. Lightning asks for the time at which a
+    path was modified, which a folder there does not have; takes a path without its scheme for a local one; and a save
+    that was interrupted for a checkpoint. There is no public way in."""
+    connector = trainer._checkpoint_connector
+    if not hasattr(connector, "stores"):
+        kind: Any = type(connector)
+        connector.__class__ = _connector_class(kind)
+    connector.stores = stores
 
 
 SETTINGS_LOGGED = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "_every_n_train_steps")

@@ -56,6 +56,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
                 return
             _refuse_mixture(trainer, self)
             promote(trainer.strategy)
+            promote_callbacks(trainer)  # before their own setup, which refuses to link in a store
             _warn_if_wrapped(trainer)
             _report_saves(trainer, self.log_metrics)
             _watch_hooks(trainer, self)

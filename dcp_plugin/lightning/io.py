@@ -20,14 +20,12 @@ People and loggers are told of a save on rank 0, in the training's thread, when 
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -38,7 +36,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig, fields_in_signature
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.events import SaveFinished
-from dcp_plugin.integration import lightning_packages
+from dcp_plugin.integration import is_regular_file, lightning_packages
 from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint
@@ -46,8 +44,9 @@ from dcp_plugin.lightning.loading import read_full
 from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.media.disk import LocalDisk
-from dcp_plugin.paths import PathLike, as_path, text_of
+from dcp_plugin.media import medium_of
+from dcp_plugin.media.packed import unpacked
+from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
@@ -123,8 +122,8 @@ class Report:
     @classmethod
     def of(cls, event: SaveFinished) -> Report:
         try:
-            summary = summary_of(LocalDisk().open(event.path))
-        except CheckpointError:  # deleted already: then this rank's share
+            summary = summary_of(unpacked(medium_of(event.path).open(event.path)))
+        except (CheckpointError, OSError):  # deleted already: then this rank's share
             return cls(event, event.bytes / 1e9)
         return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9)
 
@@ -236,6 +235,10 @@ class DCPCheckpointIO:
         """What Lightning shows when it refuses this as a plugin, made before Lightning was imported."""
         return "DCPCheckpointIO (make it after both the Trainer's package and dcp_plugin.lightning are imported)"
 
+    def where(self, path: PathLike) -> Where:
+        """A path, or a URL and how its store is reached."""
+        return as_path(path, self.config.storage_options)
+
     def checkpointer(self, world_size: int) -> Checkpointer:
         """The checkpointer of a promoted strategy, whose ranks all use it together."""
         if self._checkpointer is None:
@@ -283,6 +286,8 @@ class DCPCheckpointIO:
                 logger.after_save_checkpoint = _WhenPublished(logger.after_save_checkpoint, self.post_commit)
 
     def _report(self, event: SaveFinished) -> None:
+        if event.rank != 0:  # nobody would hear of it
+            return
         report = Report.of(event)
         report.say()
         if self.on_saved is not None:
@@ -310,7 +315,12 @@ class DCPCheckpointIO:
         """
         if self.init_from is None:
             return Restart("fresh")
-        options = StartOptions(init_from=self.init_from, partial=self.partial, strict=strict)
+        options = StartOptions(
+            init_from=self.init_from,
+            partial=self.partial,
+            strict=strict,
+            storage_options=self.config.storage_options,
+        )
         return options.start(self.checkpointer(world_size), {MODEL: model})
 
     def save_checkpoint(self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None) -> None:
@@ -325,12 +335,12 @@ class DCPCheckpointIO:
     ) -> Checkpoint:
         """The full dictionary, in host memory. Files are taken for Lightning's own checkpoints."""
         weights_only = self.weights_only if weights_only is None else weights_only
-        path = text_of(path)
-        if self.post_commit.is_under_way(path):
+        where = self.where(path)
+        if self.post_commit.is_under_way(where):
             self.wait()
-        if os.path.isfile(path):
-            return stock_format.read(Path(path), weights_only, map_location or "cpu")
-        return read_full(Path(path), self._alone(), weights_only)
+        if is_regular_file(where):
+            return stock_format.read(where, weights_only, map_location or "cpu")
+        return read_full(where, self._alone(), weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint; while a save is in flight, later.
@@ -339,7 +349,8 @@ class DCPCheckpointIO:
         a crash would then leave neither.
         """
         self._warn_if_not_promoted()
-        self.post_commit.with_files(lambda: catalog.remove(path))
+        where = self.where(path)
+        self.post_commit.with_files(lambda: catalog.remove(where))
 
     def teardown(self) -> None:
         """Wait for the save in flight and free what saving needed. The plugin can be used again.
@@ -383,7 +394,10 @@ class DCPCheckpointIO:
 
 def refuse_storage_options(storage_options: Any | None) -> None:
     if storage_options is not None:
-        raise TypeError("storage_options are not supported by DCPCheckpointIO; configure it with CheckpointConfig.")
+        raise TypeError(
+            "DCPCheckpointIO takes no storage_options with a save: how a store is reached is a setting for all saves "
+            "and loads, DCPCheckpointIO(storage_options={...})."
+        )
 
 
 def _be_a_plugin_for_all() -> None:

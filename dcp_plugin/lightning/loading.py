@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -31,6 +30,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
 from dcp_plugin.integration.lightning_packages import Package, package_of
 from dcp_plugin.lightning import _lightning, layout, stock_format
@@ -38,7 +38,7 @@ from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
-from dcp_plugin.paths import PathLike, text_of
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
@@ -57,7 +57,7 @@ Loadable = TypeVar("Loadable", bound="LightningModule | LightningDataModule")
 class Loaded:
     """A checkpoint after :func:`load`, before hooks have seen it."""
 
-    path: Path
+    path: Where
     checkpoint: Checkpoint
     """What Lightning and the hooks get."""
     model: dict[str, Any] | None
@@ -68,9 +68,11 @@ class Loaded:
     """What each optimizer has been given, flat; None if they are not loaded yet."""
     report: LoadReport | None = None
     """What of the model and of all but the optimizers was loaded; None for a file of Lightning's."""
+    of_lightning: bool = False
+    """A sharded strategy of Lightning's has saved it, without this package."""
 
     @classmethod
-    def of_file(cls, path: Path, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
+    def of_file(cls, path: Where, checkpoint: Checkpoint, model: nn.Module) -> Loaded:
         """A file of Lightning's: nothing is given to anybody before the hooks have seen it."""
         known, given = gather_module(model), checkpoint["state_dict"]
         state_dict = {key if key in known else without_wrappers(key): value for key, value in given.items()}
@@ -78,7 +80,7 @@ class Loaded:
 
 
 def load(
-    path: Path, checkpointer: Checkpointer, model: nn.Module, *, strict: bool, hooked: bool, weights_only: bool | None
+    path: Where, checkpointer: Checkpointer, model: nn.Module, *, strict: bool, hooked: bool, weights_only: bool | None
 ) -> Loaded:
     """Read the checkpoint into ``model``, and all else but the optimizers' state into the result. Collective.
 
@@ -90,10 +92,11 @@ def load(
     Raises:
         CheckpointMismatch: The checkpoint does not fit the model.
     """
-    keys, unapplied = keys_by_name(path), Unapplied(model)
+    unapplied = Unapplied(model)
+    keys, of_lightning = checkpointer.ranks.from_zero(f"read {path}", lambda: _look_into(path))
     checkpoint: Checkpoint = {}
     state: dict[str, Any] = {MODEL: unapplied if hooked else model}
-    if stock_format.is_directory_of_lightning(path):
+    if of_lightning:
         checkpoint = checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path / META, weights_only))
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
@@ -105,7 +108,12 @@ def load(
         missing = set(report.missing)
         given = {key: value for key, value in gather_module(model).items() if f"{MODEL}.{key}" not in missing}
     checkpoint["state_dict"] = unapplied.state_dict if given is None else dict(given)
-    return Loaded(path, checkpoint, given, among(OPTIM, keys), report=report)
+    return Loaded(path, checkpoint, given, among(OPTIM, keys), report=report, of_lightning=of_lightning)
+
+
+def _look_into(path: Where) -> tuple[dict[str, list[str]], bool]:
+    """The keys of a checkpoint by name, and whether a sharded strategy of Lightning's has saved it."""
+    return keys_by_name(path), stock_format.is_directory_of_lightning(path)
 
 
 def load_optimizers(
@@ -138,7 +146,7 @@ def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[
     return [layout.optimizer_of(tree) for tree in state.values()]
 
 
-def _allocate_like_parameters(path: Path, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
+def _allocate_like_parameters(path: Where, keys: list[str], model: nn.Module, checkpoint: Checkpoint) -> None:
     """Give what callbacks keep of every parameter, such as averages, distributed tensors to be loaded into.
 
     What has a parameter's name and shape comes back distributed as the parameter is, as it was handed in, and no rank
@@ -204,7 +212,7 @@ def apply_optimizers(
             OptimizerLoad(model, optimizer, {}).commit(flat)
 
 
-def _refuse_other_number(path: Path, saved: Sized, optimizers: Sized) -> None:
+def _refuse_other_number(path: Where, saved: Sized, optimizers: Sized) -> None:
     if len(saved) != len(optimizers):
         raise CheckpointMismatch(
             f"{path} has the state of {len(saved)} optimizer(s), this training has {len(optimizers)}. Resume with the "
@@ -234,6 +242,7 @@ def load_from_checkpoint(
     strict: bool | None = None,
     hparams_file: PathLike | None = None,
     weights_only: bool | None = None,
+    storage_options: StorageOptions | None = None,
     **kwargs: Any,
 ) -> Loadable:
     """Make a LightningModule or a datamodule from a checkpoint, on this process alone and with full tensors.
@@ -243,13 +252,14 @@ def load_from_checkpoint(
 
     Args:
         cls: The class to make an object of.
-        path: A checkpoint of ours, or of Lightning's: a directory of a sharded strategy, or a file.
+        path: A checkpoint of ours, or of Lightning's: a directory of a sharded strategy, or a file; or the URL of one.
         map_location: The device of the model, as ``torch.load`` takes it. What is in a directory is on no device: it
             counts as ``"cpu"``, which is also the default.
         strict: Whether keys have to be the same; by default what the module's ``strict_loading`` says.
         hparams_file: A ``.yaml`` or ``.csv`` file with hyper-parameters to use instead of those of the checkpoint.
         weights_only: False executes code from the checkpoint where only that restores a value: allow it only for a
             checkpoint of your own.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
         kwargs: More arguments of ``__init__``; they win over the hyper-parameters of the checkpoint.
 
     Returns:
@@ -269,15 +279,15 @@ def load_from_checkpoint(
         >>> load_from_checkpoint(BoringModel, "boring.ckpt").layer.out_features
         2
     """
-    path, loadable, package = Path(text_of(path)), cast(Any, cls), _package_of(cls)
-    if path.is_file():
+    where, loadable, package = as_path(path, storage_options), cast(Any, cls), _package_of(cls)
+    if is_regular_file(where):
         options = {"map_location": map_location, "strict": strict, "hparams_file": hparams_file, **kwargs}
-        return cast(Loadable, loadable.load_from_checkpoint(path, weights_only=weights_only, **options))
+        return cast(Loadable, loadable.load_from_checkpoint(where, weights_only=weights_only, **options))
     is_module = issubclass(cls, package.pytorch.LightningModule)
-    checkpoint = _read(path, package, loadable if is_module else None, weights_only)
+    checkpoint = _read(where, package, loadable if is_module else None, weights_only)
     _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
     if is_module and "state_dict" not in checkpoint:
-        raise CheckpointMismatch(f"{path} has no model; it has {', '.join(sorted(keys_by_name(path)))}.")
+        raise CheckpointMismatch(f"{where} has no model; it has {', '.join(sorted(keys_by_name(where)))}.")
     loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs} if is_module else kwargs)
     return cast(Loadable, loaded.to(_device(map_location)) if is_module else loaded)
 
@@ -294,7 +304,7 @@ def _package_of(cls: Any) -> Package:
     return package
 
 
-def _read(path: Path, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
+def _read(path: Where, package: Package, module_class: Any, weights_only: bool | None) -> Checkpoint:
     """Lightning's dictionary. Without a module only what is small; the state of optimizers only for a hook."""
     left_out = list(among(OPTIM, keys_by_name(path)))
     if module_class is None:
@@ -308,7 +318,7 @@ def _read(path: Path, package: Package, module_class: Any, weights_only: bool | 
 
 
 def read_full(
-    path: Path, checkpointer: Checkpointer, weights_only: bool | None, left_out: Sequence[str] = ()
+    path: Where, checkpointer: Checkpointer, weights_only: bool | None, left_out: Sequence[str] = ()
 ) -> Checkpoint:
     """The dictionary of Lightning's that a directory holds, with full tensors in host memory.
 

@@ -9,7 +9,8 @@ checkpoint, and what it decides to save and to delete are Lightning's.
 
 W&B and MLflow, with ``log_model``, look for files among the paths of a ``ModelCheckpoint`` and ignore directories. Each
 checkpoint of ours becomes one artifact, under the names and with the aliases that its file would have: a directory
-``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow.
+``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow. What is in an object store
+stays there, as a file of Lightning's does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -27,14 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from dcp_plugin.errors import CheckpointNotFound
-from dcp_plugin.format import SUMMARY
+from dcp_plugin.errors import CheckpointError, CheckpointNotFound
+from dcp_plugin.format import METADATA, SUMMARY
+from dcp_plugin.format.packed import token_in
+from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.lightning_packages import has_base, home_of
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
-from dcp_plugin.paths import PathLike, text_of
+from dcp_plugin.media import Listed, Medium, medium_of
+from dcp_plugin.paths import ObjectPath, PathLike, Where, is_url, text_of
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
+from dcp_plugin.storage.open import read_summary
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 """The hooks in which a ``ModelCheckpoint`` saves."""
@@ -50,15 +56,16 @@ def promote_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if has_base(type(callback), "Checkpoint"):
             callback.__class__ = _promoted(type(callback))  # type: ignore[arg-type]
+    _lightning.replace_choice_of_checkpoint(trainer, _Stores(trainer))
     with suppress(ValueError):  # that concerns a fit alone
-        require_local_dirpaths(trainer)
+        tidy_dirpaths(trainer)
 
 
-def require_local_dirpaths(trainer: Any) -> None:
-    """Check where the trainer's callbacks save, when it is known; a ``file://`` URL becomes the local path.
+def tidy_dirpaths(trainer: Any) -> None:
+    """Where the trainer's callbacks save, when it is known, in the usual form: a ``file://`` URL is a local path.
 
     Raises:
-        ValueError: It is a URL.
+        ValueError: It is a URL of something else than an object store.
     """
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None) is not None:
@@ -91,8 +98,25 @@ def _promoted(base: type[Any]) -> type[Any]:
             return object.__new__, (base,), self.__dict__
 
     class DCPModelCheckpoint(DCPCheckpoint):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            """Lightning links on a disk only."""
+            if _adapter_of(trainer) is None:
+                super().setup(trainer, pl_module, stage)
+                return
+            callback: Any = self
+            wanted = callback.save_last
+            try:
+                callback.save_last = wanted and True
+                super().setup(trainer, pl_module, stage)
+            finally:
+                callback.save_last = wanted
+            if is_url(text_of(callback.dirpath)):
+                _lightning.forget_listings(self)
+
         def file_exists(self, filepath: PathLike, trainer: Trainer) -> bool:
             adapter = _adapter_of(trainer)
+            if adapter is not None and is_url(text_of(filepath)):
+                return _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
             if super().file_exists(filepath, trainer):
                 return True
             if adapter is None or not adapter.io.config.async_save:
@@ -105,7 +129,7 @@ def _promoted(base: type[Any]) -> type[Any]:
     promoted = DCPCheckpoint
     if has_base(base, "ModelCheckpoint"):
         promoted = DCPModelCheckpoint
-        _lightning.replace_link_and_search(promoted, _link, _committed)
+        _lightning.replace_link_and_search(promoted, _link, _find_last)
     # A callback's name is the key of its state in the checkpoint.
     promoted.__module__, promoted.__name__, promoted.__qualname__ = base.__module__, base.__name__, base.__qualname__
     return promoted
@@ -142,28 +166,123 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
     if adapter is None:
         original(trainer, target, link)
         return
-    if trainer.is_global_zero and os.path.abspath(target) != os.path.abspath(link):
-        adapter.io.post_commit.with_files(lambda: catalog.link(link, target), first=True)
+    there, name = adapter.io.where(target), adapter.io.where(link)
+    if trainer.is_global_zero and there != name:
+        adapter.io.post_commit.with_files(lambda: catalog.link(name, there), first=True)
     trainer.strategy.barrier("link to a checkpoint")
 
 
-def _committed(trainer: Any, found: set[str]) -> set[str]:
+def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bool:
+    """:func:`_is_taken`, as rank 0 sees it; also by a save that has just begun. In Lightning's own group: ours may be
+    in use by that save.
+
+    Raises:
+        CheckpointError: The store cannot be asked.
+    """
+    taken, failure = False, ""
+    if trainer.is_global_zero:
+        try:
+            taken = io.post_commit.is_under_way(path) or _is_taken(path)
+        except OSError as error:
+            failure = f"cannot see whether {path} is there: {error}. {medium_of(path).advice}"
+    taken, failure = trainer.strategy.broadcast((taken, failure))
+    if failure:
+        raise CheckpointError(failure)
+    return bool(taken)
+
+
+def _is_taken(path: Where) -> bool:
+    """Whether something has a name already, besides what a save in flight, or one that has died, has put there."""
+    medium = medium_of(path)
+    kind = medium.kind(path)
+    if kind != "folder" or not medium.keeps_names:
+        return bool(kind)
+    return not all(token_in(one.path.name) for one in medium.entries(path))
+
+
+def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
+    io = _lightning.unwrapped(trainer.strategy.checkpoint_io)
+    return io if isinstance(io, DCPCheckpointIO) else None
+
+
+@dataclass(frozen=True)
+class _Stores:
+    """What Lightning has to know of object stores to choose a checkpoint, see :mod:`~dcp_plugin.lightning._lightning`.
+
+    Nothing is asked of one for a trainer without the plugin.
+    """
+
+    trainer: Any
+
+    def concerns(self, path: str) -> bool:
+        return _plugin_of(self.trainer) is not None and is_url(text_of(path))
+
+    def newest(self, paths: set[str]) -> str | None:
+        io = _plugin_of(self.trainer)
+        assert io is not None, "only a trainer with the plugin asks"
+        times = {str(where): time for where in map(io.where, paths) if (time := _time_of(where)) is not None}
+        return max(times, key=times.__getitem__) if times else None
+
+    def numbers(self, folder: str, name: re.Pattern[str], committed: bool) -> list[int]:
+        io = _plugin_of(self.trainer)
+        assert io is not None, "only a trainer with the plugin asks"
+        root = io.where(folder)
+        medium = medium_of(root).snapshot(root)
+        there = [(found, one) for one in _entries(root, medium) if (found := name.fullmatch(one.path.name))]
+        usable = [(found, one) for found, one in there if not committed or not _reason_to_pass_over(one.path)]
+        return [int(found[1]) for found, _ in usable]
+
+
+def _entries(root: Where, medium: Medium) -> list[Listed[Any]]:
+    try:
+        return medium.entries(root)
+    except FileNotFoundError:  # a store has no empty folders
+        return []
+
+
+def _time_of(path: Where) -> float | None:
+    """When a checkpoint, or a file that is one, was made; None if it is not there."""
+    medium = medium_of(path)
+    if is_regular_file(path):
+        return medium.open(path.parent).modified(path.name)
+    summary = None
+    with suppress(CheckpointError, OSError):
+        summary = read_summary(path)
+    if summary is not None:
+        return summary.time
+    with suppress(OSError):  # of another tool
+        return medium.open(path).modified(METADATA)
+    return None
+
+
+def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> set[str]:
+    """What is called ``last``, and can be resumed from."""
+    io = _plugin_of(trainer)
+    if io is None:
+        return search(callback, trainer)
+    folder = io.where(_lightning.folder_of(callback, trainer))
+    if not isinstance(folder, ObjectPath):
+        return _committed(io, search(callback, trainer))
+    paths = [str(one.path) for one in _entries(folder, medium_of(folder))]
+    found = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
+    return _committed(io, {str(io.where(path)) for path in found})
+
+
+def _committed(io: DCPCheckpointIO, found: set[str]) -> set[str]:
     """Of what is called ``last``, what can be resumed from; if there is nothing, the newest checkpoint beside it.
 
     Raises:
         CheckpointNotFound: Something was saved and nothing can be resumed from. To train from scratch without a word
             would be wrong then.
     """
-    if not isinstance(_lightning.unwrapped(trainer.strategy.checkpoint_io), DCPCheckpointIO):
-        return found
-    passed_over = {path: reason for path in sorted(found) if (reason := _reason_to_pass_over(Path(path)))}
+    passed_over = {path: reason for path in sorted(found) if (reason := _reason_to_pass_over(io.where(path)))}
     if not passed_over:
         _note_chosen(found)
         return found
     said = "; ".join(f"{path}: {reason}" for path, reason in passed_over.items())
     remaining = found - passed_over.keys()
     if not remaining:
-        beside = catalog.latest(Path(next(iter(passed_over))).parent)
+        beside = catalog.latest(io.where(next(iter(passed_over))).parent, io.config.storage_options)
         if beside is None:
             raise CheckpointNotFound(
                 f'ckpt_path="last", but nothing here can be resumed from: {said}. Delete it to train from scratch.'
@@ -179,7 +298,9 @@ def _note_chosen(found: set[str]) -> None:
         note_chosen(path)
 
 
-def _reason_to_pass_over(path: Path) -> str:
+def _reason_to_pass_over(path: Where) -> str:
+    if isinstance(path, ObjectPath):
+        return "" if is_regular_file(path) else catalog.reason_to_pass_over(path)
     if not path.exists():
         return f"it is a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "it is gone"
     return "" if path.is_file() else catalog.reason_to_pass_over(path)
@@ -214,8 +335,10 @@ def _scan(logger: Any, upload: Callable[[Any, _Found, Any], None], callback: Any
 def _directories(callback: Any) -> list[_Found]:
     found = []
     for path, score in _lightning.scored_paths(callback).items():
+        if not path or is_url(text_of(path)):  # as for a file in a store: these loggers upload what is on a disk
+            continue
         summary = Path(path, SUMMARY)
-        if path and summary.is_file():
+        if summary.is_file():
             score = score.item() if hasattr(score, "item") else score
             metadata = {"score": score, "original_filename": os.path.basename(path)}
             aliases = ["latest", "best"] if path == getattr(callback, "best_model_path", "") else ["latest"]

@@ -32,11 +32,14 @@ from dcp_plugin.format import values
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import Entry, Location, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import Aliases
+from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, numbered
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.lightning import layout
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.resume import without_own_state
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.flatten import flatten, holds_sharded
 from dcp_plugin.state import flatten_optimizer, gather_module
 from dcp_plugin.state.module import flat_parameter_names
@@ -52,16 +55,16 @@ OPTIMIZER = "optimizer"
 """Optimizers are ``optimizer_0``, ``optimizer_1``, …, also if there is only one."""
 
 
-def is_directory_of_lightning(path: Path) -> bool:
+def is_directory_of_lightning(path: Where) -> bool:
     """Whether a sharded strategy saved this without us, also over a checkpoint of ours.
 
     Raises:
         CheckpointCorrupt: It mixes both.
     """
-    return (path / META).is_file() and read_summary(path) is None
+    return is_regular_file(path / META) and read_summary(path) is None
 
 
-def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
+def read(path: Where, weights_only: bool | None, map_location: Any = "cpu") -> Checkpoint:
     """A file of Lightning's, also ``meta.pt``, in host memory unless ``map_location`` says otherwise.
 
     Args:
@@ -72,9 +75,12 @@ def read(path: Path, weights_only: bool | None, map_location: Any = "cpu") -> Ch
         UnsafeCheckpoint: It holds such things.
         CheckpointNotFound: It is no file: a named pipe, for one, would be waited for for ever.
     """
-    if path.exists() and not path.is_file():
-        raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
     try:
+        if isinstance(path, ObjectPath):
+            with medium_of(path).open(path.parent).open(path.name) as file:
+                return cast(Checkpoint, torch.load(file, map_location, weights_only=weights_only))
+        if path.exists() and not path.is_file():
+            raise CheckpointNotFound(f"{path} is no regular file. Name a checkpoint.")
         mapped = zipfile.is_zipfile(path)
         return cast(Checkpoint, torch.load(path, map_location, mmap=mapped, weights_only=weights_only))
     except pickle.UnpicklingError as error:

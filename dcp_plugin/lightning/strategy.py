@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.overrides import is_overridden
@@ -18,15 +17,16 @@ from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration import lightning_packages as packages
 from dcp_plugin.integration.lightning_packages import SUPPORTED, StrategyAdapter, override
 from dcp_plugin.lightning import _lightning, layout, loading, resume, stock_format
 from dcp_plugin.lightning.io import DCPCheckpointIO, refuse_storage_options
 from dcp_plugin.lightning.layout import Checkpoint
 from dcp_plugin.lightning.loading import Loaded
-from dcp_plugin.lightning.model_checkpoint import promote_callbacks, require_local_dirpaths
+from dcp_plugin.lightning.model_checkpoint import promote_callbacks, tidy_dirpaths
 from dcp_plugin.lightning.resume import Resume
-from dcp_plugin.paths import PathLike, text_of
+from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.runs.resume import Restart
 from dcp_plugin.state import gather_module, gather_optimizer
 
@@ -84,7 +84,7 @@ class LightningAdapter(StrategyAdapter):
     def setup(self, trainer: Trainer) -> None:
         promote_callbacks(trainer)
         if trainer.state.fn == "fit":
-            require_local_dirpaths(trainer)
+            tidy_dirpaths(trainer)
         self._all_came = None
         ranks = self.checkpointer.ranks  # later may be too late to meet
         self.stock.setup(trainer)
@@ -127,7 +127,7 @@ class LightningAdapter(StrategyAdapter):
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
         refuse_storage_options(storage_options)
         strategy, io = self.strategy, self.io
-        path = Path(text_of(strategy.broadcast(filepath)))
+        path = io.where(strategy.broadcast(filepath))
         checkpoint = resume.beside_ours(checkpoint)
         if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
@@ -149,13 +149,12 @@ class LightningAdapter(StrategyAdapter):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
         self._loaded = self._resume = None
-        path = Path(text_of(self.strategy.broadcast(checkpoint_path)))
+        path = self.io.where(self.strategy.broadcast(checkpoint_path))
         weights_only = self.io.weights_only if weights_only is None else weights_only
-        if not path.is_file():
-            self.io.wait()
+        self.io.wait()
+        if not self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             return self._load_directory(path, weights_only)
         if self.keeps_shards:
-            self.io.wait()
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)
             checkpoint = self._loaded.checkpoint
@@ -167,7 +166,7 @@ class LightningAdapter(StrategyAdapter):
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"))
         return checkpoint
 
-    def _load_directory(self, path: Path, weights_only: bool | None) -> Checkpoint:
+    def _load_directory(self, path: Where, weights_only: bool | None) -> Checkpoint:
         strategy, pytorch = self.strategy, packages.package_behind(self.strategy).pytorch
         if not self._set_up and packages.has_base(type(strategy.precision_plugin), "DoublePrecision"):
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)  # or the load would round
@@ -184,7 +183,7 @@ class LightningAdapter(StrategyAdapter):
             self.io.restart = Restart("resumed", path, checkpoint.get("global_step"), loaded.report)
             self._load_or_announce_optimizers(loaded)
         checkpoint.setdefault("pytorch-lightning_version", pytorch.__version__)  # if not saved by a Trainer
-        if stock_format.is_directory_of_lightning(path):  # its loops are continued as Lightning does it
+        if loaded.of_lightning:  # its loops are continued as Lightning does it
             return checkpoint
         if self.fitting and "loops" in checkpoint:
             self._resume = Resume.from_checkpoint(checkpoint, self.trainer)

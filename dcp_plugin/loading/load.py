@@ -45,6 +45,8 @@ class _Request:
     path: str
     save: tuple[str, str]
     partial: str
+    shared: bool
+    """Whether each request to the medium costs, so that what several ranks want is better read once."""
 
 
 class Loading:
@@ -109,7 +111,11 @@ class Loading:
     def _open_together(self, state: Mapping[str, Any]) -> None:
         """Open the checkpoint, the same on all ranks: another process may replace it between one rank and the next."""
         for _ in range(_MOST_TRIES):
-            difference = self._ranks.combine(f"open {self._path}", lambda: self._open(state), self._all_the_same)
+            difference, self._shared = self._ranks.combine(
+                f"open {self._path}",
+                lambda: self._open(state),
+                lambda opened: (self._all_the_same(opened), any(one.shared for one in opened)),
+            )
             if not difference:
                 return
             self._reader.reset()
@@ -130,7 +136,8 @@ class Loading:
         if self._asked is not None:
             self._partial = locate(self._asked, self._adapters)
         save = self._reader.save
-        return _Request(str(self._path), str(self._reader.path), save, repr(self._partial))
+        shared = self._reader.opened.files.streams > 0
+        return _Request(str(self._path), str(self._reader.path), save, repr(self._partial), shared)
 
     @staticmethod
     def _all_the_same(opened: list[_Request]) -> str:
@@ -223,6 +230,8 @@ class Loading:
         """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
         failure."""
         plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
+        if policy == "auto" and self._shared:
+            policy = True
         shared = BroadcastRead(self._ranks, self._planner, policy)
         plan = shared.meet(f"share the reading of {self._path}", plan)
         self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())

@@ -98,6 +98,9 @@ class RangedFile(io.BufferedReader):
         """
         raise NotImplementedError
 
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """These ranges, each from one byte to before another, will be read in small pieces. Raises OSError."""
+
 
 class Readable(Files, Protocol):
     """The files of one checkpoint. Threads may open them at the same time."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY
-from dcp_plugin.format.packed import END, end_of, folders, token_in
+from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, token_in
 from dcp_plugin.media import RangedFile, Readable
 
 _TAIL = 64 << 10
@@ -25,8 +25,10 @@ def unpacked(files: Readable) -> Readable:
         return files
     tail = last_bytes(files, _TAIL)
     found = end_of(tail)
-    if found is None or found[0] not in tokens:  # another tool has saved there
-        return files
+    if found is None or found[0] not in tokens:
+        if not has_damaged_end(tail):  # another tool has saved there
+            return files
+        found = max(tokens), 0  # whoever reads the summary finds none, and says that it is damaged
     token, length = found
     if length + END > len(tail):
         tail = last_bytes(files, length + END)
@@ -116,7 +118,7 @@ def _attached(summary: bytes) -> frozenset[str]:
     """The names that a summary says are of the save; a damaged one says none, and whoever decodes it says so."""
     try:
         said = json.loads(summary)["attached"]
-        return frozenset(name for name in said if isinstance(name, str) and name and "/" not in name)
+        return frozenset(name for name in said if isinstance(name, str) and "/" not in name and name.strip("."))
     except (ValueError, LookupError, TypeError, RecursionError):
         return frozenset()
 

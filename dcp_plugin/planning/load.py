@@ -14,7 +14,7 @@ no rank ever waits for bytes that another one could not read. Parts are passed o
 each rank sends what it has read to all others of its group: the load is even.
 
 On one machine it does not pay, because the second reader finds the bytes in the page cache. With ``"auto"``, only what
-is wanted on at least :data:`MIN_HOSTS` hosts is read once.
+is wanted on at least :data:`MIN_HOSTS` hosts is read once. In an object store it always pays: nothing caches there.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Where)
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -114,15 +115,19 @@ def list_checkpoints(root: PathLike, storage_options: StorageOptions | None = No
     return sorted(scan.states.values(), key=lambda state: (state.time, state.step or -1))
 
 
-def numbered(root: Where, prefix: str) -> list[tuple[int, Where]]:
+def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
     """The directories in ``root`` that are called ``<prefix><number>``, lowest number first, with their numbers."""
     medium = medium_of(root)
-    children = [one.path for one in medium.entries(root)] if medium.kind(root) == "folder" else []
-    named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", path.name), path) for path in children]
-    return sorted((int(name[1]), path) for name, path in named if name is not None and medium.kind(path) == "folder")
+    children = medium.entries(root) if medium.kind(root) == "folder" else []
+    named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", one.path.name), one) for one in children]
+    return sorted(
+        (int(name[1]), one.path)
+        for name, one in named
+        if name is not None and (one.is_folder or (not one.is_file and medium.kind(one.path) == "folder"))
+    )
 
 
-def first_usable(paths: Iterable[Where], examine: Callable[[Where], T]) -> tuple[T | None, list[CheckpointError]]:
+def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | None, list[CheckpointError]]:
     """What ``examine`` returns for the first path that it accepts; None if it accepts none.
 
     Returns:
@@ -312,8 +317,11 @@ def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> Checkpoin
     return replace(saved, reason=_OF_ANOTHER_TOOL.format(saved.tool))
 
 
-def _age(one: CheckpointState | Saved) -> tuple[float, int]:
-    return (one.time, -1) if isinstance(one, Saved) else (one.time, one.step or -1)
+def _age(one: CheckpointState | Saved) -> tuple[float, int, list[int]]:
+    """A store tells full seconds: what other tools' files have in the same one, the numbers in their names tell."""
+    if isinstance(one, Saved):
+        return one.time, -1, [int(digits) for digits in re.findall(r"\d+", one.path.name)]
+    return one.time, one.step or -1, []
 
 
 def was_published(state: CheckpointState | Saved) -> bool:

@@ -140,7 +140,8 @@ class Scan:
             self.of_others.append(saved)
             if not saved.export:
                 return True
-        self.of_others += saved_as_files(files, [one.path.name for one in entries if one.is_file])
+        names = [one.path.name for one in entries if one.is_file]
+        self.of_others += saved_as_files(files, names, look=files.streams == 0)
         return False
 
     def _look_into_workspace(self, workspace: Where) -> list[Where]:

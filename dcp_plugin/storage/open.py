@@ -9,6 +9,7 @@ damaged (:meth:`Opened.check_files`); it is compared less often, as a million it
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -67,8 +68,8 @@ class Opened:
     files: Readable
     """What the files of the index are relative to."""
     index: CheckpointIndex
-    fingerprint: str
-    """Equal for the same checkpoint, wherever it is."""
+    identity: str
+    """Equal for the same checkpoint in the same place; and that is :attr:`fingerprint`, unless it takes many reads."""
     format: str
     """As :class:`~dcp_plugin.types.CheckpointInfo` has it."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -79,6 +80,12 @@ class Opened:
     """Whether its files may be links that lead elsewhere: only among those that no index of ours lists."""
     base: Opened | None = None
     """The checkpoint that has what this one leaves out; its files are in the index, with their full paths."""
+    find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for the same checkpoint, wherever it is."""
+        return self.find_fingerprint() if self.find_fingerprint else self.identity
 
     def check_files(self, names: Iterable[str] | None = None) -> None:
         """Check that these data files, or all, are there, in their directories, and of the size that they had.
@@ -214,8 +221,8 @@ def _open(path: Where, complete: Callable[[Opened], Opened], check: bool) -> Ope
             raise
         return opened
 
+    medium = medium_of(path)
     with damage_in(path), collector_paused():
-        medium = medium_of(path)
         return in_one_view(path, look, medium.locate, keep_open=True, medium=medium)
 
 
@@ -346,11 +353,12 @@ def _open_held(path: Where, files: Readable) -> Opened:
     if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
-    said = fingerprint(read(files, METADATA))
+    data = read(files, METADATA)
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
-        return Opened(path, files, index, said, "lightning", kinds)
-    return Opened(path, files, stock_metadata.read_index(files), said, "stock")
+        return Opened(path, files, index, fingerprint(data), "lightning", kinds)
+    index = stock_metadata.index_of(stock_metadata.decode(data, f"{files.where}/{METADATA}"), files)
+    return Opened(path, files, index, fingerprint(data), "stock")
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
@@ -457,7 +465,8 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
 
 
 def _open_foreign(path: Where, files: Readable, reason: str) -> Opened:
-    is_folder = medium_of(path).kind(path) == "folder"
+    kind = medium_of(path).kind(path)
+    is_folder = kind == "folder"
     folders = frameworks.accelerate_folders(files) if is_folder else []
     if folders:
         index, kinds = frameworks.accelerate_index(files, folders)
@@ -471,13 +480,22 @@ def _open_foreign(path: Where, files: Readable, reason: str) -> Opened:
             raise
     else:
         files = medium_of(path).open(path.parent)
-        contents = _read_one(files, path, reason)
-    index, said = contents.index(files.where), fingerprint_of(files, contents)
-    return Opened(path, files, index, said, contents.format, contents.kinds, links=True)
+        contents = _read_one(files, path, kind, reason)
+    index = contents.index(files.where)
+    if not files.streams:
+        return Opened(path, files, index, fingerprint_of(files, contents), contents.format, contents.kinds, links=True)
+
+    def find_fingerprint() -> str:
+        with damage_in(path):
+            return fingerprint_of(files, contents)
+
+    said = repr([(name, size, files.modified(name)) for name, size in sorted(contents.files.items())])
+    identity, known = fingerprint(said.encode()), contents.kinds
+    return Opened(path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint)
 
 
-def _read_one(files: Readable, path: Where, reason: str) -> Contents:
-    if medium_of(path).kind(path) == "":
+def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:
+    if not kind:
         is_link = not isinstance(path, ObjectPath) and path.is_symlink()
         raise detect.not_found(str(path), reason if is_link else "nothing is there")
     if is_own(path.name) and has_traces(files.names()):

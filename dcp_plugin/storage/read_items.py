@@ -26,6 +26,8 @@ from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import gone_or_damaged
 
 _BATCH = BLOCK // 2
+_BATCH_OF_STREAM = 8 << 20  # where each call is a request
+_HEADS_GAP, _HEADS_TOGETHER = 64 << 10, 1 << 20
 _MOST_FETCHES = 256  # of up to four pieces of memory each; the system takes 1024 in a call
 
 
@@ -46,7 +48,7 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
         CheckpointUnreadable: The same, if the file system failed.
     """
     in_order = sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin))
-    batches = list(_batches(in_order, files.gap))
+    batches = list(_batches(in_order, files.gap, _BATCH_OF_STREAM if files.streams else _BATCH))
     work = iter(batches)
 
     def read_some() -> Count:
@@ -64,11 +66,11 @@ def read(files: Readable, fetches: Iterable[Fetch], io_threads: int) -> Count:
     return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
 
 
-def _batches(fetches: list[Fetch], gap: int) -> Iterator[list[Fetch]]:
+def _batches(fetches: list[Fetch], gap: int, most: int) -> Iterator[list[Fetch]]:
     """Fetches in the order of the files, those that one call reads together."""
     batch: list[Fetch] = []
     for fetch in fetches:
-        if batch and not _joins(fetch, batch, gap):
+        if batch and not _joins(fetch, batch, gap, most):
             yield batch
             batch = []
         batch.append(fetch)
@@ -76,12 +78,12 @@ def _batches(fetches: list[Fetch], gap: int) -> Iterator[list[Fetch]]:
         yield batch
 
 
-def _joins(fetch: Fetch, batch: list[Fetch], gap: int) -> bool:
+def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
     last = batch[-1]
     return (
         fetch.location.file == last.location.file
         and 0 <= fetch.begin - last.end <= gap
-        and fetch.end - batch[0].begin <= _BATCH
+        and fetch.end - batch[0].begin <= most
         and len(fetch.ranges) == len(last.ranges) == 1
         and fetch.device == last.device
         and len(batch) < _MOST_FETCHES
@@ -231,20 +233,53 @@ def recognise(
     Returns:
         The number of bytes that were read.
     """
-    count = 0
     frames = {
-        (chunk.location.file, chunk.location.offset): (chunk, frame_if_possible(dtype, chunk.sizes))
+        (chunk.location.file, chunk.location.offset): (chunk, around)
         for chunk, dtype in wanted
+        if (around := frame_if_possible(dtype, chunk.sizes)) is not None and around.length == chunk.location.length
     }
-    for name, places in groupby(sorted(frames.keys() - known.keys()), key=itemgetter(0)):
-        with suppress(OSError), files.open(name) as file:  # the read of the payload will say what is wrong
-            for place in places:
-                chunk, around = frames[place]
-                if around is None or around.length != chunk.location.length:
-                    continue
-                head = memoryview(bytearray(len(around.head)))
-                count += file.read_into([head], chunk.location.offset)
-                if head == around.head:
-                    where = replace(chunk.location, payload_offset=len(head), payload_length=around.payload_length)
-                    known[place] = replace(chunk, location=where)
-    return count
+    places = [(*place, len(frames[place][1].head)) for place in sorted(frames.keys() - known.keys())]
+    if files.streams:
+        work = list(_near_each_other(places))
+    else:
+        work = [[[place] for place in group] for _, group in groupby(places, key=itemgetter(0))]
+
+    def look(groups: list[list[_Head]]) -> int:
+        count = 0
+        with suppress(OSError), files.open(groups[0][0][0]) as file:  # the read of the payload will say what is wrong
+            for group in groups:
+                (name, begin, _), (_, last, length) = group[0], group[-1]
+                memory = memoryview(bytearray(last + length - begin))
+                count += file.read_into([memory], begin)
+                for _, offset, length in group:
+                    chunk, around = frames[name, offset]
+                    if memory[offset - begin : offset - begin + length] == around.head:
+                        size = around.payload_length
+                        where = replace(chunk.location, payload_offset=length, payload_length=size)
+                        known[name, offset] = replace(chunk, location=where)
+        return count
+
+    if len(work) < 2 or not files.streams:
+        return sum(map(look, work))
+    with ThreadPoolExecutor(min(files.streams, len(work)), thread_name_prefix="dcp-look") as pool:
+        return sum(pool.map(look, work))
+
+
+_Head = tuple[str, int, int]
+"""The beginning of an item: file, offset, and number of bytes."""
+
+
+def _near_each_other(heads: list[_Head]) -> Iterator[list[list[_Head]]]:
+    """Those that one request reads."""
+    group: list[_Head] = []
+    for head in heads:
+        if group and not (
+            head[0] == group[0][0]
+            and head[1] - sum(group[-1][1:]) <= _HEADS_GAP
+            and head[1] - group[0][1] <= _HEADS_TOGETHER
+        ):
+            yield [group]
+            group = []
+        group.append(head)
+    if group:
+        yield [group]

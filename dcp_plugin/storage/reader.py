@@ -146,8 +146,8 @@ class ShardedReader(StorageReader):
 
     @property
     def save(self) -> tuple[str, str]:
-        """Equal on ranks that read the same save: the fingerprint, and what tells saves of the same contents apart."""
-        return self.fingerprint, self.opened.save_ids
+        """Equal on ranks that read the same save: a hash of what it has, and what tells saves of the same apart."""
+        return self.opened.identity, self.opened.save_ids
 
     @property
     def summary(self) -> Summary | None:

@@ -34,7 +34,7 @@ from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
-from dcp_plugin.media import Medium, Reservation, medium_of
+from dcp_plugin.media import Medium, Readable, Reservation, medium_of
 from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.open import newest_time
@@ -206,6 +206,7 @@ class Publication:
         self.published = False
         """Whether the checkpoint is at ``path``."""
         self._reservation: Reservation[Any] | None = None
+        self._written: Readable | None = None
 
     @property
     def directory(self) -> Where | None:
@@ -228,7 +229,7 @@ class Publication:
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of the data files of all ranks, by name."""
-        files = self.medium.open(self.reserve())
+        self._written = files = self.medium.open(self.reserve())
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
     def publish(self, index: CheckpointIndex, facts: Facts) -> Summary:
@@ -244,7 +245,7 @@ class Publication:
         """
         assert self._reservation is not None, "the coordinator has reserved it"
         views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
-        names = self.medium.open(self._reservation.directory).names()
+        names = (self._written or self.medium.open(self._reservation.directory)).names()
         attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
         index.beside = self._told_beside() if attached else {}
         index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}

@@ -33,11 +33,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
-from dcp_plugin.format import DAMAGED
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, damage_in
+from dcp_plugin.format import DAMAGED, exists, read
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
-from dcp_plugin.paths import PathLike, as_path
+from dcp_plugin.media import medium_of
+from dcp_plugin.media.packed import unpacked
+from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.runs.scan import state_of
@@ -131,6 +133,10 @@ def random_positions_after_iter() -> list[tuple[Any, ...]]:
     return positions
 
 
+_COPY_IT = (
+    "The Trainer itself reads it. Copy it to a directory, and resume from that; or load its weights alone: "
+    'dcp_plugin.load({"model": model}, URL).'
+)
 _PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _STOCK_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*")
 
@@ -139,7 +145,7 @@ _STOCK_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*",
 class Found:
     """A checkpoint to resume from."""
 
-    path: Path
+    path: Where
     stock: bool = True  # transformers alone has written it
     names: frozenset[str] = frozenset()
     """What is in it, by name: ``model``, ``optim``, ``extra.lr_scheduler``, ``extra.rng.0``."""
@@ -154,7 +160,7 @@ def newest(root: PathLike, config: CheckpointConfig) -> Found:
     Raises:
         CheckpointNotFound: There is none.
     """
-    candidates = [path for _, path in sorted(_candidates(Path(root)), reverse=True)]
+    candidates: list[Where] = [path for _, path in sorted(_candidates(Path(root)), reverse=True)]
     found, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
     for path, error in zip(candidates, refused, strict=False):
         warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
@@ -185,9 +191,10 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: Nothing is, or nothing complete.
     """
-    path = as_path(path)
+    path = as_path(path, config.storage_options)
     state = state_of(path)
     if state is None:
+        path = _local(path)
         if reason := _incomplete_reason(path):
             raise (CheckpointIncomplete if path.exists() else CheckpointNotFound)(f"{path}: {reason}")
         return Found(path)
@@ -200,7 +207,21 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     if config.verify_on_load:
         _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
     samples = extra.get(f"{EXTRA}.{SAMPLES}")
-    return Found(path, False, names, info.world_size, samples, (path / TRAINER_STATE_NAME).exists())
+    return Found(path, False, names, info.world_size, samples, _has_trainer_state(path))
+
+
+def _local(path: Where) -> Path:
+    """Of what transformers has saved without this package."""
+    with damage_in(path):
+        there = medium_of(path).kind(path)
+    if not there and not isinstance(path, Path):
+        raise CheckpointNotFound(f"{path}: nothing is there")
+    return local_path(path, "what transformers has saved without this package", _COPY_IT)
+
+
+def _has_trainer_state(path: Where) -> bool:
+    with damage_in(path):
+        return exists(unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
 
 
 def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: int | None) -> None:
@@ -223,8 +244,9 @@ def _candidates(root: Path) -> Iterator[tuple[int, Path]]:
     """By step. Among them is what an interrupted overwrite has moved aside."""
     yield from catalog.numbered(root, _PREFIX)
     for state in catalog.list_checkpoints(root):
-        if state.path.suffix == ".aside" and state.path.parent.parent == root and state.step is not None:
-            yield state.step, state.path
+        path, step = state.path, state.step
+        if isinstance(path, Path) and path.suffix == ".aside" and path.parent.parent == root and step is not None:
+            yield step, path
 
 
 def _is_complete(path: Path) -> bool:
@@ -249,10 +271,14 @@ def _name_of(key: str) -> str:
     return ".".join(parts[: 1 if parts[0] != EXTRA else 3 if parts[1:2] == [RNG] else 2])
 
 
-def _compare_trainer_state(path: Path, saved: str | None) -> None:
-    file = path / TRAINER_STATE_NAME
-    if saved is not None and (not file.is_file() or file.read_text("utf-8") != saved):
+def _compare_trainer_state(path: Where, saved: str | None) -> None:
+    if saved is None:
+        return
+    with damage_in(path):
+        files = unpacked(medium_of(path).open(path))
+        found = read(files, TRAINER_STATE_NAME) if exists(files, TRAINER_STATE_NAME) else b""
+    if found != saved.encode():
         raise CheckpointCorrupt(
-            f"{file} is not what was saved. If you have changed it on purpose, resume with "
+            f"{path / TRAINER_STATE_NAME} is not what was saved. If you have changed it on purpose, resume with "
             f"CheckpointConfig(verify_on_load=False)."
         )

@@ -31,8 +31,9 @@ from transformers.training_args import TrainingArguments
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
+from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.paths import PathLike, text_of
+from dcp_plugin.paths import PathLike, as_local, as_path
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
@@ -57,6 +58,12 @@ else:
     Trainer = object
 
 logger = logging.getLogger("dcp_plugin")
+
+
+_COPY_THEM = (
+    "It writes more there than checkpoints. Give it a directory, and copy checkpoints to the bucket when they are "
+    "complete: a copy is a checkpoint there, and train(resume_from_checkpoint=URL) goes on from one."
+)
 
 
 def _unless(busy: str, name: str) -> Any:
@@ -104,7 +111,7 @@ class DCPTrainerMixin(Trainer):
     def __init__(self, *args: Any, checkpoint_config: CheckpointConfig | None = None, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):  # before the Trainer makes a directory called "s3:"
             if isinstance(given, TrainingArguments) and given.output_dir:
-                given.output_dir = text_of(given.output_dir)
+                given.output_dir = as_local(given.output_dir, "the output_dir of a Trainer", _COPY_THEM)
         super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
             self.checkpoint_config = checkpoint_config
@@ -118,9 +125,11 @@ class DCPTrainerMixin(Trainer):
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete. If that turns
-        out to be damaged while it is loaded, this raises, and the next start takes the one before.
+        out to be damaged while it is loaded, this raises, and the next start takes the one before. It may be the URL
+        of a checkpoint of this package; the new ones go to ``output_dir`` all the same.
 
         Raises:
+            ValueError: A URL of something that transformers has saved without this package.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is nothing (complete) to resume from.
             SaveFailed: A save in the background failed; raised once.
         """
@@ -186,6 +195,8 @@ class TrainerAdapter:
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.loaded: ToLoad | None = None
         self.scratch: str | None = None  # where the Trainer's small files go while a checkpoint is made
+        self._small_files = ExitStack()
+        """Keeps those of a checkpoint in an object store, in which the Trainer finds its position."""
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
         self._said_who_may_write = False
@@ -205,6 +216,7 @@ class TrainerAdapter:
             self.finish(close=True)
         finally:
             self.found = self.loaded = None
+            self._small_files.close()
 
     def find(self, resume: PathLike | bool | None) -> str | None:
         """The path that the Trainer has to resume from, or None. Rank 0 decides for all."""
@@ -218,8 +230,14 @@ class TrainerAdapter:
         else:
             found = ranks.from_zero(f"open {resume}", lambda: checkpoints.named(resume, config))
         self.found = None if found.stock else found
-        # Without a state of the Trainer there is nothing that it could resume: a new training, with loaded weights.
-        return os.fspath(found.path) if found.stock or found.has_trainer_state else None
+        if not found.stock and not found.has_trainer_state:  # a new training, with loaded weights
+            return None
+
+        def directory() -> str:
+            copy = local_copy(as_path(found.path, config.storage_options), lambda name: name == TRAINER_STATE_NAME)
+            return os.fspath(self._small_files.enter_context(copy))
+
+        return ranks.agree(f"read {found.path}", directory)
 
     def finish(self, close: bool = False) -> None:
         """Wait for the save in flight, then push it to the hub if that is wanted; not if it failed."""

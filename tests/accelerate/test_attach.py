@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
 from tests import programs
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
@@ -51,16 +53,16 @@ def test_attaching_twice_is_attaching_once_and_detaching_undoes_it(tmp_path: Pat
 
 
 @on_ranks(2)
-def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(tmp_path: Path) -> None:
-    _hooks(tmp_path, "ddp")
+def test_hooks_see_what_they_see_natively_and_what_they_write_is_published(place: Where, tmp_path: Path) -> None:
+    _hooks(tmp_path, place, "ddp")
 
 
 @on_ranks(2)
-def test_hooks_under_fsdp(tmp_path: Path) -> None:
-    _hooks(tmp_path, "fsdp2")
+def test_hooks_under_fsdp(place: Where, tmp_path: Path) -> None:
+    _hooks(tmp_path, place, "fsdp2")
 
 
-def _hooks(root: Path, layout: str) -> None:
+def _hooks(disk: Path, place: Where, layout: str) -> None:
     from tests.accelerate import training as t
 
     seen: dict[bool, list[Any]] = {}
@@ -71,14 +73,15 @@ def _hooks(root: Path, layout: str) -> None:
         def on_save(models: Any, weights: Any, folder: str, run: Any = run, calls: Any = calls) -> None:
             calls.append(("save", models is run.accelerator._models, [sorted(one) for one in weights]))
             if run.accelerator.is_main_process:
-                Path(folder, "config.json").write_text("{}")
+                Path(folder, "net").mkdir()
+                Path(folder, "net", "config.json").write_text("{}")
 
         def on_load(models: Any, folder: str, run: Any = run, calls: Any = calls) -> None:
-            calls.append(("load", [one is run.model for one in models], os.path.exists(f"{folder}/config.json")))
+            calls.append(("load", [one is run.model for one in models], os.path.exists(f"{folder}/net/config.json")))
 
         run.accelerator.register_save_state_pre_hook(on_save)
         run.accelerator.register_load_state_pre_hook(on_load)
-        path = root / f"{layout}-{native}"
+        path = disk / "native" if native else place / "ours"
         run.accelerator.save_state(str(path))
         dist.barrier()  # Accelerate alone does not wait for rank 0
         run.accelerator.load_state(str(path))
@@ -86,8 +89,8 @@ def _hooks(root: Path, layout: str) -> None:
 
 
 @on_ranks(1)
-def test_a_hook_may_take_a_model_out_and_save_it_itself(tmp_path: Path) -> None:
-    path = tmp_path / "ck"
+def test_a_hook_may_take_a_model_out_and_save_it_itself(place: Where) -> None:
+    path = place / "ck"
     from tests.accelerate import training as t
 
     run = t.start("single").train(1)
@@ -107,9 +110,9 @@ def test_a_hook_may_take_a_model_out_and_save_it_itself(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_registered_objects_of_every_kind_come_back(tmp_path: Path) -> None:
+def test_registered_objects_of_every_kind_come_back(place: Where) -> None:
     """A model that only the user has sharded, its optimizer, an average of the weights, a plain counter."""
-    path = tmp_path / "ck"
+    path = place / "ck"
     from tests.accelerate import training as t
     from tests.accelerate.test_native import Counter
 
@@ -189,29 +192,35 @@ def test_one_optimizer_may_train_several_models(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_save_in_the_background_is_the_state_at_the_call(tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_the_state_at_the_call(place: Where) -> None:
     from tests.accelerate import training as t
 
-    run = t.start("fsdp2", async_save=True, project=tmp_path, limit=1)
+    run = t.start("fsdp2", async_save=True, project=place, limit=1)
     states = []
     for _ in range(3):
         run.train(1)
         states.append(run.whole_state())
         run.accelerator.save_state()
-    (tmp_path / "checkpoints" / "not_one.txt").write_text("")
+    medium = medium_of(place)
+    note = b"right after the save"
+    if dist.get_rank() == 0:
+        medium.mark(place / "checkpoints", "not_one.txt", note)
     run.attached.wait()
     dist.barrier()
-    assert [name for name in os.listdir(tmp_path / "checkpoints") if "checkpoint" in name] == ["checkpoint_2"]
+    names = [one.path.name for one in medium.entries(place / "checkpoints")]
+    assert [name for name in names if "checkpoint" in name] == ["checkpoint_2"]
     other = t.start("fsdp2", seed=9, async_save=True)
-    other.accelerator.save_state(str(tmp_path / "mine"))
-    (tmp_path / "mine" / "notes.txt").write_text("right after the save")
-    other.accelerator.load_state(str(tmp_path / "mine"))  # waits for it
-    assert (tmp_path / "mine" / "notes.txt").exists()
-    other.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_2"))
+    other.accelerator.save_state(str(place / "mine"))
+    if dist.get_rank() == 0:
+        medium.mark(place / "mine", "notes.txt", note)
+    other.accelerator.load_state(str(place / "mine"))  # waits for it
+    with medium.open(place / "mine").open("notes.txt") as file:
+        assert file.read() == note
+    other.accelerator.load_state(str(place / "checkpoints" / "checkpoint_2"))
     assert_same(other.whole_state(), states[-1])
-    other.accelerator.save_state(str(tmp_path / "last"))
+    other.accelerator.save_state(str(place / "last"))
     other.accelerator.end_training()
-    assert dcp.latest(tmp_path / "last") == tmp_path / "last"
+    assert dcp.latest(place / "last") == place / "last"
 
 
 @on_ranks(2)

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import dcp_plugin as dcp
+from dcp_plugin.paths import Where
 from tests import launch, programs
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.places import copy_folder
 
 
 def _save(root: Path, layout: str, native: bool) -> None:
@@ -29,7 +31,7 @@ def _save(root: Path, layout: str, native: bool) -> None:
         torch.save((state, run.scheduler.state_dict()), root / "state.pt")
 
 
-def _load(root: Path, layout: str, native: bool) -> None:
+def _load(root: Path, layout: str, native: bool, place: Where | None = None) -> None:
     from tests.accelerate import training as t
 
     run = t.start(layout, seed=3, native=native, stateful=False, unused=False)
@@ -38,8 +40,9 @@ def _load(root: Path, layout: str, native: bool) -> None:
     if native:
         run.accelerator.load_state(str(root / "ck"))
     else:
-        start = run.attached.resume_or_init(root)
-        assert (start.how, start.path) == ("resumed", root / "ck")
+        place = place or root
+        start = run.attached.resume_or_init(place)
+        assert (start.how, start.path) == ("resumed", place / "ck")
     state, schedule = torch.load(root / "state.pt", weights_only=True)
     found = run.whole_state()
     if native:  # it makes lists of the betas
@@ -76,10 +79,20 @@ def test_stock_accelerate_resumes_what_we_saved_and_merges_it(tmp_path: Path, la
     assert_same({key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}, merged)
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2", "hsdp", "fsdp1"])
-def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    [
+        *((layout, "disk") for layout in ("single", "ddp", "fsdp2", "hsdp", "fsdp1")),
+        ("fsdp2", "s3"),
+        *(pytest.param(layout, "s3", marks=pytest.mark.long) for layout in ("single", "ddp", "hsdp", "fsdp1")),
+    ],
+    indirect=["place"],
+)
+def test_we_resume_what_stock_accelerate_saved(tmp_path: Path, place: Where, layout: str) -> None:
     launch.run(_save, WORLD_SIZE[layout], tmp_path, layout, True)
-    launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False)
+    if place != tmp_path:
+        copy_folder(tmp_path / "ck", place / "ck")
+    launch.run(_load, WORLD_SIZE[layout], tmp_path, layout, False, place)
 
 
 @on_ranks(1)
@@ -100,7 +113,7 @@ def test_map_location_is_heeded_and_nothing_else_is_taken(tmp_path: Path) -> Non
 
 
 @on_ranks(1)
-def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path) -> None:
+def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path, place: Where) -> None:
     """As the scripts of diffusers do it: then Accelerate itself has no weights to save."""
     from tests.accelerate import training as t
 
@@ -120,12 +133,14 @@ def test_models_that_hooks_of_the_user_have_saved_resume(tmp_path: Path) -> None
 
     saved = start(0, native=True).train(2)
     saved.accelerator.save_state(str(tmp_path / "checkpoint-2"))
+    if place != tmp_path:
+        copy_folder(tmp_path / "checkpoint-2", place / "checkpoint-2")
     for native in (True, False):
         run = start(3, native)
-        run.accelerator.load_state(str(tmp_path / "checkpoint-2"))
+        run.accelerator.load_state(str((tmp_path if native else place) / "checkpoint-2"))
         state, found = saved.whole_state(), run.whole_state()
         assert_same(*({key: one[key] for key in one if isinstance(one[key], torch.Tensor)} for one in (state, found)))
-    assert run.attached.resume_or_init(tmp_path).path == tmp_path / "checkpoint-2"
+    assert run.attached.resume_or_init(place).path == place / "checkpoint-2"
 
 
 def test_a_registered_object_of_stock_accelerate_is_not_executed(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin.paths import Where
 from tests import launch
 from tests.accelerate import WORLD_SIZE
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.places import delete_file
 
 
 def _model_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -96,15 +98,14 @@ def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: li
             assert trained is before, "what is trained now got optimizer state, what is not has none"
 
 
-def test_a_project_is_resumed_at_its_highest_number(tmp_path: Path) -> None:
+def test_a_project_is_resumed_at_its_highest_number(tmp_path: Path, place: Where) -> None:
     launch.run(_pretrain, 1, tmp_path)
-    launch.run(_project, 1, tmp_path)
+    launch.run(_project, 1, tmp_path, place / "project")
 
 
-def _project(root: Path) -> None:
+def _project(root: Path, project: Where) -> None:
     from tests.accelerate import training as t
 
-    project = root / "project"
     run = t.start("single", project=project)
     assert run.attached.resume_or_init().how == "fresh"
     with pytest.raises(dcp.CheckpointNotFound, match="no committed checkpoint"):
@@ -112,8 +113,9 @@ def _project(root: Path) -> None:
     with pytest.raises(dcp.CheckpointNotFound, match="init_from"):
         run.attached.resume_or_init(init_from=root / "typo")
     assert run.attached.resume_or_init(init_from=root / "pretrained").how == "warm-started"
-    for _ in range(2):
-        run.train(1).accelerator.save_state()
+    for number in range(2):
+        path = project / "checkpoints" / f"checkpoint_{number}"
+        assert run.train(1).accelerator.save_state() == str(path)
     start = run.attached.resume_or_init(init_from=root / "typo")
     assert (start.how, start.path) == ("resumed", project / "checkpoints" / "checkpoint_1")
     start = run.attached.resume_or_init(resume=project / "checkpoints" / "checkpoint_0")
@@ -121,7 +123,7 @@ def _project(root: Path) -> None:
     assert run.attached.resume_or_init(resume="never", init_from=root / "pretrained").how == "warm-started"
 
     for number in range(2):
-        (project / "checkpoints" / f"checkpoint_{number}" / ".metadata").unlink()
+        delete_file(project / "checkpoints" / f"checkpoint_{number}" / ".metadata")
     with pytest.raises(dcp.CheckpointNotFound, match="no committed checkpoint"):
         run.attached.resume_or_init(init_from=root / "pretrained")
     with pytest.raises(ValueError, match="A directory is needed"):

@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_plugin.paths import Where, as_path
 from tests import launch
 from tests.compare import assert_same
+from tests.object_server import Bucket
 
 SAMPLES = 48
 STEPS = 2  # optimizer steps of the interrupted epoch: 2 accumulated batches of 2 samples each, on every process
 
 
-def _save(root: Path, layout: str, name: str, options: dict[str, Any]) -> None:
+def _save(root: Path, layout: str, name: str, options: dict[str, Any], place: Where | None = None) -> None:
     from tests.accelerate import training as t
 
     run = t.start(layout, samples=SAMPLES, **options)
-    run.train(STEPS, at={STEPS: lambda: run.accelerator.save_state(str(root / name))})
+    run.train(STEPS, at={STEPS: lambda: run.accelerator.save_state(str((place or root) / name))})
     torch.save((run.samples, _moment(run), run.whole_state()), root / f"{name}-{run.accelerator.process_index}.pt")
 
 
@@ -30,7 +32,9 @@ def _moment(run: Any) -> float:
     return float(run.scheduler.scheduler.last_epoch / stride)
 
 
-def _load(root: Path, layout: str, name: str, saved_on: int, options: dict[str, Any]) -> dict[str, Any]:
+def _load(
+    root: Path, layout: str, name: str, saved_on: int, options: dict[str, Any], place: Where | None = None
+) -> dict[str, Any]:
     from tests.accelerate import training as t
 
     said: list[str] = []
@@ -38,7 +42,7 @@ def _load(root: Path, layout: str, name: str, saved_on: int, options: dict[str, 
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dcp_plugin").addHandler(handler)
     run = t.start(layout, seed=7, samples=SAMPLES, **options)
-    run.accelerator.load_state(str(root / name))
+    run.accelerator.load_state(str((place or root) / name))
     saved = [torch.load(root / f"{name}-{rank}.pt", weights_only=True) for rank in range(saved_on)]
     assert_same(run.whole_state(), saved[0][2])
     assert _moment(run) == saved[0][1]
@@ -65,6 +69,13 @@ def test_each_sample_of_the_epoch_is_seen_exactly_once(
     total = 4 if data.get("split_batches") else 2 * WORLD_SIZE[after]
     assert consumed % total == 0, "this test is about the exact case"
     assert sorted(seen) == list(range(SAMPLES))
+
+
+def test_what_two_ranks_saved_to_a_bucket_one_resumes(tmp_path: Path, bucket: Bucket) -> None:
+    place = as_path(bucket.url)
+    launch.run(_save, 2, tmp_path, "fsdp2", "ck", {}, place)
+    (found,) = launch.run(_load, 1, tmp_path, "single", "ck", 2, {}, place)
+    assert sorted(found["before"] + found["after"]) == list(range(SAMPLES))
 
 
 def test_what_does_not_divide_is_repeated_and_said(tmp_path: Path) -> None:

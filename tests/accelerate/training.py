@@ -7,7 +7,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_plugin.accelerate import attach
+from dcp_plugin.paths import Where
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from tests.compare import full_state
 
@@ -105,7 +105,7 @@ def start(
     batch: int = 2,
     accumulate: int = 2,
     stateful: bool = True,
-    project: Path | None = None,
+    project: Where | None = None,
     limit: int | None = None,
     data: dict[str, Any] | None = None,
     workers: int = 0,

@@ -61,9 +61,6 @@ What of a `DictConfig` among the hyper-parameters is an interpolation is one aft
 flags. In that call `on_load_checkpoint` finds such a configuration as a plain dict. Structured configs come back
 without their class."""
 
-URLS = """\
-Stock saves to URLs through fsspec, where it does not make a local directory of them. We refuse every URL but
-`file://`."""
 NO_CODE = """\
 Loading executes no code from a checkpoint. [These values](format.md#which-values-come-back-as-what-they-were) come back
 as what they were, without their constructors; those of a class that is not imported come back plain, with a warning;
@@ -124,7 +121,6 @@ REASONS = {
     "Lightning: between two epochs": EPOCHS,
     "Lightning: a load sees what it fills": SEES_THE_MODEL,
     "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
-    "A URL is no path": URLS,
     "Loading executes no code": NO_CODE,
     "transformers: a checkpoint has its weights once": NO_SECOND_MODEL,
     "transformers: adapters under FSDP": ADAPTERS,

@@ -7,6 +7,7 @@ import pytest
 
 from tests import launch
 from tests.example.scripts import losses, run
+from tests.object_server import Bucket
 
 launch.preload("tests.accelerate.training")
 
@@ -25,3 +26,18 @@ def test_a_stopped_run_goes_on_where_it_was_and_on_one_rank_too(tmp_path: Path, 
         run, 1, "accelerate_train", "single", str(tmp_path), ["steps=6", "resume=auto", "checkpoint.every=9"]
     )
     assert [step for step, _ in losses(alone)] == ["5", "6"]
+
+
+def test_the_checkpoints_of_a_run_may_be_in_a_bucket(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Hydra gives of how the bucket is reached is in containers of its own."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    there = f"{bucket.url}/run"
+    store = f"storage_options={{endpoint: '{bucket.server.url}', client_options: {{allow_http: true}}}}"
+    settings = [f"checkpoints={there}", store, "checkpoint.every=2"]
+    straight, *_ = launch.run(run, 1, "accelerate_train", "single", str(tmp_path), ["steps=3", *settings])
+    resumed, *_ = launch.run(run, 1, "accelerate_train", "single", str(tmp_path), ["steps=3", "resume=must", *settings])
+    assert re.search(f"resumed: loaded .* from {there}/step-000002", resumed)
+    assert losses(resumed) == losses(straight)[2:]
+    assert not list(tmp_path.iterdir())

@@ -135,10 +135,10 @@ class Training:
                 if state["step"] == until:
                     return
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         self.fabric.save(path, self.state)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path | str) -> dict[str, Any]:
         remainder: dict[str, Any] = self.fabric.load(path, self.state)
         return remainder
 

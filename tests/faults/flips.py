@@ -16,6 +16,7 @@ import random
 import re
 import shutil
 import tempfile
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 
 import dcp_plugin as dcp
@@ -97,8 +99,21 @@ def _save_by_accelerate(root: Path) -> None:
     run.accelerator.save_state(str(root / "ck"))
 
 
+def copied(root: Path) -> None:
+    """A copy of what was saved to an object store, with files that a framework has put beside."""
+    store = f"memory://{uuid.uuid4().hex}"
+    ours = dcp.Checkpointer()
+    for step in (1, 2):
+        state = {"t": {"w": torch.full((60_000,), float(step)), "n": step}}
+        ours.save(state, f"{store}/{step}", step=step, files=lambda at: (at / "beside.bin").write_bytes(b"beside"))
+    ours.close()
+    fsspec.filesystem("memory").get(f"{store.removeprefix('memory:/')}/", f"{root}/", recursive=True)
+    shutil.rmtree(root / ".dcp_plugin", ignore_errors=True)
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
-    "plain": plain, "hard links": linked, "base": completed, "two ranks": of_two_ranks, "Accelerate": of_accelerate
+    "plain": plain, "hard links": linked, "base": completed, "two ranks": of_two_ranks, "Accelerate": of_accelerate,
+    "copied": copied,
 }  # fmt: skip
 
 

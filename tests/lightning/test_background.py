@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin.paths import Where
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.programs import LIGHTNING, Program
@@ -30,18 +31,18 @@ def _saving_often(root: Path, **options: Any) -> Any:
 
 
 @on_ranks(2)
-def test_a_training_with_background_saves_resumes_like_any_other(tmp_path: Path) -> None:
+def test_a_training_with_background_saves_resumes_like_any_other(place: Where) -> None:
     from tests.lightning import training as t
 
     for layout in ("ddp", "fsdp1", "fsdp2"):
         straight, model = t.trainer_for(layout), t.Model(layout)
         straight.fit(model, t.stateful_loader(layout))
         io = _async_io()
-        first = t.trainer_for(layout, [_saving_often(tmp_path / layout, save_top_k=-1)], plugin=io, max_steps=5)
+        first = t.trainer_for(layout, [_saving_often(place / layout, save_top_k=-1)], plugin=io, max_steps=5)
         first.fit(t.Model(layout), t.stateful_loader(layout))
         assert not any(thread.name == "dcp-save" for thread in threading.enumerate())
         second, resumed = t.trainer_for(layout, plugin=io), t.Model(layout, seed=5)
-        second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(tmp_path / layout / "step=2.ckpt"))
+        second.fit(resumed, t.stateful_loader(layout), ckpt_path=str(place / layout / "step=2.ckpt"))
         assert resumed.losses == model.losses[2:]
         assert_same(t.whole_state(straight), t.whole_state(second))
 

@@ -235,6 +235,28 @@ def test_what_callbacks_have_no_public_names_for() -> None:
 
 
 @on_ranks(1)
+def test_what_choosing_a_checkpoint_in_a_store_has_no_public_names_for() -> None:
+    """See search_among, forget_listings, folder_of and replace_choice_of_checkpoint."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    callback = ModelCheckpoint("memory://folder")
+    connector = pl.Trainer(accelerator="cpu", logger=False)._checkpoint_connector
+    assert callback._ModelCheckpoint__resolve_ckpt_dir(connector.trainer) == "memory://folder"
+    callback._fs.invalidate_cache()
+    search = inspect.getsource(ModelCheckpoint._find_last_checkpoints)
+    assert "self._fs.exists(ckpt_path)" in search and "self._fs.ls(ckpt_path, detail=False)" in search
+    assert 'self.save_last == "link" and not _is_local_file_protocol(self.dirpath)' in inspect.getsource(callback.setup)
+    given = ["state_fn", "ckpt_path", "model_provided", "model_connected"]
+    assert list(inspect.signature(connector._parse_ckpt_path).parameters) == given
+    assert inspect.getsource(connector._select_ckpt_path).count("self._parse_ckpt_path(") == 2
+    assert "fs.modified(path)" in inspect.getsource(connector._parse_ckpt_path)
+    assert isinstance(inspect.getattr_static(type(connector), "_hpc_resume_path"), property)
+    assert isinstance(inspect.getattr_static(type(connector), "hpc_save_path"), staticmethod)
+    assert OnExceptionCheckpoint("memory://folder").ckpt_path == "memory://folder/on_exception.ckpt"
+
+
+@on_ranks(1)
 def test_what_loggers_and_omegaconf_have_no_public_names_for() -> None:
     """See replace_scan, logged_times, artifact_name; and place_in_configuration."""
     from lightning.pytorch.callbacks import ModelCheckpoint

@@ -8,27 +8,29 @@ import pytest
 import torch
 
 import dcp_plugin as dcp
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
 from tests.compare import assert_same
 from tests.launch import on_ranks
 
 
 @on_ranks(1)
-def test_a_bare_plugin_saves_and_loads_any_dictionary(tmp_path: Path) -> None:
+def test_a_bare_plugin_saves_and_loads_any_dictionary(place: Where) -> None:
     from tests.lightning import training as t
 
     io = t.DCPCheckpointIO(async_save=True)
     weights = t.Model().state_dict()  # what ddp_spawn saves to bring the weights home
-    io.save_checkpoint(weights, tmp_path / "weights")
-    assert_same(weights, io.load_checkpoint(tmp_path / "weights"))
-    io.remove_checkpoint(tmp_path / "weights")
-    assert not (tmp_path / "weights").exists()
-    io.save_checkpoint({"state_dict": weights}, tmp_path / "model")
+    io.save_checkpoint(weights, place / "weights")
+    assert_same(weights, io.load_checkpoint(place / "weights"))
+    io.remove_checkpoint(place / "weights")
+    assert not medium_of(place).kind(place / "weights")
+    io.save_checkpoint({"state_dict": weights}, place / "model")
     other = t.Model(seed=1)
     with pytest.warns(UserWarning, match="its only module, 'model', is loaded"):
-        dcp.load({"mine": other}, tmp_path / "model")
+        dcp.load({"mine": other}, place / "model")
     assert_same(weights, other.state_dict())
     with pytest.raises(TypeError, match="storage_options"):
-        io.save_checkpoint(weights, tmp_path / "weights", storage_options={})
+        io.save_checkpoint(weights, place / "weights", storage_options={})
 
 
 @on_ranks(2)
@@ -60,20 +62,20 @@ def test_a_bare_plugin_reads_what_all_ranks_saved(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_the_plugin_resumes_a_file_of_lightnings_own(tmp_path: Path) -> None:
+def test_the_plugin_resumes_a_file_of_lightnings_own(place: Where) -> None:
     from tests.lightning import training as t
 
     straight, model = t.trainer_for("single"), t.Model()
     straight.fit(model, t.plain_loader("single"))
     first = t.trainer_for("single", max_epochs=1)
     first.fit(t.Model(), t.plain_loader("single"))
-    first.save_checkpoint(tmp_path / "stock.ckpt")
+    first.save_checkpoint(place / "stock.ckpt")
     saved = t.whole_state(first)
     look = t.AtTrainStart()
     t.trainer_for("single", [look], plugin=True).fit(
-        t.Model(seed=5), t.plain_loader("single"), ckpt_path=str(tmp_path / "stock.ckpt")
+        t.Model(seed=5), t.plain_loader("single"), ckpt_path=str(place / "stock.ckpt")
     )
     assert_same(saved, look.state)
     io = t.DCPCheckpointIO()
-    io.remove_checkpoint(tmp_path / "stock.ckpt")
-    assert not (tmp_path / "stock.ckpt").exists()
+    io.remove_checkpoint(place / "stock.ckpt")
+    assert not medium_of(place).kind(place / "stock.ckpt")

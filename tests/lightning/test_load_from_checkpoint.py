@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where, as_path
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
@@ -39,6 +42,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @on_ranks(1)
 def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path) -> None:
+    _load_all(root, root)
+
+
+@on_ranks(1)
+def test_a_model_comes_from_what_was_copied_to_a_store(root: Path) -> None:
+    url = as_path("memory://copied")
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        with fsspec.open(str(url / path.relative_to(root).as_posix()), "wb") as copy:
+            copy.write(path.read_bytes())
+    _load_all(root, url)
+
+
+def _load_all(root: Path, place: Where) -> None:
     from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning.stock_training import StockModel
 
@@ -47,7 +63,7 @@ def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path)
             self.seen_in_checkpoint = checkpoint
 
     for name in ("single-ours", "fsdp1-ours", "fsdp2-ours", "single-stock", "fsdp1-stock", "fsdp2-stock"):
-        path = root / name / "first.ckpt"
+        path = place / name / "first.ckpt"
         model = load_from_checkpoint(StockModel, path, layout="single", seed=5)
         assert (model.hparams.width, model.hparams.seed) == (7, 5)
         saved = torch.load(root / f"{name}.pt", weights_only=True)
@@ -58,7 +74,7 @@ def test_a_model_comes_from_any_checkpoint_with_its_hyper_parameters(root: Path)
         watching = load_from_checkpoint(Watching, path, layout="single")
         assert len(watching.seen_in_checkpoint["optimizer_states"]) == 1
         assert watching.seen_in_checkpoint["global_step"] == 3
-        if path.is_dir():  # a device to tell from the CPU where there is no other
+        if medium_of(path).kind(path) == "folder":  # a device to tell from the CPU where there is no other
             on_meta = load_from_checkpoint(StockModel, path, layout="single", map_location="meta")
             assert next(on_meta.parameters()).is_meta
 

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where, as_path
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.object_server import Bucket
 
 SCORES = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0]
 """What is monitored, by epoch."""
@@ -40,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _callbacks(root: Path) -> list[Any]:
+def _callbacks(root: Where) -> list[Any]:
     """Of a class each: Lightning keeps their states apart by class and some of the options."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -49,7 +52,7 @@ def _callbacks(root: Path) -> list[Any]:
     return [kinds[name](root / name, **options) for name, options in OPTIONS.items()]
 
 
-def _train(root: Path, layout: str, plugin: Any, *others: Any) -> list[Any]:
+def _train(root: Where, layout: str, plugin: Any, *others: Any) -> list[Any]:
     """The callbacks after six epochs of two batches each."""
     from tests.lightning import training as t
 
@@ -70,12 +73,13 @@ def _train(root: Path, layout: str, plugin: Any, *others: Any) -> list[Any]:
     return callbacks
 
 
-def _on_disk(root: Path) -> dict[str, str]:
+def _there(root: Where) -> dict[str, str]:
     """Every checkpoint, and where it leads if it is a link."""
+    medium = medium_of(root)
     return {
-        f"{folder.name}/{path.name}": os.readlink(path) if path.is_symlink() else ""
-        for folder in root.iterdir()
-        for path in folder.iterdir()
+        f"{folder.path.name}/{one.path.name}": os.readlink(one.path) if os.path.islink(one.path) else ""
+        for folder in medium.entries(root)
+        for one in medium.entries(folder.path)
     }
 
 
@@ -86,7 +90,7 @@ def _remembered(callback: Any) -> dict[str, Any]:
     return {**known, "best": best, "score": callback.best_model_score, "key": callback.state_key}
 
 
-def _watch(root: Path) -> Any:
+def _watch(root: Where) -> Any:
     """At every batch: where there was a checkpoint once there is one, and what is linked to can be loaded."""
     from lightning.pytorch.callbacks import Callback
 
@@ -99,7 +103,8 @@ def _watch(root: Path) -> Any:
             committed = {state.path.parent.name for state in dcp.list_checkpoints(root) if state.committed}
             assert seen <= committed, f"no checkpoint is left in {seen - committed}"
             seen.update(committed)
-            for link in (path for path in root.glob("*/*") if path.is_symlink()):
+            links = root.glob("*/*") if isinstance(root, Path) else ()
+            for link in (path for path in links if path.is_symlink()):
                 assert dcp.inspect(link).step is not None, link
 
     return Watch()
@@ -112,6 +117,22 @@ def _watch(root: Path) -> Any:
 )
 @on_ranks(2)
 def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layout: str, ways: list[str]) -> None:
+    _compare_with_stock(tmp_path, tmp_path, layout, ways)
+
+
+@on_ranks(1)
+def test_every_option_does_in_a_store_what_it_does_on_a_disk(tmp_path: Path) -> None:
+    _compare_with_stock(tmp_path, as_path("memory://options"), "single", ["background"])
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_every_option_does_in_a_bucket_what_it_does_on_a_disk(tmp_path: Path, bucket: Bucket) -> None:
+    _compare_with_stock(tmp_path, as_path(bucket.url), "fsdp2", ["foreground", "background"])
+
+
+def _compare_with_stock(tmp_path: Path, place: Where, layout: str, ways: list[str]) -> None:
+    """A store has no links: what is one on a disk is a checkpoint of its own there."""
     import dcp_plugin as dcp
     from tests.lightning import training as t
 
@@ -119,13 +140,14 @@ def test_every_option_does_what_it_does_without_the_plugin(tmp_path: Path, layou
     stock = _train(tmp_path / "stock", layout, None)
     for name in ways:
         io = t.DCPCheckpointIO(async_save=name == "background")
-        ours = _train(tmp_path / name, layout, io, _watch(tmp_path / name))
+        ours = _train(place / name, layout, io, _watch(place / name))
         torch.distributed.barrier()  # rank 0 deletes
         assert [_remembered(callback) for callback in ours] == [_remembered(callback) for callback in stock]
         torch.distributed.barrier()  # rank 0 deletes
-        assert _on_disk(tmp_path / name) == _on_disk(tmp_path / "stock")
+        found, wanted = _there(place / name), _there(tmp_path / "stock")
+        assert found == (wanted if isinstance(place, Path) else dict.fromkeys(wanted, ""))
         for path in sorted((tmp_path / "stock").glob("*/*.ckpt")):
-            mine = tmp_path / name / path.relative_to(tmp_path / "stock")
+            mine = place / name / str(path.relative_to(tmp_path / "stock"))
             written = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
             assert dcp.inspect(mine).step == written["global_step"], mine
             if path.is_file() and not path.is_symlink():

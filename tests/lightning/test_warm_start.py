@@ -15,35 +15,44 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_plugin.paths import Where, as_path
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.lightning import WORLD_SIZE
+from tests.object_server import Bucket
 
 LAYOUTS_OF = {size: [name for name in WORLD_SIZE if WORLD_SIZE[name] == size] for size in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_fit_starts_with_the_weights_of_init_from_or_with_its_own_checkpoint(tmp_path: Path, world_size: int) -> None:
-    launch.run(_pretrain, 1, tmp_path)
-    launch.run(_start, world_size, tmp_path, LAYOUTS_OF[world_size])
+    launch.run(_pretrain, 1, tmp_path, tmp_path)
+    launch.run(_start, world_size, tmp_path, tmp_path, LAYOUTS_OF[world_size])
 
 
-def _pretrain(root: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_fit_on_a_bucket_starts_like_one_on_a_disk(tmp_path: Path, bucket: Bucket, world_size: int) -> None:
+    place = as_path(bucket.url) / "run"
+    launch.run(_pretrain, 1, place, tmp_path)
+    launch.run(_start, world_size, place, tmp_path, LAYOUTS_OF[world_size])
+
+
+def _pretrain(root: Where, disk: Path) -> None:
     from tests.lightning import training as t
 
     trainer, model = t.trainer_for("single", plugin=True, max_steps=2), t.Model(seed=3)
     trainer.fit(model, t.plain_loader("single"))
     trainer.save_checkpoint(root / "pretrained")
-    torch.save({key: value for key, value in t.whole_state(trainer).items() if key[:5] == "model"}, root / "whole.pt")
+    torch.save({key: value for key, value in t.whole_state(trainer).items() if key[:5] == "model"}, disk / "whole.pt")
 
 
-def _start(root: Path, layouts: list[str]) -> None:
+def _start(root: Where, disk: Path, layouts: list[str]) -> None:
     from dcp_plugin import PartialLoad
     from tests.lightning import fine_tuning as ft
     from tests.lightning import training as t
 
-    pretrained = torch.load(root / "whole.pt", weights_only=True)
+    pretrained = torch.load(disk / "whole.pt", weights_only=True)
     for layout in layouts:
         io = t.DCPCheckpointIO(init_from=root / "pretrained")
         look, loader = ft.Looks(), t.plain_loader(layout)
@@ -80,7 +89,7 @@ def _start(root: Path, layouts: list[str]) -> None:
 
 
 def test_moments_and_messages_of_a_warm_start(tmp_path: Path) -> None:
-    launch.run(_pretrain, 1, tmp_path)
+    launch.run(_pretrain, 1, tmp_path, tmp_path)
     launch.run(_moments, 1, tmp_path)
 
 
@@ -145,7 +154,7 @@ def _moments(root: Path) -> None:
 
 def test_a_model_on_the_meta_device_is_warm_started(tmp_path: Path) -> None:
     """What ModelParallelStrategy materialises and no key of the checkpoint fills has its initial values."""
-    launch.run(_pretrain, 1, tmp_path)
+    launch.run(_pretrain, 1, tmp_path, tmp_path)
     launch.run(_meta, 2, tmp_path)
 
 
@@ -212,7 +221,7 @@ def test_what_is_trained_may_change_between_two_runs(tmp_path: Path, layouts: li
 
 @pytest.mark.parametrize("trainable_only", [False, True], ids=["whole", "trainable only"])
 def test_a_resumed_fine_tuning_equals_one_that_was_not_interrupted(tmp_path: Path, trainable_only: bool) -> None:
-    launch.run(_pretrain, 1, tmp_path)
+    launch.run(_pretrain, 1, tmp_path, tmp_path)
     for layout in ("ddp", "fsdp2"):
         launch.run(_fine_tune, 2, tmp_path, layout, trainable_only)
         if not trainable_only:

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dcp_plugin.lightning import DCPCheckpointIO
+from dcp_plugin.paths import Where
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
 from tests.compare import full_state
 from tests.lightning import WORLD_SIZE
@@ -115,7 +115,7 @@ def trainer_for(
     )
 
 
-def checkpoints(root: Path, layout: str, loader: str) -> list[Callback]:
+def checkpoints(root: Where, layout: str, loader: str) -> list[Callback]:
     """At the end of each epoch, or in the middle of the first."""
     when: Any = {"every_n_epochs": 1} if loader == "plain" else {"every_n_train_steps": 3}
     return [ModelCheckpoint(root / f"{layout}-{loader}", filename="{step}", save_top_k=-1, **when)]

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+import dcp_plugin as dcp
+from dcp_plugin.paths import ObjectPath, Where, as_path
 from tests import launch
 from tests.compare import assert_same
+from tests.object_server import Bucket
+from tests.places import copy_folder
 from tests.transformers_trainer import WORLD_SIZE
 
 CASES: dict[str, dict[str, Any]] = {
@@ -98,10 +102,45 @@ def test_resume_equals_no_interruption(trained: Any, world_size: int) -> None:
         assert one != other, "each rank draws its own random numbers, or this test shows little"
 
 
-def _begin(path: Path, layout: str, **options: Any) -> Any:
+def test_a_copy_in_a_bucket_is_resumed_by_its_url(trained: Any, bucket: Bucket, tmp_path: Path) -> None:
+    path = trained(2)[0] / "fsdp2" / "middle of an epoch" / "checkpoint-3"
+    url = as_path(bucket.url) / "run" / path.name
+    copy_folder(path, url)
+    expected, _, _ = launch.run(_begin, 2, path, "fsdp2")[0]
+    for state, step, _ in launch.run(_begin, 2, url, "fsdp2", tmp_path):
+        assert step == 3
+        assert_same(state, expected)
+
+
+def test_what_transformers_alone_has_saved_is_refused_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
+    launch.run(_save_with_stock, 1, tmp_path)
+    url = as_path(bucket.url) / "checkpoint-3"
+    copy_folder(tmp_path / "checkpoint-3", url)
+    launch.run(_refused, 1, tmp_path, url)
+
+
+def _save_with_stock(root: Path) -> None:
     from tests.transformers_trainer import training as t
 
-    trainer = t.trainer(path.parent / f"to-{layout}", layout, net=t.model(seed=9), **options)
+    t.trainer(root, kind=t.OnCPU, max_steps=3).train()
+
+
+def _refused(root: Path, url: ObjectPath) -> None:
+    from tests.transformers_trainer import training as t
+
+    before = set(root.iterdir())
+    with pytest.raises(ValueError, match=f"{url} is a URL.*Copy it to a directory"):
+        t.begin(t.trainer(root), url)
+    with pytest.raises(dcp.CheckpointNotFound, match=f"{url.parent / 'nothing'}"):
+        t.begin(t.trainer(root), url.parent / "nothing")
+    assert set(root.iterdir()) == before
+
+
+def _begin(path: Where, layout: str, root: Path | None = None, **options: Any) -> Any:
+    from tests.transformers_trainer import training as t
+
+    to = root or Path(path).parent
+    trainer = t.trainer(to / f"to-{layout}", layout, net=t.model(seed=9), **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         seen = t.begin(trainer, path)

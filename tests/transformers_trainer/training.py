@@ -197,7 +197,7 @@ def _portable(value: Any) -> Any:
     return str(value.dtype), tuple(value.shape), bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def begin(trainer: Any, resume: bool | str | Path) -> AtTrainBegin:
+def begin(trainer: Any, resume: bool | str | os.PathLike[str]) -> AtTrainBegin:
     """What a resumed training would start with. Collective."""
     seen = AtTrainBegin()
     seen.trainer = trainer

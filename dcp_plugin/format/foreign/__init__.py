@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
-from dcp_plugin.format import Files
+from dcp_plugin.format import Files, expect
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.types import Shape
 
@@ -130,24 +130,24 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
     nearly everywhere; a single flipped bit is not seen.
     """
     digest = hashlib.sha256()
-
-    def sample(start: int, count: int) -> None:
-        if count:
-            file.seek(start)
-            digest.update(file.read(count))
-
     views = sorted(contents.views.items())
     views += [(key, part) for key, parts in sorted(contents.parts.items()) for part in parts]
     for name, size in sorted(contents.files.items()):
         digest.update(size.to_bytes(8, "little"))
+        samples = [(b"", max(0, size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE) for number in range(_SAMPLES)]
+        for key, view in views:
+            if view.file == name:
+                about = key, view.start, view.dtype, view.shape, view.strides
+                said = repr(about if view.offsets is None else (*about, view.offsets)).encode()
+                span = view.span
+                for start in (0, (span - _PLACE) // 2, span - _PLACE):
+                    samples.append((said, view.start + max(0, start), min(_PLACE, span)))
+                    said = b""
         with files.open(name) as file:
-            for number in range(_SAMPLES):
-                sample(max(0, size - _SAMPLE) * number // (_SAMPLES - 1), _SAMPLE)
-            for key, view in views:
-                if view.file == name:
-                    about = key, view.start, view.dtype, view.shape, view.strides
-                    digest.update(repr(about if view.offsets is None else (*about, view.offsets)).encode())
-                    span = view.span
-                    for start in (0, (span - _PLACE) // 2, span - _PLACE):
-                        sample(view.start + max(0, start), min(_PLACE, span))
+            expect(file, [(start, min(start + count, size)) for _, start, count in samples if count])
+            for said, start, count in samples:
+                digest.update(said)
+                if count:
+                    file.seek(start)
+                    digest.update(file.read(count))
     return digest.hexdigest()

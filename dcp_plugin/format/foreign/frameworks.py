@@ -207,13 +207,17 @@ def saved_as_folder(files: Files, names: Iterable[str]) -> Saved | None:
     return None
 
 
-def saved_as_files(files: Files, names: Iterable[str]) -> Iterator[Saved]:
-    """Those of the named files that ``torch.save`` wrote. Of very many, those with a usual name are looked at."""
+def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Iterator[Saved]:
+    """Those of the named files that ``torch.save`` wrote. Of very many, those with a usual name are looked at.
+
+    Args:
+        look: False: all that have a usual name are taken for such files, for now.
+    """
     for number, name in enumerate(names):
-        if number >= _MOST_OPENED and posixpath.splitext(name)[1] not in _USUAL:
+        if (number >= _MOST_OPENED or not look) and posixpath.splitext(name)[1] not in _USUAL:
             continue
         with suppress(OSError):
-            if _begins_like_torch_save(files, name):
+            if not look or _begins_like_torch_save(files, name):
                 yield Saved(files, name, files.modified(name))
 
 
@@ -261,6 +265,9 @@ def _begins_like_torch_save(files: Files, name: str) -> bool:
 
 def _examined_file(one: Saved) -> Saved | None:
     files, name = one.files, one.name
+    with suppress(OSError):  # the check says what is wrong
+        if not _begins_like_torch_save(files, name):
+            return None
     try:
         torch_file.check_records(files, name)
     except CheckpointCorrupt as error:

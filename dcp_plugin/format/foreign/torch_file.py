@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 import struct
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +24,7 @@ import torch
 from dcp_plugin import torch_pickles
 from dcp_plugin._torch import load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
-from dcp_plugin.format import Files
+from dcp_plugin.format import Files, expect
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 
@@ -34,6 +36,7 @@ LIGHTNING = "pytorch-lightning_version"
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (bool, int, float, str)
 _DEPTH = 3
+_COPIED = 8 << 20
 _MOST_VISITS = 3_000_000
 
 Tree = Mapping[Any, Any]
@@ -184,12 +187,16 @@ def _replace_by_loaded(contents: Contents, archive: _Archive) -> None:
 
 
 def _load(file: BinaryIO) -> Any:
-    """What a file holds, with memory: mapped if it is a file of this machine, else read."""
-    try:
-        mapped = f"/dev/fd/{file.fileno()}"
-    except OSError:  # io.UnsupportedOperation
-        return torch.load(file, map_location="cpu", weights_only=True)
-    return torch.load(mapped, map_location="cpu", weights_only=True, mmap=True)
+    """What a file holds, mapped into memory, so that only what is used is in it."""
+    with ExitStack() as stack:
+        try:
+            number = file.fileno()
+        except OSError:  # io.UnsupportedOperation: it is in a store
+            local = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(file, local, _COPIED)
+            local.flush()
+            number = local.fileno()
+        return torch.load(f"/dev/fd/{number}", map_location="cpu", weights_only=True, mmap=True)
 
 
 def _view(archive: _Archive, key: str, tensor: torch.Tensor) -> View:
@@ -309,6 +316,7 @@ def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
     data = [info for name, info in members.items() if name.startswith(f"{root}data/")]
     records: dict[int, int] = {}
     end = 0
+    expect(file, [(info.header_offset, info.header_offset + _LOCAL_HEADER.size) for info in data])
     for info in sorted(data, key=lambda info: info.header_offset):
         file.seek(info.header_offset)
         magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

@@ -22,7 +22,7 @@ from dcp_plugin.format import DAMAGED, INDEX, METADATA, PACKED, SUMMARY, uncommi
 from dcp_plugin.format.packed import time_of, token_in
 from dcp_plugin.media import CannotLink, Listed, RangedFile
 from dcp_plugin.media.objects import commit
-from dcp_plugin.media.objects.client import IN_FLIGHT, PART, Client, Found, client_of
+from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, PART, Client, Found, client_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
 from dcp_plugin.media.objects.upload import ObjectWriter
 from dcp_plugin.media.packed import unpacked
@@ -30,8 +30,6 @@ from dcp_plugin.paths import ObjectPath
 
 _SAVING = ".saving"
 _HOMES = 4
-_MOST_COPIED = 5 << 30
-"""Bytes that S3 copies in one request."""
 _SAME_MOMENT = 60.0
 """Seconds. The index is put just before ``.metadata``; if they are further apart, they may be of different saves."""
 
@@ -224,7 +222,7 @@ class CopiedObject:
                 found = self.client.head(home.key)
                 if found is None or found.size != self.size:
                     continue
-                if found.size > _MOST_COPIED:
+                if found.size > MOST_COPIED:
                     raise CannotLink("")
                 self.client.copy(home.key, here.key)
                 return replace(self, homes=(here, *self.homes))

@@ -10,14 +10,15 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from dcp_plugin.media.objects import uploads
-from dcp_plugin.paths import ObjectPath
+from dcp_plugin.media.objects import credentials, uploads
+from dcp_plugin.media.objects.refusals import refusal, said
+from dcp_plugin.paths import ObjectPath, StoreOptions
 
 T = TypeVar("T")
 
@@ -29,9 +30,12 @@ STREAMS = 16
 """Ranges that one rank asks for at a time: one alone gets less than 100 MB/s of a store."""
 GAP = 1 << 20
 """Bytes that arrive in the time that another request takes."""
+MOST_COPIED = 5 << 30
+"""Bytes that S3 copies in one request."""
 _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
+_SHORTEST_SECRET = 3
 _NOT_ASKED_AGAIN = "list response body"
 """What obstore says of a listing that broke off, which is the one thing that it does not ask for again."""
 
@@ -39,11 +43,6 @@ _MISSING = (
     "{} needs obstore, which is not installed: pip install 'dcp-plugin[objects]', or pip install obstore into the "
     "environment of this job."
 )
-_SECRET = re.compile(
-    r"(?i)((?:x-amz-[\w-]*|sig|signature|(?<!expired)(?<!invalid)token|secret|password|\w*_key|authorization)\s*[=:]\s*)[^\s&\"',}]+"
-)
-_ROLE_SERVICE = "169.254.169.254"
-_QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"')]*")
 
 
 @dataclass(frozen=True)
@@ -169,32 +168,46 @@ def _environment() -> str:
 
 
 def _options_of(path: ObjectPath) -> dict[str, Any]:
-    """The options that a client is made with: ours, where the user has none of his own."""
+    """The options that a client is made with: ours, where the user has none of his own.
+
+    Raises:
+        ValueError: An option has a value that none can have; what is called as none is, obstore says.
+    """
     given = dict(path.options or {})
     # They replace those of the environment, so what is said there has to be said again.
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     client = {"timeout": timedelta(minutes=5), "connect_timeout": timedelta(seconds=10), "allow_http": allow_http}
-    client |= given.pop("client_options", {})
-    retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **given.pop("retry_config", {})}
+    client |= _table(given, "client_options")
+    retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **_table(given, "retry_config")}
+    if unknown := retries.keys() - _RETRIES:
+        raise ValueError(f"retry_config has no {min(unknown)!r}, but {', '.join(sorted(_RETRIES))}")
+    for name, value in given.items():
+        if not isinstance(value, (str, bool)) and name != "credential_provider":
+            raise ValueError(f"{name} is text, not of type {type(value).__name__}")
     if path.scheme == "s3":
-        endpoint = given.get("endpoint") or given.get("aws_endpoint") or _endpoint_of_aws()
-        if endpoint:
-            given.setdefault("endpoint", endpoint)
-            if str(endpoint).startswith("http://"):
-                client["allow_http"] = True
-        own = {name.removeprefix("aws_").lower() for name in given}
-        if not own & {"checksum_algorithm", "unsigned_payload"}:
+        given = credentials.of_aws(given) | given
+        own = {name.lower().removeprefix("aws_"): value for name, value in given.items()}
+        endpoint = next((own[name] for name in credentials.ENDPOINT if name in own), "")
+        if endpoint and not _ENDPOINT.match(endpoint):
+            raise ValueError(f"the endpoint {endpoint!r} is no URL that starts with http:// or https://")
+        if endpoint.startswith("http://"):
+            client["allow_http"] = True
+        if not own.keys() & {"checksum_algorithm", "unsigned_payload"}:
             # The signature has the SHA-256 of each part, so the store checks that anyway. AWS has a faster checksum.
             given |= {"checksum_algorithm": "SHA256"} if endpoint else _CHECKED_BY_CRC
     return {**given, "client_options": client, "retry_config": retries}
 
 
+def _table(given: dict[str, Any], name: str) -> dict[str, Any]:
+    table = given.pop(name, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"{name} is a dict, not of type {type(table).__name__}")
+    return table
+
+
+_RETRIES = {"max_retries", "retry_timeout", "backoff"}
+_ENDPOINT = re.compile(r"https?://[^/\s]")
 _CHECKED_BY_CRC = {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
-
-
-def _endpoint_of_aws() -> str:
-    """As AWS's own tools find it; obstore knows the second name only."""
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
 
 
 class ObstoreClient:
@@ -206,11 +219,15 @@ class ObstoreClient:
             from obstore.store import from_url
         except ImportError as error:
             raise ValueError(_MISSING.format(path.store)) from error
-        self._obstore, self._url = obstore, path.store
+        self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(dict(path.options or {}))
         try:
             self._store: Any = from_url(path.store, **_options_of(path))
         except Exception as error:
-            raise ValueError(f"{path.store} cannot be reached with these options: {_said(error)}") from error
+            raise ValueError(
+                f"{path.store} cannot be reached with these options: {said(error, _texts_in(path.options))}. Those of "
+                f"storage_options are named as obstore does (region, endpoint, access_key_id, …), and where none is "
+                f"given, they come from the environment."
+            ) from None
 
     @contextmanager
     def _asked(self, key: str, conditional: bool = False) -> Iterator[None]:
@@ -218,18 +235,19 @@ class ObstoreClient:
         kinds = self._obstore.exceptions
         try:
             yield
-        except FileNotFoundError as error:
-            raise _error(errno.ENOENT, error, f"{self._url}/{key}") from None
         except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
             if conditional:
-                raise Changed(_said(error)) from None
-            raise _error(errno.EIO, error, f"{self._url}/{key}") from None
-        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
-            raise _error(errno.EACCES, error, f"{self._url}/{key}") from None
+                raise Changed(said(error, self._secrets)) from None
+            raise self._error(error, key) from None
         except kinds.NotSupportedError as error:
-            raise NoConditions(_said(error)) from None
-        except kinds.BaseError as error:
-            raise _error(errno.EIO, error, f"{self._url}/{key}") from None
+            raise NoConditions(said(error, self._secrets)) from None
+        except (kinds.BaseError, OSError) as error:  # the latter from a writer
+            raise self._error(error, key) from None
+
+    def _error(self, error: Exception, key: str) -> OSError:
+        """The error as one of Python's, which picks the class by the number."""
+        number, text = refusal(error, said(error, self._secrets))
+        return OSError(number, text, f"{self._url}/{key}")
 
     def put(self, key: str, data: bytes) -> str:
         with self._asked(key):
@@ -367,22 +385,12 @@ def _into(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
     return done
 
 
-def _error(number: int, error: Exception, where: str) -> OSError:
-    """The error as one of Python's, which picks the class by the number."""
-    text = os.strerror(number) if number == errno.ENOENT and "NoSuchBucket" not in str(error) else _said(error)
-    return OSError(number, text, where)
-
-
-def _said(error: Exception) -> str:
-    """What a store has said, on one line, without what a request was signed with."""
-    text = str(error).partition("\n\nDebug source:")[0]
-    code = re.search(r"<Code>(.*?)</Code>.*?(?:<Message>(.*?)</Message>)?", text, re.DOTALL)
-    text = re.sub(r"<\?xml.*", "", text, flags=re.DOTALL)
-    if code:
-        text += f"{code[1]}{': ' + code[2] if code[2] else ''}"
-    if _ROLE_SERVICE in text:
-        text = f"no credentials were found in the environment, and this machine has no role that gives some ({text})"
-    return _SECRET.sub(r"\1…", _QUERY.sub(r"\1?…", " ".join(text.split())))[:1000]
+def _texts_in(options: Any) -> list[str]:
+    """All that options say: a message about them may quote a secret that is in the wrong place."""
+    if isinstance(options, str):
+        return [options] if len(options) > _SHORTEST_SECRET else []
+    values = options.values() if isinstance(options, (Mapping, StoreOptions)) else ()
+    return [text for one in values for text in _texts_in(one)]
 
 
 class MemoryClient:

@@ -43,7 +43,16 @@ from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.media import Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
-from dcp_plugin.media.objects.client import Changed, Client, Found, NoConditions, client_of
+from dcp_plugin.media.objects.client import (
+    IN_FLIGHT,
+    MOST_COPIED,
+    PART,
+    Changed,
+    Client,
+    Found,
+    NoConditions,
+    client_of,
+)
 from dcp_plugin.paths import ObjectPath
 
 logger = logging.getLogger("dcp_plugin")
@@ -74,6 +83,8 @@ class _Held:
     ended: threading.Event
     copies: str = ""
     """The save whose objects this one copies, if it is no save itself."""
+    replaces_file: bool = False
+    """Whether there is a checkpoint in one object of the name: some frameworks write both under one name."""
     in_doubt: bool = False
     """Whether nobody knows if ``.metadata`` was put."""
 
@@ -109,9 +120,10 @@ def reserve(final: ObjectPath, among_other_files: bool = False) -> Reservation[O
     try:
         objects, folders = client.directly_below(final.key)
         names = {one.key.rpartition("/")[2]: one for one in objects}
-        _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
+        replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
         tag = names[METADATA].tag if METADATA in names else None
         reservation = _begin(client, final, tag)
+        _held[reservation.token].replaces_file = replaces_file
         try:
             sweep(client, workspace_of(final))
             if names or folders:
@@ -217,7 +229,8 @@ def _say_unconditional(store: str) -> None:
 
 def _refuse_to_replace_other_things(
     client: Client, final: ObjectPath, names: list[str], among_other_files: bool
-) -> None:
+) -> bool:
+    """Whether there is an object that has the name itself, and is a checkpoint in one file."""
     if names and not (has_traces([name.rstrip("/").rpartition("/")[2] for name in names]) or among_other_files):
         raise SaveFailed(
             f"cannot save to {final}: there are other things below it than a checkpoint. Save to a new name, for "
@@ -228,6 +241,8 @@ def _refuse_to_replace_other_things(
         client.read(final.key, 0, [memoryview(first)], None)
         if first != _TORCH_FILE:
             raise SaveFailed(f"cannot save to {final}: there is an object of that name that is no checkpoint.")
+        return True
+    return False
 
 
 def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
@@ -249,8 +264,8 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) ->
     _commit(client, reservation, packed(files[METADATA], files[SUMMARY], token), token)
     if held.tag is None:
         _undo_if_taken_for_dead(client, held)
-    with suppress(OSError):  # a checkpoint in one file, which this one replaces
-        if client.head(final.key) is not None:
+    if held.replaces_file:
+        with suppress(OSError):
             client.delete([final.key])
     _let_go(client, reservation)
 
@@ -390,7 +405,7 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         _clean(client, path)
         for name, one in there.items():
             if token_in(name) in ("", token):
-                client.copy(one.key, below(path, name))
+                _copy(client, one, below(path, name))
         _commit(client, reservation, bytes(data), token)
     except (OSError, Changed, NoConditions, KeyError, SaveFailed) as error:
         why = f"{target} is not there" if isinstance(error, KeyError) else error
@@ -398,6 +413,25 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
     finally:
         if reservation is not None:
             _let_go(client, reservation)
+
+
+def _copy(client: Client, found: Found, to: str) -> None:
+    """Copy an object; one that is too large for a request of the store passes through here."""
+    if found.size <= MOST_COPIED:
+        client.copy(found.key, to)
+        return
+    upload = client.upload(to, found.size, IN_FLIGHT)
+    try:
+        for begin in range(0, found.size, PART):
+            memory = memoryview(bytearray(min(PART, found.size - begin)))
+            done = 0
+            while done < len(memory):
+                done += client.read(found.key, begin + done, [memory[done:]], found.tag)
+            upload.write(memory)
+        upload.finish()
+    except BaseException:
+        upload.abort()
+        raise
 
 
 def sweep(client: Client, workspace: ObjectPath) -> None:

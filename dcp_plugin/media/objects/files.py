@@ -9,32 +9,37 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.media import RangedFile
+from dcp_plugin.media.objects.cache import BLOCK, Cache
 from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
 from dcp_plugin.paths import ObjectPath
 
-_BUFFER = 1 << 20
-"""Bytes that a small read asks for: what follows is often wanted next, and another request takes longer."""
+_A_PAGE = 1000
+"""Keys that a store lists in one answer."""
 
 
 class ObjectFile(RangedFile):
     """An object, read by ranges."""
 
-    def __init__(self, client: Client, found: Found, where: str) -> None:
-        self._object = _Object(client, found, where)
-        super().__init__(self._object, min(_BUFFER, max(1, found.size)))
+    def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
+        self._object = _Object(client, cache, found, where)
+        super().__init__(self._object, max(1, min(BLOCK, found.size)))
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._object.expect(ranges)
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         return self._object.read_at(memory, offset)
 
 
 class _Object(io.RawIOBase):
-    def __init__(self, client: Client, found: Found, where: str) -> None:
+    def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
         super().__init__()
-        self._client, self._found, self._where, self._at = client, found, where, 0
+        self._client, self._cache, self._found, self._where, self._at = client, cache, found, where, 0
 
     def readable(self) -> bool:
         return True
@@ -47,7 +52,16 @@ class _Object(io.RawIOBase):
         return self._at
 
     def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
-        count = self.read_at([memoryview(memory).cast("B")], self._at)
+        memory = memoryview(memory).cast("B")
+        if self._at >= self._found.size:
+            return 0
+        if len(memory) > BLOCK and self._found.size > GAP:
+            count = self.read_at([memory], self._at)
+        else:
+            with self._unless_replaced():
+                data = self._cache.read(self._found, self._at)
+            count = min(len(data), len(memory))
+            memory[:count] = data[:count]
         self._at += count
         return count
 
@@ -57,6 +71,10 @@ class _Object(io.RawIOBase):
         while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
             done += count
         return bytes(memory[:done])
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        with self._unless_replaced():
+            self._cache.fetch(self._found, ranges)
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
         left = self._found.size - offset
@@ -68,20 +86,27 @@ class _Object(io.RawIOBase):
             left -= len(wanted[-1])
             if left <= 0:
                 break
-        try:
+        with self._unless_replaced():
             return self._client.read(self._found.key, offset, wanted, self._found.tag)
+
+    @contextmanager
+    def _unless_replaced(self) -> Iterator[None]:
+        try:
+            yield
         except Changed:
             raise FileNotFoundError(errno.ENOENT, "it was replaced while it was read", self._where) from None
 
 
 class ObjectFiles:
-    """The objects below a prefix, found one by one."""
+    """The objects below a prefix, found one by one. What was found stays what it was."""
 
     streams = STREAMS
     gap = GAP
 
     def __init__(self, client: Client, path: ObjectPath) -> None:
         self._client, self.path = client, path
+        self._cache = Cache(client)
+        self._found: dict[str, Found] = {}
 
     @property
     def where(self) -> str:
@@ -91,10 +116,12 @@ class ObjectFiles:
         return f"{self.path.key}/{name}" if self.path.key else name
 
     def _find(self, name: str) -> Found:
-        found = self._client.head(self._key(name))
-        if found is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-        return found
+        if name not in self._found:
+            found = self._client.head(self._key(name))
+            if found is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
+            self._found[name] = found
+        return self._found[name]
 
     def names(self) -> list[str]:
         objects, folders = self._client.directly_below(self.path.key)
@@ -111,7 +138,7 @@ class ObjectFiles:
         return self._find(name).modified
 
     def open(self, name: str) -> ObjectFile:
-        return ObjectFile(self._client, self._find(name), f"{self.path}/{name}")
+        return ObjectFile(self._client, self._cache, self._find(name), f"{self.path}/{name}")
 
     def leads_elsewhere(self, name: str) -> bool:
         return False
@@ -140,23 +167,39 @@ class ListedFiles(ObjectFiles):
         super().__init__(client, path)
         self._listed = listed
         self._frozen = frozen
+        self._too_many = False
 
     def _all(self) -> Mapping[str, Found]:
         if self._listed is None:
             below = f"{self.path.key}/" if self.path.key else ""
-            found = self._client.below(self.path.key)
-            self._listed = {one.key.removeprefix(below): one for one in found if not one.key.endswith("/")}
+            listed: dict[str, Found] = {}
+            for one in self._client.below(self.path.key):
+                if not one.key.endswith("/"):
+                    listed[one.key.removeprefix(below)] = one
+                # Keys are sorted, and this one comes before all that is in a checkpoint.
+                self._too_many = len(listed) >= _A_PAGE and METADATA not in listed
+                if self._too_many:  # this may be a whole bucket
+                    objects, _ = self._client.directly_below(self.path.key)
+                    listed = {one.key.removeprefix(below): one for one in objects}
+                    break
+            self._listed = listed
         return self._listed
 
     def _find(self, name: str) -> Found:
-        if name not in self._all():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
-        return self._all()[name]
+        listed = self._all()
+        if name in listed:
+            return listed[name]
+        if self._too_many:
+            return super()._find(name)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.path}/{name}")
 
     def names(self) -> list[str]:
-        if not self._all():
+        listed = self._all()
+        if self._too_many:
+            return super().names()
+        if not listed:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return sorted({name[: name.find("/") + 1] or name for name in self._all()})
+        return sorted({name[: name.find("/") + 1] or name for name in listed})
 
     def modified(self, name: str) -> float:
         if not name:
@@ -166,5 +209,8 @@ class ListedFiles(ObjectFiles):
     def moved(self) -> bool:
         if self._frozen:
             return False
-        before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        try:
+            before, now = self._all().get(METADATA), self._client.head(self._key(METADATA))
+        except OSError:  # nobody can tell, and whoever asks has an error of his own
+            return False
         return (before.tag if before else None) != (now.tag if now else None)

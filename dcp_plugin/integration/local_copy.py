@@ -1,0 +1,77 @@
+"""What a checkpoint has beside its tensors, in a local directory: for code of frameworks and users that opens files.
+
+A checkpoint in a directory is that directory. Of one in an object store the files are fetched, on the rank that asks;
+of one that was copied from there to a disk they get their usual names.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dcp_plugin.errors import damage_in
+from dcp_plugin.format import DATA_SUFFIX, PACKED, is_own
+from dcp_plugin.media import Medium, Readable, medium_of
+from dcp_plugin.media.packed import PackedFiles, unpacked
+from dcp_plugin.paths import Where
+from dcp_plugin.storage.open import in_one_view
+
+_AT_ONCE = 8 << 20
+"""Bytes that are asked for in one request."""
+
+
+@contextmanager
+def local_copy(path: Where, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Path]:
+    """A directory with the files of a checkpoint, those of tensors left out, as long as the block runs.
+
+    Args:
+        wanted: Which of them are fetched, by their names in the checkpoint, with ``/`` between folders.
+
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt, CheckpointUnreadable: They cannot be fetched.
+    """
+    if isinstance(path, Path) and not _is_packed(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="dcp-plugin-") as home:
+        with damage_in(path):
+            copied = in_one_view(path, lambda _, files: _fetched(files, path, wanted, Path(home)))
+        yield copied
+
+
+def _is_packed(path: Path) -> bool:
+    with suppress(OSError):
+        return isinstance(unpacked(medium_of(path).open(path)), PackedFiles)
+    return False
+
+
+def _fetched(files: Readable, path: Where, wanted: Callable[[str], bool], home: Path) -> Path:
+    copy = Path(tempfile.mkdtemp(dir=home))  # another look may follow
+    for name in _names(files, path):
+        if wanted(name):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            with files.open(name) as source, open(copy / name, "wb") as target:
+                shutil.copyfileobj(source, target, _AT_ONCE)
+    return copy
+
+
+def _names(files: Readable, path: Where) -> list[str]:
+    """The files that belong to nobody but whoever has put them there."""
+    medium = medium_of(path).snapshot(path)
+    names = {name for name in _below(medium, path) if not is_own(name.partition("/")[0])}
+    if isinstance(files, PackedFiles):
+        names |= {name for name in _below(medium, path / f"{PACKED}{files.token}") if not is_own(name)}
+    return sorted(name for name in names if not name.endswith(DATA_SUFFIX))
+
+
+def _below(medium: Medium, folder: Where, before: str = "") -> Iterator[str]:
+    for one in medium.entries(folder):
+        if one.path.parent != folder:  # a key with ".." in it, which is to lead out of the local directory
+            continue
+        if one.is_folder:
+            yield from _below(medium, one.path, f"{before}{one.path.name}/")
+        else:
+            yield before + one.path.name
