@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.packed import end_of, token_in
@@ -252,6 +253,9 @@ def _reader(environment: dict[str, str], url: str, ended: Any, told: Any) -> Non
             ):
                 try:
                     found[what] += look() is not None
+                except CheckpointException as error:  # no Exception; stock has no second try
+                    told_so = any(words in str(error) for words in ("no longer exists", "FileNotFound"))
+                    found["stock was told" if told_so else f"WRONG: {what}: {error}"[:300]] += 1
                 except Exception as error:
                     found[f"WRONG: {what}: {type(error).__name__}: {error}"[:300]] += 1
     told.put(found)
