@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.packed import end_of, token_in
@@ -224,7 +225,7 @@ def _kill_after(pid: Path, seconds: float) -> None:
     while not pid.exists() or not pid.read_text():
         time.sleep(0.001)
     time.sleep(seconds)
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, FileNotFoundError):  # it is all over
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
@@ -252,6 +253,9 @@ def _reader(environment: dict[str, str], url: str, ended: Any, told: Any) -> Non
             ):
                 try:
                     found[what] += look() is not None
+                except CheckpointException as error:  # no Exception; stock has no second try
+                    told_so = any(words in str(error) for words in ("no longer exists", "FileNotFound"))
+                    found["stock was told" if told_so else f"WRONG: {what}: {error}"[:300]] += 1
                 except Exception as error:
                     found[f"WRONG: {what}: {type(error).__name__}: {error}"[:300]] += 1
     told.put(found)

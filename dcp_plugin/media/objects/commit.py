@@ -136,12 +136,13 @@ def _begin(client: Client, final: ObjectPath, tag: str | None, **noted: Any) -> 
 
     Its token has the time of this machine's clock, if that agrees with the store's, and else of the latter.
     """
-    now = time.time()
+    now, last = time.time(), _last_time[0]
     held = _put_record(client, final, tag, now, noted)
     try:
         found = client.head(_record(held.reservation))
         if found is not None and abs(found.modified - now) > _CLOCKS_DIFFER:
             _let_go(client, held.reservation)
+            _last_time[0] = last  # what comes next need not be later than a time that is wrong
             held = _put_record(client, final, tag, found.modified, noted)
         if final.store not in _conditional:
             _conditional[final.store] = _refuses(client, _record(held.reservation), held.said)
