@@ -31,7 +31,7 @@ from tests.faults import stores
 from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence
 from tests.faults.proxy import Proxy, Request, where
 from tests.faults.scenes import number_in, save
-from tests.faults.stores import IN_BUCKETS, PRELOADED, acting, at_each_request, stock_number
+from tests.faults.stores import IN_BUCKETS, PRELOADED, Killed, acting, at_each_request, stock_number
 from tests.faults.victims import Outcome, Victims
 from tests.object_server import Bucket, Server
 
@@ -98,6 +98,22 @@ def test_killed_at_a_request_the_next_save_goes_on(others: Victims, s3: Server, 
 def test_killed_while_it_deletes_what_a_dead_one_has_left(others: Victims, s3: Server) -> None:
     found = list(at_each_request(others, s3, "new", every=9, start=6, after_a_dead_one=True))
     assert len(found) > 3 and [one for one in found if one] == []
+
+
+def _save_in_parts(url: str, number: int) -> None:
+    dcp.save({"n": number, "w": torch.ones(6 << 20)}, url)
+
+
+def test_parts_that_the_dead_had_sent_are_given_back(
+    others: Victims, bucket: Bucket, proxy: Proxy, root: ObjectPath, tmp_path: Path
+) -> None:
+    proxy.on(where("PUT", ".distcp", query="partNumber"), Killed(tmp_path / "pid", "after"))
+    through = bucket.server.environment(proxy.url)
+    others.run(acting, through, tmp_path / "pid", _save_in_parts, str(root / "step-1"), 1, below=tmp_path)
+    assert len(bucket.unfinished_uploads()) in (1, 2)
+    assert dcp.latest(root) is None
+    save(root / "step-2", 2)
+    assert bucket.unfinished_uploads() == [] and _left(bucket) == []
 
 
 @pytest.mark.long
