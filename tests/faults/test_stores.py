@@ -383,7 +383,7 @@ def test_two_ranks_of_which_one_hears_nothing(bucket: Bucket, proxy: Proxy, root
     options: list[dict[str, Any]] = [{"endpoint": bucket.server.url}, {"endpoint": bucket.server.url}]
     options[silent] = {"endpoint": proxy.url, **quick}
     proxy.on(where("PUT", ".distcp"), Silence(), times=None)
-    outcomes = launch.outcomes_of(_save_within, 2, f"{root}/last", options, 1, 60.0, timeout=50)
+    outcomes = launch.outcomes_of(_save_within, 2, f"{root}/last", options, 1, 60.0)
     for outcome in outcomes:
         assert "SaveFailed" in outcome.traceback or "RankFailure" in outcome.traceback, outcome
         assert f"{root}/last" in outcome.traceback and f"rank {silent}" in outcome.traceback
