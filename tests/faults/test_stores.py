@@ -418,8 +418,9 @@ def test_ctrl_c_in_the_middle_of_an_upload_publishes_nothing(
     proxy.on(where("PUT", ".distcp"), Call(lambda: os.kill(int(pid.read_text()), signal.SIGINT)))
     through = bucket.server.environment(proxy.url)
     outcome = others.run(acting, through, pid, partial(_save_and_be_stopped, through), f"{root}/last", below=tmp_path)
-    assert (outcome.result, outcome.error) == ("KeyboardInterrupt", None)
-    assert number_in(root / "last") == 1
+    assert outcome.error is None
+    # Python hears of it when it is back from obstore, which may be in code whose exceptions nobody gets.
+    assert (outcome.result, number_in(root / "last")) in (("KeyboardInterrupt", 1), ("saved", 2))
     save(root / "next", 3)
     assert not _left(bucket)
 
