@@ -13,7 +13,6 @@ from collections.abc import ItemsView, KeysView, Mapping, Sequence, ValuesView
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 PathLike = str | os.PathLike[str]
 StorageOptions = Mapping[str, Any]
@@ -271,8 +270,3 @@ def relative_to(path: Where, start: Where) -> str:
     if isinstance(path, ObjectPath) or isinstance(start, ObjectPath):
         return str(path)
     return os.path.relpath(os.path.realpath(path), os.path.realpath(start))
-
-
-def without_query(url: str) -> str:
-    """A URL as messages may show it."""
-    return urlsplit(url)._replace(query="").geturl()

@@ -87,6 +87,67 @@ class NewFile(Protocol):
         """
 
 
+class RawRanges(io.RawIOBase):
+    """What a buffered file reads from if its bytes come by ranges; :meth:`read_at` is where they come from."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size, self._at = size, 0
+
+    def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
+        """As :meth:`RangedFile.read_into`."""
+        raise NotImplementedError
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
+        count = self.read_at([memoryview(memory).cast("B")], self._at)
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        memory = bytearray(max(0, self._size - self._at))
+        done = 0
+        while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
+            done += count
+        return bytes(memory[:done])
+
+
+def first_bytes(memory: Sequence[memoryview], most: int) -> list[memoryview]:
+    """The pieces of memory, cut so that they have at most so many bytes."""
+    pieces = []
+    for piece in memory:
+        if most <= 0:
+            break
+        pieces.append(piece[:most])
+        most -= len(piece)
+    return pieces
+
+
+def scatter(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
+    """Copy chunks of bytes to the pieces of memory in turn; how many bytes."""
+    done = 0
+    left = [piece for piece in memory if len(piece)]
+    for chunk in chunks:
+        data = memoryview(chunk)
+        while len(data) and left:
+            count = min(len(left[0]), len(data))
+            left[0][:count] = data[:count]
+            left[0], data = left[0][count:], data[count:]
+            done += count
+            if not len(left[0]):
+                del left[0]
+    return done
+
+
 class RangedFile(io.BufferedReader):
     """A file of a published checkpoint, seekable, that reads a range into several pieces of memory at once."""
 
@@ -288,6 +349,16 @@ class Linkable(Protocol):
         Raises:
             CannotLink: In words: why that cannot be; empty if nobody need hear of it.
         """
+
+
+_HOMES = 4
+
+
+def with_newest(homes: Sequence[P], home: P) -> tuple[P, ...]:
+    """The names of a :class:`Linkable` when the newest of them has become ``home``."""
+    names = [home]
+    names += [path for path in homes[1:] if path != home]
+    return tuple(names[:_HOMES])
 
 
 def medium_of(path: Where, direct_io: bool | Literal["auto"] = "auto") -> Medium:

@@ -6,13 +6,12 @@ that it was copied to. What is of other saves to the same path is not seen.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, token_in
-from dcp_plugin.media import RangedFile, Readable
+from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes, scatter
 
 _TAIL = 64 << 10
 """Bytes; a summary has a few kilobytes, unless the state has very many modules."""
@@ -123,41 +122,18 @@ def _attached(summary: bytes) -> frozenset[str]:
         return frozenset()
 
 
-class _Bytes(io.RawIOBase):
+class _Bytes(RawRanges):
     """The first bytes of a file, of which the last are known."""
 
     def __init__(self, file: RangedFile | None, begin: int, known: bytes) -> None:
-        super().__init__()
-        self._file, self._begin, self._known, self._at = file, begin, known, 0
-        self._size = begin + len(known)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._size)[whence])
-        return self._at
-
-    def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
-        count = self.read_at([memoryview(memory)], self._at)
-        self._at += count
-        return count
-
-    def readall(self) -> bytes:
-        memory = bytearray(max(0, self._size - self._at))
-        done = 0
-        while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
-            done += count
-        return bytes(memory[:done])
+        super().__init__(begin + len(known))
+        self._file, self._begin, self._known = file, begin, known
 
     def read_at(self, memory: Sequence[memoryview], offset: int) -> int:
         if offset >= self._begin:
-            return _scatter(memoryview(self._known)[offset - self._begin :], memory)
+            return scatter([memoryview(self._known)[offset - self._begin :]], memory)
         assert self._file is not None, "there is nothing before what is known"
-        return self._file.read_into(list(_cut(memory, self._begin - offset)), offset)
+        return self._file.read_into(first_bytes(memory, self._begin - offset), offset)
 
     def close(self) -> None:
         if self._file is not None:
@@ -172,20 +148,3 @@ class _Part(RangedFile):
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
         return self._bytes.read_at(memory, offset)
-
-
-def _cut(memory: Sequence[memoryview], most: int) -> Iterable[memoryview]:
-    for piece in memory:
-        if most > 0:
-            yield piece[:most]
-        most -= len(piece)
-
-
-def _scatter(data: memoryview, memory: Sequence[memoryview]) -> int:
-    """Copy to the pieces in turn; how many bytes."""
-    done = 0
-    for piece in memory:
-        count = min(len(piece), len(data) - done)
-        piece[:count] = data[done : done + count]
-        done += count
-    return done

@@ -255,7 +255,7 @@ def covering(starts: Positions, length: int, block: int | None, end: int, gap: i
     if block is not None:
         blocks = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
         if len(starts) > 1 and int((starts[1:] - stops[:-1]).max()) <= gap:
-            return _merged(np.array([blocks[0][0]]), np.array([blocks[-1][1]]), 0)
+            return [(blocks[0][0], blocks[-1][1])]
         if sum(b - a for a, b in blocks) <= (1 + MOST_WASTE) * length * len(starts):
             return blocks
     return _merged(starts, stops, max(gap, int(MOST_WASTE * length)))

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
-from dcp_plugin.media import CannotLink
+from dcp_plugin.media import CannotLink, with_newest
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.files import LocalFile
 
-_HOMES = 4
 _GONE = "its files are gone, or were written to since"
 _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of another file, where the file system can
 
@@ -61,8 +60,7 @@ class LinkableFile:
 
     def published(self, home: Path) -> LinkableFile:
         """The same file when its newest name has become ``home``."""
-        others = [path for path in self.homes[1:] if path != home]
-        return replace(self, homes=(home, *others)[:_HOMES])
+        return replace(self, homes=with_newest(self.homes, home))
 
     @contextmanager
     def opened(self) -> Iterator[tuple[LocalFile, LinkableFile]]:

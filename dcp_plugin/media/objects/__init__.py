@@ -19,8 +19,8 @@ from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DAMAGED, INDEX, METADATA, PACKED, SUMMARY, uncommitted_reason
-from dcp_plugin.format.packed import time_of, token_in
-from dcp_plugin.media import CannotLink, Listed, RangedFile
+from dcp_plugin.format.packed import folders, time_of, token_in
+from dcp_plugin.media import CannotLink, Listed, RangedFile, with_newest
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, PART, Client, Found, client_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -29,7 +29,6 @@ from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import ObjectPath
 
 _SAVING = ".saving"
-_HOMES = 4
 _SAME_MOMENT = 60.0
 """Seconds. The index is put just before ``.metadata``; if they are further apart, they may be of different saves."""
 
@@ -172,7 +171,7 @@ class ObjectStore:
 
     def time_from_names(self, path: ObjectPath) -> float | None:
         names = self._names(path)
-        saves = {token_in(name) for name in names if name.startswith(PACKED)} - {""}
+        saves = folders(names)
         if METADATA not in names or DAMAGED in names or SUMMARY in names or len(saves) != 1:
             return None
         (token,) = saves
@@ -208,8 +207,7 @@ class CopiedObject:
     verified: bool
 
     def published(self, home: ObjectPath) -> CopiedObject:
-        others = [path for path in self.homes[1:] if path != home]
-        return replace(self, homes=(home, *others)[:_HOMES])
+        return replace(self, homes=with_newest(self.homes, home))
 
     def opened(self) -> AbstractContextManager[tuple[RangedFile, CopiedObject]]:
         raise CannotLink("")

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
+from dcp_plugin.media import scatter
 from dcp_plugin.media.objects import credentials, uploads
 from dcp_plugin.media.objects.refusals import refusal, said
 from dcp_plugin.paths import ObjectPath, StoreOptions
-
-T = TypeVar("T")
 
 PART = 8 << 20
 """Bytes of a part of an upload, and of a range of a large read."""
@@ -290,7 +289,7 @@ class ObstoreClient:
             first, _ = result.range
             if first != begin:
                 raise OSError(errno.EIO, "the store has sent other bytes than those asked for", f"{self._url}/{key}")
-            return _into(result.stream(min_chunk_size=1 << 20), memory)
+            return scatter(result.stream(min_chunk_size=1 << 20), memory)
 
     def below(self, prefix: str) -> Iterator[Found]:
         last = None
@@ -369,22 +368,6 @@ def _found(meta: Any, key: str) -> Found:
     return Found(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")
 
 
-def _into(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
-    """Copy chunks to the pieces of memory in turn; how many bytes."""
-    done = 0
-    left = [piece for piece in memory if len(piece)]
-    for chunk in chunks:
-        data = memoryview(chunk)
-        while len(data) and left:
-            count = min(len(left[0]), len(data))
-            left[0][:count] = data[:count]
-            left[0], data = left[0][count:], data[count:]
-            done += count
-            if not len(left[0]):
-                del left[0]
-    return done
-
-
 def _texts_in(options: Any) -> list[str]:
     """All that options say: a message about them may quote a secret that is in the wrong place."""
     if isinstance(options, str):
@@ -438,7 +421,7 @@ class MemoryClient:
             if tag and found.tag != tag:
                 raise Changed(f"{key} is another one")
             end = begin + sum(map(len, memory))
-            return _into([self._files.cat_file(self._root + key, begin, end)], memory)
+            return scatter([self._files.cat_file(self._root + key, begin, end)], memory)
 
     def below(self, prefix: str) -> Iterator[Found]:
         start = f"{self._root}{prefix}/" if prefix else self._root

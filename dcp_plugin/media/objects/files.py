@@ -7,13 +7,12 @@ that was replaced meanwhile is never taken for the one that was listed.
 from __future__ import annotations
 
 import errno
-import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dcp_plugin.format import METADATA
-from dcp_plugin.media import RangedFile
+from dcp_plugin.media import RangedFile, RawRanges, first_bytes
 from dcp_plugin.media.objects.cache import BLOCK, Cache
 from dcp_plugin.media.objects.client import GAP, STREAMS, Changed, Client, Found
 from dcp_plugin.paths import ObjectPath
@@ -36,20 +35,10 @@ class ObjectFile(RangedFile):
         return self._object.read_at(memory, offset)
 
 
-class _Object(io.RawIOBase):
+class _Object(RawRanges):
     def __init__(self, client: Client, cache: Cache, found: Found, where: str) -> None:
-        super().__init__()
-        self._client, self._cache, self._found, self._where, self._at = client, cache, found, where, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._found.size)[whence])
-        return self._at
+        super().__init__(found.size)
+        self._client, self._cache, self._found, self._where = client, cache, found, where
 
     def readinto(self, memory: memoryview) -> int:  # type: ignore[override]
         memory = memoryview(memory).cast("B")
@@ -65,13 +54,6 @@ class _Object(io.RawIOBase):
         self._at += count
         return count
 
-    def readall(self) -> bytes:
-        memory = bytearray(max(0, self._found.size - self._at))
-        done = 0
-        while done < len(memory) and (count := self.readinto(memoryview(memory)[done:])):
-            done += count
-        return bytes(memory[:done])
-
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         with self._unless_replaced():
             self._cache.fetch(self._found, ranges)
@@ -80,14 +62,8 @@ class _Object(io.RawIOBase):
         left = self._found.size - offset
         if left <= 0:
             return 0
-        wanted = []
-        for piece in memory:
-            wanted.append(piece[:left])
-            left -= len(wanted[-1])
-            if left <= 0:
-                break
         with self._unless_replaced():
-            return self._client.read(self._found.key, offset, wanted, self._found.tag)
+            return self._client.read(self._found.key, offset, first_bytes(memory, left), self._found.tag)
 
     @contextmanager
     def _unless_replaced(self) -> Iterator[None]:
