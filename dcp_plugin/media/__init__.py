@@ -235,11 +235,12 @@ class Medium(Protocol):
             SaveFailed: This rank does not see the reserved directory.
         """
 
-    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> NewFile:
+    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1) -> NewFile:
         """Begin a new file of a save.
 
         Args:
             size: Its final size in bytes.
+            at_once: How many files this rank writes at the same time: they share what may be on the way.
             wrote: Called with the number of bytes that went to the medium, as they go; from any thread.
         """
 

@@ -172,7 +172,7 @@ def _write_file(
     starts, size = layout
     rings = Rings()
     locations = []
-    with to.medium.create(to.directory, name, size, meter.add) as file:
+    with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
         for data, start in zip(items, starts, strict=True):
             file.write(bytes(start - file.tell()))
             running = RunningHash() if hashed and isinstance(data, torch.Tensor) else None

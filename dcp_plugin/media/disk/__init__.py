@@ -58,7 +58,9 @@ class LocalDisk:
                 os.listdir(directory.parent)  # makes an NFS client look again
             time.sleep(0.1)
 
-    def create(self, directory: Path, name: str, size: int, wrote: Callable[[int], None]) -> BlockFile:
+    def create(
+        self, directory: Path, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1
+    ) -> BlockFile:
         return BlockFile(directory / name, size, self.direct_io, wrote)
 
     def publish(self, reservation: Reservation[Path], files: Mapping[str, bytes]) -> None:

@@ -80,8 +80,10 @@ class ObjectStore:
         if directory.store != path.store:
             raise SaveFailed(f"cannot save {path}: rank 0 saves to {directory.parent}")
 
-    def create(self, directory: ObjectPath, name: str, size: int, wrote: Callable[[int], None]) -> ObjectWriter:
-        return ObjectWriter(self.client, commit.below(directory.parent, name), size, IN_FLIGHT, wrote)
+    def create(
+        self, directory: ObjectPath, name: str, size: int, wrote: Callable[[int], None], at_once: int = 1
+    ) -> ObjectWriter:
+        return ObjectWriter(self.client, commit.below(directory.parent, name), size, IN_FLIGHT // at_once, wrote)
 
     def flush(self, directory: ObjectPath) -> None:
         """An object that is there is durable."""
