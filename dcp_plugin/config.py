@@ -71,6 +71,35 @@ class CheckpointConfig:
     copy; a third save waits for the first. Lightning, Accelerate and transformers take ``"wait"`` alone, since what
     they delete and note down next depends on the save."""
 
+    writer: Literal["thread", "process"] = "thread"
+    """Who writes what a save has staged. ``"thread"``: this process. ``"process"``: a *keeper*, one helper process per
+    node, which has the host copies in shared memory: what a save has returned for is published even if the whole
+    training is killed right after, and nothing that it does takes the interpreter's lock of the training. Linux only.
+    With ``local_dir`` it is always a keeper."""
+
+    local_dir: str | None = None
+    """A directory of each node, on a disk of its own or in memory (``/dev/shm/...``), that has the newest checkpoints:
+    each node the part of its ranks. A restart reads from there what survives, and the rest from ``path``. None: there
+    is no such tier. Ranks of one host with equal ``local_dir`` are one node."""
+
+    local_keep: int = 2
+    """How many of the newest checkpoints stay in ``local_dir``. One more has room there while it is written."""
+
+    replicas: int = 0
+    """How many other nodes hold a copy of each node's part in their ``local_dir``: so many may be lost with all they
+    have."""
+
+    durable_every: int | None = 1
+    """Which saves go on from ``local_dir`` to ``path``, in the background: each N-th, counted from the first of this
+    checkpointer. ``close`` brings the newest there in any case. ``None``: none, for clusters without any storage that
+    all nodes share; then ``path`` is but the name of a checkpoint."""
+
+    drain_bandwidth: float | None = None
+    """Bytes per second that each node reads from ``local_dir`` to bring them to ``path``, at most. None: no limit."""
+
+    keeper_linger: float = 600.0
+    """Seconds that a keeper waits for a training that has died to come back, before it gives its memory back."""
+
     finish_on_sigterm: bool = False
     """On SIGTERM (preemption on SLURM or Kubernetes) finish the save in flight, then do what would have been done
     without us; the training goes on meanwhile. For at most ``timeout`` seconds, so that a save that hangs does not keep
@@ -162,6 +191,9 @@ class CheckpointConfig:
             object.__setattr__(self, "base", text_of(self.base))
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", StoreOptions(self.storage_options))
+        if self.local_dir is not None:
+            local = as_local(self.local_dir, "local_dir", "Give a directory of each node, and the URL as the path.")
+            object.__setattr__(self, "local_dir", os.path.abspath(local))
         if self.events is not None:
             local = as_local(self.events, "the file of events", "Give a local file, and copy it when the job ends.")
             object.__setattr__(self, "events", local)
@@ -183,11 +215,35 @@ class CheckpointConfig:
             raise ValueError(
                 "keep_last=1 with async_save=True: keep at least 2, since the newest may still be on its way to disk."
             )
+        self._check_tiers()
         if self.staging == "lazy" and not self.async_save:
             raise ValueError(
                 "staging='lazy' needs async_save=True: a save that waits for the disk would copy nothing, and block as "
                 "long as ever. Give async_save=True, or leave staging out."
             )
+
+    def _check_tiers(self) -> None:
+        if self.local_keep < 1 or self.replicas < 0:
+            raise ValueError(
+                f"local_keep must be at least 1 and replicas at least 0, got {self.local_keep} and {self.replicas}."
+            )
+        if self.durable_every is not None and self.durable_every < 1:
+            raise ValueError(
+                f"durable_every must be at least 1, or None for never, got {self.durable_every}: it counts saves."
+            )
+        if self.drain_bandwidth is not None and not self.drain_bandwidth > 0:
+            raise ValueError(f"drain_bandwidth must be positive bytes per second or None, got {self.drain_bandwidth}.")
+        if not self.keeper_linger >= 0:
+            raise ValueError(f"keeper_linger must be 0 or more seconds, got {self.keeper_linger}.")
+        if self.local_dir is None and (self.replicas or self.durable_every != 1):
+            raise ValueError("replicas and durable_every say what becomes of what is in local_dir: give one.")
+        if self.local_dir is not None and not self.checksum:
+            raise ValueError("local_dir needs checksum=True: what survives a failure is not believed without.")
+
+    @property
+    def has_keeper(self) -> bool:
+        """Whether saves are written by a keeper."""
+        return self.writer == "process" or self.local_dir is not None
 
     @classmethod
     def merge(
@@ -235,7 +291,7 @@ class CheckpointConfig:
 
     def of_all_ranks(self) -> dict[str, Any]:
         """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
-        names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude")
+        names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude", "has_keeper", "replicas")
         return {name: getattr(self, name) for name in names}
 
     def that_waits(self, who: str) -> CheckpointConfig:
@@ -272,12 +328,17 @@ def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _are_keys(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(key, str) for key in value)
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "staging": ("blocking", "lazy"),
+    "writer": ("thread", "process"),
     "when_busy": ("wait", "skip", "queue"),
     **dict.fromkeys(("direct_io", "read_broadcast", "progress", "stock_aliases"), (True, False, "auto")),
 }
@@ -286,7 +347,8 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda value: value in (True, False)),
     "int": ("a whole number", _is_int),
     "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
-    "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "float": ("a number", _is_number),
+    "float | None": ("a number or None", lambda value: value is None or _is_number(value)),
     "Mapping[str, Any] | None": (
         "a mapping or None",
         lambda value: value is None or isinstance(value, (Mapping, StoreOptions)),

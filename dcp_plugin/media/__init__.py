@@ -188,6 +188,10 @@ class Readable(Files, Protocol):
             OSError: One is not there.
         """
 
+    def distrust(self, file: RangedFile) -> bool:
+        """What was read from a file is not what was saved. Whether the same file, opened anew, comes from another place
+        that has not failed."""
+
     def moved(self) -> bool:
         """Whether what is at the path now is not what these files are of: it was replaced or deleted, or has come."""
 

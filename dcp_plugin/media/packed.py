@@ -106,6 +106,9 @@ class PackedFiles:
     def keep(self, names: Iterable[str]) -> None:
         self.files.keep([self._at(name) for name in names])
 
+    def distrust(self, file: RangedFile) -> bool:
+        return self.files.distrust(file)
+
     def moved(self) -> bool:
         return self.files.moved()
 

@@ -203,6 +203,42 @@ def open_checkpoint(path: Where, base: Where | None = None, check: bool = False)
     return _open(path, lambda opened: completed(opened, base), check)
 
 
+def open_files(path: Where, files: Readable, base: Where | None = None) -> Opened:
+    """:func:`open_checkpoint` of files that are held: of a checkpoint of ours, called by ``path``, wherever they are.
+
+    Raises:
+        CheckpointCorrupt, CheckpointNotFound, CheckpointMismatch: As there.
+    """
+    with damage_in(path), collector_paused():
+        while True:
+            try:
+                summary = summary_of(files)
+                opened = Opened(
+                    path, files, _own_index(files, summary), summary.index_sha256, "dcp_plugin", summary.kinds, summary
+                )
+                break
+            except CheckpointCorrupt:
+                if not _elsewhere(files):
+                    raise
+        return completed(opened, base)
+
+
+def _elsewhere(files: Readable) -> bool:
+    """Whether one of the files that say what a checkpoint is can be read from another place."""
+    expected = None
+    for name in (SUMMARY, INDEX):
+        with suppress(OSError), files.open(name) as file:
+            data = file.read()
+            try:
+                found = Summary.decode(data, name).index_sha256 if name == SUMMARY else fingerprint(data)
+            except CheckpointCorrupt:
+                return files.distrust(file)
+            if expected not in (None, found):
+                return files.distrust(file)
+            expected = found
+    return False
+
+
 def open_alone(path: Where, check: bool = False) -> Opened:
     """:func:`open_checkpoint` without what a base would add."""
     return _open(path, lambda opened: opened, check)
@@ -272,6 +308,9 @@ class _WithBase:
         for name in names:
             files, name = self._of(name)
             files.keep([name])
+
+    def distrust(self, file: RangedFile) -> bool:
+        return self.own.distrust(file) or self.base.distrust(file)
 
     def moved(self) -> bool:
         return self.own.moved() or self.base.moved()

@@ -102,7 +102,15 @@ def _read_batches(files: Readable, work: Iterator[list[Fetch]]) -> Count:
                     file.close()
                 name = first.location.file
                 file = files.open(name)
-            _read_batch(file, batch, rings, count)
+            while True:
+                try:
+                    _read_batch(file, batch, rings, count)
+                    break
+                except CheckpointCorrupt:
+                    if not files.distrust(file):
+                        raise
+                    file.close()
+                    file = files.open(name)
     except OSError as error:
         raise gone_or_damaged(files, f"cannot read {first.key} in {first.location.file}", error) from error
     except CheckpointCorrupt as error:

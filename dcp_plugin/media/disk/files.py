@@ -89,6 +89,9 @@ class LocalFiles:
     def keep(self, names: Iterable[str]) -> None:
         pass
 
+    def distrust(self, file: RangedFile) -> bool:
+        return False
+
     def moved(self) -> bool:
         return False
 

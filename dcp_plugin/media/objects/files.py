@@ -119,6 +119,9 @@ class ObjectFiles:
     def leads_elsewhere(self, name: str) -> bool:
         return False
 
+    def distrust(self, file: RangedFile) -> bool:
+        return False
+
     def keep(self, names: Iterable[str]) -> None:
         """Nothing keeps an object. What replaces a checkpoint leaves its objects until the save after that."""
 

@@ -1,0 +1,294 @@
+"""What a node keeps in its ``local_dir``: its part of the newest checkpoints of each run, and copies of others' parts.
+
+``local_dir/<key>/<token>/``: the key stands for the directory that the checkpoints of the run are in, as the user named
+it, and the token for one save. There lie the data files of the node's ranks, the whole index, summary and ``.metadata``
+(so that the folders of all nodes, put into one, are a standard checkpoint), what a framework has put beside, and, last,
+``dcp_plugin.node``: the record of the save, see :class:`Record`. A copy of another node's part is just more files.
+
+A folder without a record is a save that was not completed; nobody takes anything from it, and the next save sweeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
+
+from dcp_plugin.format.summary import with_hash
+from dcp_plugin.media.disk import posix
+from dcp_plugin.paths import Where
+
+NODE = "dcp_plugin.node"
+"""The record of a save, in its folder."""
+FORMAT_VERSION = 1
+_MOST_RECORD = 64 << 20
+_LEFT = ".left"
+"""Behind the name of a folder that is being deleted."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a node knows of a save that all ranks have written. The same on all nodes, but for ``complete``."""
+
+    path: str
+    """Where the checkpoint is, or would be, in the durable storage."""
+    token: str
+    save_id: str
+    index_sha256: str
+    time: float
+    """As in the summary, in seconds since the epoch."""
+    step: int | None
+    run: str
+    """Of the folder of checkpoints as it was then; empty if nobody knew, or there is no durable storage."""
+    files: dict[str, int]
+    """All files of the checkpoint, with ``/`` between folders, and their sizes in bytes."""
+    nodes: int
+    complete: bool = False
+    """Whether all nodes have said that they have their part, the index, and the copies that they are to have."""
+    format: int = FORMAT_VERSION
+
+    def encode(self) -> bytes:
+        return with_hash(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        """Raises ValueError, in words, for what is not a record, or of another version."""
+        try:
+            said = json.loads(data)
+            version = said["format"]
+            if version != FORMAT_VERSION:
+                raise ValueError(f"another version of dcp_plugin has written it (format {version})")
+            found = said.pop("sha256")
+            if with_hash(said) != data or not isinstance(found, str):
+                raise ValueError("its record is damaged")
+            record = cls(**said)
+        except (LookupError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+            raise ValueError("its record is damaged") from error
+        texts = (record.path, record.token, record.save_id, record.index_sha256, record.run)
+        sizes = record.files.values() if isinstance(record.files, dict) else [None]
+        if not all(isinstance(text, str) for text in texts) or not all(type(size) is int for size in sizes):
+            raise ValueError("its record is damaged")
+        if any(not is_inside(name) for name in record.files):
+            raise ValueError("its record names files that are not below it")
+        return record
+
+
+def is_inside(name: str) -> bool:
+    """Whether this names something below a folder, and nothing else."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name and "\\" not in name
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """A save that a node has something of."""
+
+    folder: Path
+    record: Record
+
+    def there(self) -> set[str]:
+        """The files of the save that this node has, of the sizes that they are to have."""
+        return {name for name, size in self.record.files.items() if _size(self.folder / name) == size}
+
+    def mark(self, complete: bool) -> LocalStep:
+        """Change what the record says."""
+        step = replace(self, record=replace(self.record, complete=complete))
+        step.write()
+        return step
+
+    def write(self) -> None:
+        """Write the record, durably, in one step."""
+        put_file(self.folder, NODE, self.record.encode())
+        posix.sync_directory(self.folder)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_size if os.path.isfile(path) and not os.path.islink(path) else None
+
+
+def put_file(folder: Path, name: str, data: bytes) -> None:
+    """Write a small file durably; readers see it whole or not at all."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{uuid.uuid4().hex}{_LEFT}")
+    try:
+        with open(half, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(half, path)
+    except BaseException:
+        with suppress(OSError):
+            half.unlink()
+        raise
+
+
+def key_of(root: Where) -> str:
+    """What stands for a directory of checkpoints in ``local_dir`` and in names of sockets."""
+    return hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
+
+
+def new_token() -> str:
+    """Stands for a save; sorts by time."""
+    return f"{time.time_ns():016x}{uuid.uuid4().hex[:8]}"
+
+
+@dataclass
+class LocalSteps:
+    """The saves of one directory of checkpoints that a node has something of.
+
+    Args:
+        local_dir: As configured.
+        root: The directory of checkpoints, :func:`~dcp_plugin.paths.resolved`.
+    """
+
+    local_dir: Path
+    root: Where
+    problems: list[str] = field(default_factory=list)
+    """What the last :meth:`all` passed over, and why."""
+
+    @property
+    def folder(self) -> Path:
+        return self.local_dir / key_of(self.root)
+
+    def folder_of(self, token: str) -> Path:
+        return self.folder / token
+
+    def make(self, token: str) -> Path:
+        """A folder for a save, for this user alone. Raises OSError."""
+        self.local_dir.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if reason := _not_ours(self.folder):
+            raise PermissionError(f"{self.folder} {reason}")
+        folder = self.folder_of(token)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def all(self) -> list[LocalStep]:
+        """Every save with a record, oldest first. What cannot be believed is noted in :attr:`problems`."""
+        self.problems = []
+        found = []
+        for folder in self._folders():
+            try:
+                data = _read_bounded(folder / NODE)
+                if data is None:
+                    continue
+                record = Record.decode(data)
+                if record.token != folder.name:
+                    raise ValueError("its record is of another save")
+            except (OSError, ValueError) as error:
+                self.problems.append(f"{folder}: {error}")
+                continue
+            found.append(LocalStep(folder, record))
+        return sorted(found, key=lambda step: (step.record.time, step.record.token))
+
+    def find(self, token: str) -> LocalStep | None:
+        return next((step for step in self.all() if step.record.token == token), None)
+
+    def of_path(self, path: Where) -> list[LocalStep]:
+        """The saves to one path, oldest first."""
+        return [step for step in self.all() if step.record.path == str(path)]
+
+    def _folders(self) -> Iterator[Path]:
+        try:
+            entries = sorted(os.scandir(self.folder), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.problems.append(f"{self.folder}: {error.strerror}")
+            return
+        if reason := _not_ours(self.folder):
+            self.problems.append(f"{self.folder} {reason}")
+            return
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_LEFT):
+                if reason := _not_ours(Path(entry.path)):
+                    self.problems.append(f"{entry.path} {reason}")
+                else:
+                    yield Path(entry.path)
+
+    def keep(self, count: int, needed: Collection[str]) -> list[str]:
+        """Delete all but the newest ``count`` complete saves, what is newer than these, and ``needed``.
+
+        Returns:
+            The tokens of what was deleted.
+        """
+        steps = self.all()
+        complete = [step.record.token for step in steps if step.record.complete]
+        newest = set(complete[-count:])
+        oldest_kept = min((step.record.time for step in steps if step.record.token in newest), default=0.0)
+        gone = []
+        for step in steps:
+            token = step.record.token
+            if token not in newest and token not in needed and step.record.time < oldest_kept:
+                self.remove(token)
+                gone.append(token)
+        return gone
+
+    def sweep(self, needed: Collection[str]) -> None:
+        """Delete what saves that were not completed have left."""
+        known = {step.record.token for step in self.all()}
+        with suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name not in known and entry.name not in needed and not _not_ours(Path(entry.path)):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    def remove(self, token: str) -> None:
+        """Delete what the node has of a save; from the first moment on it counts no more."""
+        folder = self.folder_of(token)
+        left = folder.with_name(f"{token}{_LEFT}")
+        with suppress(FileNotFoundError):
+            os.rename(folder, left)
+            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.rmdir()  # if it was the last
+
+
+def _not_ours(path: Path) -> str:
+    """Why something in a directory that others may write to is not to be believed; empty if it is."""
+    found = os.lstat(path)
+    if found.st_uid != os.geteuid():
+        return f"belongs to another user (uid {found.st_uid})"
+    return "" if os.path.isdir(path) and not os.path.islink(path) else "is no directory"
+
+
+def _read_bounded(path: Path) -> bytes | None:
+    """A file; None if there is none."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+            data = file.read(_MOST_RECORD + 1)
+    except FileNotFoundError:
+        return None
+    if len(data) > _MOST_RECORD:
+        raise ValueError("its record is too large")
+    return data
+
+
+def is_memory(path: Path) -> bool:
+    """Whether what is in a directory lies in memory: a tmpfs."""
+    with suppress(OSError):
+        best = ""
+        kind = ""
+        real = os.path.realpath(path)
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, where, what, *_ = line.split(" ")
+            where = where.replace("\\040", " ")
+            if (real == where or real.startswith(where.rstrip("/") + "/")) and len(where) >= len(best):
+                best, kind = where, what
+        return kind in ("tmpfs", "ramfs")
+    return False
+
+
+def sizes_of(files: Mapping[str, int], names: Collection[str]) -> int:
+    return sum(files[name] for name in names)

@@ -1,0 +1,246 @@
+"""What survives of a run, and which nodes have it: the ranks of a job tell each other, and rank 0 decides.
+
+World size, mesh and nodes may differ from those of the save: what a node holds is found in its ``local_dir``, and who
+needs bytes of it asks a rank of that node while the load runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import CheckpointError, some
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.media import WORKSPACE, Readable, medium_of
+from dcp_plugin.media.packed import unpacked
+from dcp_plugin.paths import Where, resolved
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage.open import read_summary
+from dcp_plugin.tiers.nearest import DurablePlace, NearestFiles, OtherNode, OwnFolder, Place
+from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record
+from dcp_plugin.tiers.wire import Address, Server, new_key, own_address, serve_files
+
+logger = logging.getLogger("dcp_plugin")
+
+RUN = "run"
+"""In the workspace of a folder of checkpoints: stands for all that is saved there until the folder is emptied."""
+
+
+def path_of(path: Where) -> Where:
+    """What a record calls the checkpoint at a path: the same for all that name it, whether it is there or not."""
+    return resolved(path.parent) / path.name
+
+
+def run_of(root: Where) -> str | None:
+    """What stands for the runs in a folder of checkpoints; None if nothing does. Raises OSError."""
+    files = medium_of(root).open(root / WORKSPACE)
+    try:
+        with files.open(RUN) as file:
+            return file.read(64).decode("ascii", "replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def make_run(root: Where) -> str:
+    """:func:`run_of`, made if there is none. Raises OSError."""
+    found = run_of(root)
+    if found is None:
+        fresh = uuid.uuid4().hex
+        medium = medium_of(root)
+        if isinstance(root, Path):
+            (root / WORKSPACE).mkdir(parents=True, exist_ok=True)
+        medium.mark(root / WORKSPACE, RUN, fresh.encode())
+        found = run_of(root) or fresh
+    return found
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank says."""
+
+    node: str
+    host: str
+    address: Address | None
+    steps: list[tuple[Record, frozenset[str]]]
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """A save that can be put together."""
+
+    record: Record
+    holders: dict[str, tuple[str, Address | None, frozenset[str]]]
+    """By node: the name of its host, where it answers, and the files that it has."""
+    durable: bool
+    """Whether it is at its path, too."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the ranks have found together."""
+
+    survivors: list[Survivor]
+    """Newest first."""
+    passed_over: list[str]
+    """What cannot be put together or is not believed, in words."""
+    key: bytes = b""
+
+
+@dataclass
+class Surveyor:
+    """One rank's part of a survey, and what it serves to the others until it is closed.
+
+    Args:
+        config: With ``local_dir``.
+        root: The folder of checkpoints.
+    """
+
+    ranks: Ranks
+    config: CheckpointConfig
+    root: Where
+    _server: Server | None = None
+    _keys: dict[int, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.config.local_dir is not None
+        self._steps = LocalSteps(Path(self.config.local_dir), resolved(self.root))
+        self._node = node_of(Path(self.config.local_dir))
+
+    def look(self, without: Collection[str] = (), durable: Callable[[Record], Summary | None] | None = None) -> Survey:
+        """Find what can be put together. Collective.
+
+        Args:
+            without: Tokens of saves that do not count.
+            durable: On rank 0: what is at the path of a save now, if that can be read; by default it is read.
+        """
+        return self.ranks.combine(
+            f"look for what survives of {self.root}",
+            lambda: self._hold(without),
+            lambda held: self._decide(held, durable or self._summary_of),
+        )
+
+    def _hold(self, without: Collection[str]) -> _Held:
+        steps = [step for step in self._steps.all() if step.record.token not in without]
+        if steps and self.ranks.size > 1:
+            self._server = Server((own_address(), 0), self._keys, lambda channel: serve_files(channel, self._find))
+        told = [(step.record, frozenset(step.there())) for step in steps]
+        address = self._server.address if self._server else None
+        return _Held(self._node, socket.gethostname(), address, told, self._steps.problems)
+
+    def _find(self, folder: str, name: str) -> Path | None:
+        """A file that another rank asks for: only what the record of a save names."""
+        step = self._step(folder)
+        return step.folder / name if step is not None and name in step.record.files else None
+
+    def _step(self, token: str) -> LocalStep | None:
+        return self._steps.find(token)
+
+    def _decide(self, held: list[_Held], durable: Callable[[Record], Summary | None]) -> Survey:
+        """On rank 0."""
+        passed_over = list(dict.fromkeys(problem for one in held for problem in one.problems))
+        by_token: dict[str, Survivor] = {}
+        for one in held:
+            for record, there in one.steps:
+                known = by_token.setdefault(record.token, Survivor(record, {}, False))
+                if known.record.index_sha256 == record.index_sha256:
+                    known.holders.setdefault(one.node, (one.host, one.address, there))
+        run = self._run(passed_over) if by_token else None
+        survivors = []
+        for found in sorted(by_token.values(), key=lambda one: one.record.time, reverse=True):
+            record = found.record
+            name = f"{record.path} (step {record.step}, saved as {record.token})"
+            if run is not None and record.run and record.run != run:
+                passed_over.append(f"{name}: it is of another run, whose folder of checkpoints was emptied since")
+                continue
+            at_path = durable(record)
+            is_durable = at_path is not None and at_path.save_id == record.save_id
+            have = frozenset[str]().union(*(files for _, _, files in found.holders.values()))
+            lost = sorted(record.files.keys() - have)
+            if lost and not is_durable:
+                passed_over.append(f"{name}: no node that is left has {some(lost, 3)}")
+            else:
+                survivors.append(Survivor(record, found.holders, is_durable))
+        return Survey(survivors, passed_over, new_key())
+
+    def _summary_of(self, record: Record) -> Summary | None:
+        """What is at the path of a save; None if nothing is, or it cannot be read now."""
+        if self.config.durable_every is None:
+            return None
+        with suppress(CheckpointError, OSError):
+            return read_summary(self.root / name_of(record))
+        return None
+
+    def _run(self, passed_over: list[str]) -> str | None:
+        """None if that cannot be told."""
+        if self.config.durable_every is None:
+            return None
+        try:
+            return run_of(resolved(self.root)) or ""
+        except (OSError, CheckpointError) as error:
+            passed_over.append(f"{self.root} cannot be read ({error}): what is local is taken to be of this run")
+            return None
+
+    def files(self, survivor: Survivor, key: bytes, path: Where) -> NearestFiles:
+        """The files of a save, for this rank. The other ranks may ask for what this node has from now on."""
+        self._keys[0] = key
+        record = survivor.record
+        places: list[Place] = []
+        others: list[OtherNode] = []
+        for node, (host, address, there) in survivor.holders.items():
+            if node == self._node:
+                places.append(OwnFolder(self._steps.folder_of(record.token), there))
+            elif address is not None:
+                others.append(OtherNode(f"node {host}", there, address, key, record.token))
+        turn = self.ranks.rank % len(others) if others else 0
+        places += [*others[turn:], *others[:turn]]  # so that not all ranks ask the same node first
+        if survivor.durable:
+            places.append(DurablePlace(record.files.keys(), lambda: _at_path(path)))
+        return NearestFiles(str(path), record.files, places, record.time)
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _at_path(path: Where) -> Readable:
+    return unpacked(medium_of(path).hold(path))
+
+
+def node_of(local_dir: Path) -> str:
+    """Stands for this node: a host, by its running system and name, and a directory on it."""
+    boot = "?"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{_namespace()}/{socket.gethostname()}/{local_dir}"
+
+
+def _namespace() -> str:
+    """Tells containers of one host apart, which may have the same names and paths."""
+    with suppress(OSError):
+        shm = Path("/dev/shm").stat()
+        return f"{shm.st_dev}"
+    return "?"
+
+
+def name_of(record: Record) -> str:
+    """The name of the checkpoint in its folder."""
+    return record.path.rstrip("/").rpartition("/")[2]
+
+
+def newest_at(survey: Survey, path: Where) -> Survivor | None:
+    """The newest save to one path."""
+    names = {str(path_of(path)), str(resolved(path))}
+    return next((one for one in survey.survivors if one.record.path in names), None)
+
+
+def said(problems: Sequence[str]) -> str:
+    return some(list(problems), 5, "; ")

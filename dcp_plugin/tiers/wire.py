@@ -1,0 +1,324 @@
+"""Messages and ranges of files between processes of one job: keepers, and ranks that load.
+
+On one host over a Unix socket, whose other end must be of the same user. Between hosts over TCP, where each end proves
+that it knows the key of the job before anything else is read (HMAC-SHA256 over both ends' random numbers). Nothing is
+encrypted, as nothing is that process groups send. After that, messages are pickles of the same job, and bytes of files
+follow a message without being copied.
+
+Every wait on the other end is bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import os
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_LENGTH = struct.Struct("!Q")
+_NUMBER = 32
+_MOST_MESSAGE = 1 << 32
+_HANDSHAKE_SECONDS = 20.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""After about 30 seconds of a dead link, what waits on it fails."""
+
+Address = str | tuple[str, int]
+"""The path of a Unix socket, or a host and a port."""
+
+
+def new_key() -> bytes:
+    """A secret of one job."""
+    return secrets.token_bytes(_NUMBER)
+
+
+def _name_of(key: bytes) -> bytes:
+    """Which key it is, for one who knows it, and nothing of it to others."""
+    return hashlib.sha256(b"dcp_plugin key" + key).digest()[:8]
+
+
+class Channel:
+    """One connection. One thread at a time uses it.
+
+    All methods raise OSError if the other end is gone, and TimeoutError, which is one, if it does not answer.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self.timeout(None)
+
+    @property
+    def own_host(self) -> str:
+        """The address by which the other end knows this host."""
+        return str(self._socket.getsockname()[0])
+
+    def timeout(self, seconds: float | None) -> None:
+        """How long each of the following waits may take."""
+        self._socket.settimeout(seconds)
+
+    def send(self, message: Any, data: memoryview | bytes = b"") -> None:
+        """Send a message, and bytes that follow it."""
+        body = pickle.dumps(message)
+        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        if len(data):
+            self._socket.sendall(data)
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError if the other end has closed."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > _MOST_MESSAGE:
+            raise OSError(errno.EPROTO, "not a message")
+        return pickle.loads(self._exactly(length))
+
+    def send_file(self, file: int, offset: int, count: int) -> None:
+        """Send a range of an open file, from the page cache, without a copy."""
+        end = offset + count
+        while offset < end:
+            sent = _when_ready(self._socket, lambda: os.sendfile(self._socket.fileno(), file, offset, end - offset))
+            if not sent:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            offset += sent
+
+    def receive_into(self, memory: Sequence[memoryview]) -> None:
+        """Fill the pieces of memory in turn."""
+        for piece in memory:
+            while len(piece):
+                count = self._socket.recv_into(piece)
+                if not count:
+                    raise EOFError("the other end has closed")
+                piece = piece[count:]
+
+    def _exactly(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self.receive_into([memoryview(data)])
+        return data
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
+        self._socket.close()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _when_ready(connection: socket.socket, send: Callable[[], int]) -> int:
+    """``send``, which does not wait by itself on a socket that has a timeout."""
+    import select
+
+    while True:
+        try:
+            return send()
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            limit = connection.gettimeout()
+            if not poll.poll(None if limit is None else limit * 1000):
+                raise TimeoutError(errno.ETIMEDOUT, "the other end does not read") from None
+
+
+def connect(address: Address, key: bytes, timeout: float) -> Channel:
+    """Connect to a :class:`Server`.
+
+    Args:
+        key: Of the job; not asked for on a Unix socket.
+        timeout: Seconds for each step of it.
+
+    Raises:
+        OSError: Nobody is there, or not the one who knows the key, or another user.
+    """
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(address)
+            _refuse_other_user(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return Channel(connection)
+    connection = socket.create_connection(address, timeout)
+    try:
+        _tune(connection)
+        mine = secrets.token_bytes(_NUMBER)
+        theirs = _read(connection, _NUMBER)
+        connection.sendall(_name_of(key) + mine + _proof(key, b"client", theirs, mine))
+        if not hmac.compare_digest(_read(connection, _NUMBER), _proof(key, b"server", theirs, mine)):
+            raise PermissionError(errno.EACCES, f"{address} is of another job")
+    except EOFError:
+        connection.close()
+        raise PermissionError(errno.EACCES, f"{address} does not know this job") from None
+    except BaseException:
+        connection.close()
+        raise
+    return Channel(connection)
+
+
+def _proof(key: bytes, who: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.new(key, who + server + client, hashlib.sha256).digest()
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _refuse_other_user(connection: socket.socket) -> None:
+    """The kernel says whose the other end is."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    if struct.unpack("3i", credentials)[1] != os.geteuid():
+        raise PermissionError(errno.EACCES, "the other end of the socket is another user's")
+
+
+class Server:
+    """Answers connections, a thread for each, until it is closed.
+
+    Args:
+        address: The path of a Unix socket to make, or a host and a port; port 0 is any that is free.
+        keys: The keys of the jobs that may connect over TCP; may be added to.
+        serve: Called with each connection that has proved itself. What it raises ends that connection.
+    """
+
+    def __init__(self, address: Address, keys: Mapping[Any, bytes], serve: Callable[[Channel], None]) -> None:
+        self._keys, self._serve = keys, serve
+        self._open: set[socket.socket] = set()
+        if isinstance(address, str):
+            self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            with suppress(FileNotFoundError):
+                os.unlink(address)
+            self._listening.bind(address)
+            os.chmod(address, 0o600)
+            self._listening.listen(128)
+            self.address: Address = address
+        else:
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._listening = socket.create_server(address, family=family, backlog=128)
+            self.address = (address[0], self._listening.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, name="dcp-serve", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.EINTR):
+                    continue
+                return
+            threading.Thread(target=self._answer, args=(connection,), name="dcp-serve", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        self._open.add(connection)
+        try:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            if connection.family == socket.AF_UNIX:
+                _refuse_other_user(connection)
+            else:
+                self._check(connection)
+            self._serve(Channel(connection))
+        except (OSError, EOFError, pickle.UnpicklingError):
+            pass
+        finally:
+            self._open.discard(connection)
+            connection.close()
+
+    def _check(self, connection: socket.socket) -> None:
+        _tune(connection)
+        mine = secrets.token_bytes(_NUMBER)
+        connection.sendall(mine)
+        said = _read(connection, 8 + 2 * _NUMBER)
+        name, theirs, proof = said[:8], said[8 : 8 + _NUMBER], said[8 + _NUMBER :]
+        key = next((one for one in tuple(self._keys.values()) if _name_of(one) == name), None)
+        if key is None or not hmac.compare_digest(proof, _proof(key, b"client", mine, theirs)):
+            raise PermissionError(errno.EACCES, "another job")
+        connection.sendall(_proof(key, b"server", mine, theirs))
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for connection in tuple(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if isinstance(self.address, str):
+            with suppress(OSError):
+                os.unlink(self.address)
+
+
+def own_address(towards: str | None = None) -> str:
+    """An address of this host at which the other hosts of the job can be expected to reach it.
+
+    Args:
+        towards: A host of the job; ``MASTER_ADDR`` by default. The address is that of the interface that leads there.
+    """
+    host = towards or os.environ.get("MASTER_ADDR", "")
+    for target in (host, socket.gethostname()):
+        if not target:
+            continue
+        with suppress(OSError):
+            family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(where)  # sends nothing
+                found = str(probe.getsockname()[0])
+            if not found.startswith("127.") and found != "::1":
+                return found
+    return "127.0.0.1"
+
+
+def serve_files(channel: Channel, find: Callable[[str, str], Path | None]) -> None:
+    """Answer requests for ranges of files until the other end closes.
+
+    Args:
+        find: The file of a name in a folder that the other end names; None if there is none.
+    """
+    descriptors: dict[tuple[str, str], int] = {}
+    channel.timeout(None)
+    try:
+        while True:
+            folder, name, offset, count = channel.receive()
+            try:
+                if (folder, name) not in descriptors:
+                    path = find(folder, name)
+                    if path is None:
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+                    descriptors[folder, name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                file = descriptors[folder, name]
+                count = max(0, min(count, os.fstat(file).st_size - offset))
+            except OSError as error:
+                channel.send((error.errno or errno.EIO, str(error.strerror or error)))
+                continue
+            channel.send((0, count))
+            channel.send_file(file, offset, count)
+    except EOFError:
+        pass
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
