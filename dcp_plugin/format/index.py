@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import posixpath
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -176,6 +176,11 @@ class CheckpointIndex(Mapping[str, Entry]):
         name, frame_crc = self.file_names[self.columns["file"][chunk]], int(self.columns["frame_crc"][chunk])
         start, checksums = payload_offset if payload_offset >= 0 else None, blocks if checked else None
         return Location(name, offset, length, start, payload_length, frame_crc, checksums, self.hash_of(chunk))
+
+    def rename_files(self, name_of: Callable[[str], str]) -> None:
+        """Give the data files other names; their bytes are the same."""
+        self.files = {name_of(name): size for name, size in self.files.items()}
+        self.file_names = list(self.files)
 
     @classmethod
     def of(cls, table: KeyColumns, places: Places, files: dict[str, int]) -> CheckpointIndex:

@@ -336,10 +336,13 @@ class HostPool:
 
     Four slabs: what comes from the host and what comes from a device (pinned) lie apart, and so do what is copied at
     the call and what is copied later, since the one is copied before the other is even listed.
+
+    Args:
+        allocate: Gives so many bytes of memory, beginning at a page; by default it is this process's alone.
     """
 
-    def __init__(self) -> None:
-        self._slabs = {(later, pinned): _Slab(pinned) for later in (False, True) for pinned in (False, True)}
+    def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._slabs = {(later, pinned): _Slab(pinned, allocate) for later in (False, True) for pinned in (False, True)}
 
     def places(self, tensors: Sequence[torch.Tensor]) -> list[HostSlice]:
         """A place for each tensor. All places given out before, by either method, are used again."""
@@ -378,18 +381,23 @@ class HostPool:
             slab.free()
 
 
+def _of_this_process(nbytes: int) -> torch.Tensor:
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PAGE :][:nbytes]
+
+
 class _Slab:
     """One piece of host memory, page-locked for a device if ``pinned``."""
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, pinned: bool, allocate: Callable[[int], torch.Tensor] | None) -> None:
         self._pinned = pinned
+        self._allocate = allocate or _of_this_process
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def of_size(self, nbytes: int) -> torch.Tensor:
         if not nbytes <= self.memory.nbytes <= nbytes * _SLACK:
             self.free()
-            memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
-            memory = memory[-memory.data_ptr() % PAGE :][:nbytes]
+            memory = self._allocate(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
             if self._pinned and nbytes:  # to register nothing is an error
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
             self.memory = memory

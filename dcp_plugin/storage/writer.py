@@ -232,8 +232,11 @@ class Publication:
         self._written = files = self.medium.open(self.reserve())
         return {name: files.size(name) for name in files.names() if name.endswith(DATA_SUFFIX)}
 
-    def publish(self, index: CheckpointIndex, facts: Facts) -> Summary:
+    def publish(self, index: CheckpointIndex, facts: Facts, time: float | None = None) -> Summary:
         """Write the metadata and make the directory the checkpoint at ``path``, in place of one that is there.
+
+        Args:
+            time: When it was saved, in seconds since the epoch; by default now.
 
         Returns:
             What ``dcp_plugin.json`` says.
@@ -244,41 +247,12 @@ class Publication:
             UnsafeCheckpoint: The ``planner_data`` of somebody else's planner needs code to be restored.
         """
         assert self._reservation is not None, "the coordinator has reserved it"
-        views = dcp_metadata.encoded_views(facts.views, index, self.storage_meta)
         names = (self._written or self.medium.open(self._reservation.directory)).names()
-        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)}
+        attached = {name.rstrip("/") for name in names if not name.endswith(DATA_SUFFIX)} - set(facts.views)
+        saved = self._reservation.time or time or later_than_beside(self.medium, self.path)
         index.beside = self._told_beside() if attached else {}
-        index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}
+        files, summary = compose(self.path, self.storage_meta, index, facts, attached, saved)
         try:
-            encoded = index_file.encode(index)
-        except UnsafeCheckpoint as error:
-            raise UnsafeCheckpoint(
-                f"cannot save {self.path}: the planner_data that the planner has put into the metadata is {error}. "
-                f"Make it plain (numbers, text, lists, dicts, tensors)."
-            ) from error
-        for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), self.storage_meta)
-        values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
-        summary = Summary(
-            step=facts.step,
-            # Later than all beside it, even if the clock was set back or another host's clock is ahead.
-            time=self._reservation.time or max(time.time(), newest_time(self.medium, self.path.parent) + 0.001),
-            world_size=facts.world_size,
-            tensors=len(index) - values,
-            values=values,
-            payload_bytes=index.payload_bytes,
-            index_sha256=fingerprint(encoded),
-            metadata_sha256=fingerprint(for_stock),
-            save_id=self.save_id,
-            kinds=dict(facts.kinds),
-            layouts=list(facts.layouts),
-            attached=sorted(attached.union(facts.views)),
-            versions=versions(),
-            reused=dict(facts.reused),
-            base=dict(facts.base),
-            exclude=list(facts.exclude),
-        )
-        try:
-            files = {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}
             self.medium.publish(self._reservation, files)
         except OSError as error:
             raise SaveFailed(f"cannot commit {self.path}: {error}. {self.medium.advice}") from error
@@ -300,6 +274,57 @@ class Publication:
         if self._reservation is not None:
             self.medium.discard(self._reservation, all_ended)
             self._reservation = None
+
+
+def later_than_beside(medium: Medium, path: Where) -> float:
+    """Now; but later than all beside it, even if the clock was set back or another host's clock is ahead."""
+    return max(time.time(), newest_time(medium, path.parent) + 0.001)
+
+
+def compose(
+    path: Where, meta: StorageMeta, index: CheckpointIndex, facts: Facts, attached: Collection[str], saved: float
+) -> tuple[dict[str, bytes], Summary]:
+    """The files that make a checkpoint of data files, in the order in which they are to be written.
+
+    Args:
+        path: Of the checkpoint, for errors.
+        index: Of all data files. ``index.beside`` says what is in ``attached``; more is added.
+        attached: What has been put beside the data files.
+        saved: When it was saved, in seconds since the epoch.
+
+    Raises:
+        UnsafeCheckpoint: The ``planner_data`` of somebody else's planner needs code to be restored.
+    """
+    views = dcp_metadata.encoded_views(facts.views, index, meta)
+    index.beside |= {name: check_rest.hash_of(data) for name, data in views.items()}
+    try:
+        encoded = index_file.encode(index)
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(
+            f"cannot save {path}: the planner_data that the planner has put into the metadata is {error}. "
+            f"Make it plain (numbers, text, lists, dicts, tensors)."
+        ) from error
+    for_stock = dcp_metadata.encode(dcp_metadata.with_aliases(index, facts.aliases), meta)
+    values = int((index.table.columns["dtype"] == NO_TENSOR).sum())
+    summary = Summary(
+        step=facts.step,
+        time=saved,
+        world_size=facts.world_size,
+        tensors=len(index) - values,
+        values=values,
+        payload_bytes=index.payload_bytes,
+        index_sha256=fingerprint(encoded),
+        metadata_sha256=fingerprint(for_stock),
+        save_id=str(meta.save_id),
+        kinds=dict(facts.kinds),
+        layouts=list(facts.layouts),
+        attached=sorted({*attached, *facts.views}),
+        versions=versions(),
+        reused=dict(facts.reused),
+        base=dict(facts.base),
+        exclude=list(facts.exclude),
+    )
+    return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary
 
 
 class ShardedWriter(StorageWriter):

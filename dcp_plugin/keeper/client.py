@@ -1,0 +1,316 @@
+"""A rank's side of its keeper: it starts one if none is alive, hands saves over, and waits for what becomes of them.
+
+A keeper that dies is started again at once, by whichever rank of the node notices first, and goes on with what was
+handed over: all of that is in the spool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.keeper.spool import End, Go, NoSharedMemory, Part, Peer, RankJob, Spool
+from dcp_plugin.paths import Where, resolved
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.tiers.survey import node_of
+from dcp_plugin.tiers.wire import Channel, connect, new_key
+
+logger = logging.getLogger("dcp_plugin")
+
+_START_SECONDS = 120.0
+"""In which a keeper has to answer: it imports torch, maybe from a slow file system, beside a training that starts."""
+_POLL = 30.0
+_ANSWER = 60.0
+
+_this_job = uuid.uuid4().hex
+"""Stands for the training that this process is rank 0 of."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all ranks of a training know."""
+
+    name: str
+    key: bytes
+    nodes: int
+
+
+class KeeperClient:
+    """The keeper of this rank's node, as this rank sees it. Collective to make.
+
+    Args:
+        config: Of the checkpointer.
+        root: The folder of checkpoints of the first save.
+        ranks: All that save together.
+
+    Raises:
+        NoSharedMemory: On every rank: some node has none.
+    """
+
+    def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
+        self._config, self.rank, self._root = config, ranks.rank, resolved(root)
+        self._solo = ranks.size == 1
+        self._closing = False
+        self._last_news = 0
+        self._attached: Channel | None = None
+        self._info: dict[str, Any] | None = None
+        self._is_attached = threading.Event()
+        self._failure: Exception | None = None
+
+        def prepare() -> str:
+            self.spool = Spool.of(self._root, config.local_dir)
+            return node_of(Path(config.local_dir or self.spool.folder))
+
+        def met(nodes: list[str]) -> _Job:
+            return _Job(_this_job, new_key(), len(set(nodes)))
+
+        self._node = ""
+
+        def tell() -> str:
+            self._node = prepare()
+            return self._node
+
+        self._job = ranks.combine(f"find the keepers for {root}", tell, met)
+        self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
+        self._thread.start()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory that the keeper sees. Raises NoSharedMemory."""
+        return self.spool.allocate(self.rank, nbytes)
+
+    # The connection that says that this rank is alive
+
+    def _stay(self) -> None:
+        """Start the keeper if there is none, stay connected, and pass on what it says, until :meth:`close`."""
+        deaths = 0
+        while not self._closing:
+            try:
+                channel = self._open()
+                try:
+                    self._info = self._ask(channel, "attach", *self._who())
+                except SaveFailed as error:
+                    self._failure = error
+                    self._is_attached.set()
+                    return
+                self._attached = channel
+                self._is_attached.set()
+                while not self._closing:
+                    channel.timeout(None)
+                    for number, text in self._ask(channel, "news", self._last_news, _POLL):
+                        self._last_news = number
+                        if self.rank == 0 or self._job.nodes > 1:
+                            logger.warning("keeper of rank %d: %s", self.rank, text)
+            except (OSError, EOFError) as error:
+                self._is_attached.clear()
+                if self._closing:
+                    return
+                deaths += 1
+                self._last_news = 0
+                logger.warning("the keeper of rank %d has died (%s); another one goes on", self.rank, error)
+                time.sleep(min(5.0, 0.1 * 2**deaths))
+            except NoSharedMemory as error:
+                self._failure = error
+                self._is_attached.set()
+                return
+
+    def _who(self) -> tuple[Any, ...]:
+        name = "" if self._solo else self._job.name
+        return self.rank, name, os.getpid(), self._job.key, self._config.keeper_linger, self._job.nodes > 1
+
+    def _open(self) -> Channel:
+        """A connection to the keeper, which is started if there is none.
+
+        Raises:
+            NoSharedMemory: It does not come.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        started: subprocess.Popen[bytes] | None = None
+        while True:
+            try:
+                return connect(self.spool.socket, b"", _ANSWER)
+            except OSError as error:
+                if self._closing:
+                    raise
+                if started is not None and started.poll() not in (None, 0):
+                    raise NoSharedMemory(f"the keeper ended at once: see {self.spool.folder}/start.log") from error
+                if time.monotonic() > deadline:
+                    raise NoSharedMemory(f"no keeper answers: see {self.spool.folder}/start.log") from error
+                if started is None or (started.poll() is not None and not self.spool.is_kept()):
+                    started = self._start()
+                time.sleep(0.02)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        """Start a keeper that has nothing of this process: no pipe, no terminal, no device."""
+        if self.spool.is_kept():
+            return None
+        self.spool.folder.mkdir(mode=0o700, exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_KEEPERS)}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        with open(self.spool.folder / "start.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dcp_plugin.keeper", str(self.spool.folder), str(self._config.keeper_linger)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+                env=environment,
+            )
+
+    @staticmethod
+    def _ask(channel: Channel, what: str, *args: Any) -> Any:
+        channel.send((what, args))
+        answer, value = channel.receive()
+        if answer == "error":
+            raise value
+        return value
+
+    def _call(self, what: str, *args: Any, wait: float = 0.0) -> Any:
+        """Ask the keeper over a connection of its own; again if it dies meanwhile.
+
+        Args:
+            wait: Seconds that the answer may take by what is asked for.
+        """
+        while True:
+            self._ready()
+            try:
+                with connect(self.spool.socket, b"", _ANSWER) as channel:
+                    channel.timeout(_ANSWER + wait)
+                    return self._ask(channel, what, *args)
+            except (OSError, EOFError):
+                if self._closing:
+                    raise
+                time.sleep(0.1)
+
+    def _ready(self) -> None:
+        """Wait until the keeper is there.
+
+        Raises:
+            SaveFailed: It does not come, or is another training's.
+        """
+        if not self._is_attached.wait(_START_SECONDS):
+            raise SaveFailed(f"the keeper of rank {self.rank} does not answer: see {self.spool.folder}/start.log")
+        if self._failure is not None:
+            raise SaveFailed(str(self._failure)) from self._failure
+
+    # Saves
+
+    def hand_over(self, job: RankJob, attached: Path | None, ranks: Ranks) -> None:
+        """Give a save to the keepers. When it returns, no rank is needed any more. Collective.
+
+        Args:
+            attached: A directory in the spool with what lies beside the tensors.
+
+        Raises:
+            SaveFailed: On every rank: it was not handed over.
+        """
+
+        def give() -> Peer:
+            if self._failure is not None:
+                self._ready()
+            try:
+                if attached is not None:
+                    os.rename(attached, self.spool.folder / f"{job.token}.{self.rank}.files")
+                self.spool.put(f"{job.token}.{self.rank}.job", job.encode())
+            except OSError as error:
+                raise NoSharedMemory(f"rank {self.rank} cannot hand over {job.path}: {error}") from error
+            if self._job.nodes > 1:
+                self._ready()
+            info = self._info or {"host": "localhost", "address": ("127.0.0.1", 0)}
+            return Peer(self.rank, self._node, info["host"], info["address"])
+
+        def go(peers: list[Peer]) -> None:
+            self.spool.put(f"{job.token}.go", Go(job.token, peers, self._job.key).encode())
+
+        try:
+            ranks.combine(f"hand over the save of {job.path}", give, go)
+        except Exception:
+            self.spool.drop(f"{job.token}.{self.rank}.job", f"{job.token}.{self.rank}.files")
+            raise
+        if self.rank == 0:
+            threading.Thread(target=self._poke, args=(job.token,), name="dcp-keeper", daemon=True).start()
+
+    def _poke(self, token: str) -> None:
+        with suppress(OSError, EOFError, SaveFailed):
+            self._call("go", token)  # a keeper that starts now finds it by itself
+
+    def wait(self, token: str, stage: str, timeout: float | None = None) -> End | bool:
+        """As :meth:`dcp_plugin.keeper.node.Node.wait`.
+
+        Raises:
+            SaveFailed: There is no keeper any more.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _POLL if deadline is None else min(_POLL, max(0.0, deadline - time.monotonic()))
+            found = cast(End | bool, self._call("wait", token, stage, left, wait=left))
+            if found is not False or (deadline is not None and time.monotonic() >= deadline):
+                return found
+
+    def part(self, token: str) -> Part | None:
+        """What this rank's part has become, as long as the save has not ended."""
+        return cast(Part | None, self._call("part", token, self.rank))
+
+    def drain(self, token: str) -> bool:
+        """Bring a save that ended locally to its path; whether it will be."""
+        return cast(bool, self._call("drain_newest", token))
+
+    def forget(self, path: Where) -> None:
+        """Delete what this node has of the saves to a path."""
+        if self._config.local_dir is not None:
+            self._call("forget", str(path), self._root, self._config.local_dir)
+
+    def settle(self, seconds: float) -> list[str]:
+        """Wait until what was handed over before is where a restart looks for it. The tokens of what is not."""
+        return cast(list[str], self._call("settle", seconds, wait=seconds))
+
+    def close(self, all_over: bool = True) -> None:
+        """Leave the keeper.
+
+        Args:
+            all_over: The training has ended as it should: the keeper need not wait for it.
+        """
+        self._closing = True
+        channel, self._attached = self._attached, None
+        if channel is not None:
+            channel.close()
+            with suppress(OSError, EOFError), connect(self.spool.socket, b"", _ANSWER) as last:
+                self._ask(last, "detach", all_over)
+        self._thread.join(_ANSWER)
+
+
+_NOT_FOR_KEEPERS = ("PYTHONSTARTUP", "PYTHONINSPECT", "LD_PRELOAD", "COV_")
+
+
+def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks, say: Callable[[str], None]) -> None:
+    """Wait for keepers of the training before, which may be about to publish what it has handed over. Collective."""
+
+    def wait() -> Sequence[str]:
+        spool = Spool.of(resolved(root), config.local_dir)
+        if not spool.is_kept():
+            if not spool.names(".go"):
+                with suppress(OSError):
+                    spool.folder.rmdir()
+            return []
+        with suppress(OSError, EOFError), connect(spool.socket, b"", _ANSWER) as channel:
+            channel.timeout(config.timeout + _ANSWER)
+            return cast(Sequence[str], KeeperClient._ask(channel, "settle", config.timeout))
+        return []
+
+    left = ranks.agree(f"wait for what was handed over before, in {root}", wait)
+    if left:
+        say(f"{len(left)} saves that were handed over before {root} was left are not written, and are not waited for")

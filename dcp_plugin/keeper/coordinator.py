@@ -1,0 +1,471 @@
+"""Leads the saves of a job, in the keeper of rank 0's node: from the handing over to the published checkpoint.
+
+Three threads, each takes one save after the other: *write* (every node writes its part; the whole index goes to each),
+*replicate* (copies on other nodes; then the save is complete locally), *drain* (to the durable path). So a slow link or
+a store that is down holds back only what needs it, and host copies are free as soon as they are written.
+
+A step asks all nodes at once, and does what may pass again. What cannot be done in one tier is said, and the others go
+on: no room in ``local_dir`` sends the save straight to its path; a neighbour that cannot be reached leaves it without a
+copy; a store that is down has the newest saves wait, as many as ``local_keep``, and older ones give way.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
+from dcp_plugin.format import INDEX, index_file
+from dcp_plugin.format.columns import Places
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.keeper.node import Node, retried
+from dcp_plugin.keeper.spool import End, Go, Part, Peer, RankJob
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where, resolved
+from dcp_plugin.runs import catalog
+from dcp_plugin.storage.writer import Facts, Publication, compose
+from dcp_plugin.tiers.steps import Record
+from dcp_plugin.tiers.survey import make_run, path_of
+from dcp_plugin.tiers.wire import connect
+
+logger = logging.getLogger("dcp_plugin.keeper")
+
+_AT_ONCE = 64
+"""Nodes that are asked at the same time."""
+_WITHOUT_TRAINING = 30.0
+"""Seconds for which another node is asked again when the training is dead: nobody will start its keeper anew."""
+
+
+@dataclass
+class Save:
+    """One save under way."""
+
+    go: Go
+    job: RankJob
+    """Of rank 0."""
+    began: float
+    nodes: list[list[Peer]]
+    parts: dict[int, Part] = field(default_factory=dict)
+    record: Record | None = None
+    local: bool = False
+    ended: bool = False
+    error: Exception | None = None
+
+    @property
+    def token(self) -> str:
+        return self.go.token
+
+    @property
+    def path(self) -> Where:
+        return self.job.where
+
+    def names_of(self, node: Sequence[Peer]) -> list[str]:
+        """The files that the ranks of a node have written."""
+        mine = [self.parts[peer.rank] for peer in node]
+        return [name for part in mine for name in (*part.files, *part.attached)]
+
+
+class Line:
+    """Saves that wait for one thread."""
+
+    def __init__(self, name: str, work: Callable[[Save], None]) -> None:
+        self.waiting: list[Save] = []
+        self.now: Save | None = None
+        self._work = work
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name=f"keeper-{name}", daemon=True).start()
+
+    def add(self, save: Save) -> None:
+        with self._changed:
+            self.waiting.append(save)
+            self._changed.notify_all()
+
+    def has(self, save: Save) -> bool:
+        with self._changed:
+            return save is self.now or save in self.waiting
+
+    def tokens(self) -> list[str]:
+        with self._changed:
+            return [save.token for save in (*self.waiting, *([self.now] if self.now else []))]
+
+    def overtaken(self, keep: int) -> list[Save]:
+        """Take out all but the newest that wait."""
+        with self._changed:
+            gone, self.waiting = self.waiting[:-keep], self.waiting[-keep:]
+            return gone
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self.waiting))
+                self.now = self.waiting.pop(0)
+            try:
+                self._work(self.now)
+            except Exception:  # the work tells its own failures: this is a mistake of ours, and must not end the thread
+                logger.exception("a keeper's work has failed")
+            with self._changed:
+                self.now = None
+
+
+class Coordinator:
+    """Args:
+    node: This node's own part of the work.
+    attended: Whether the training is alive.
+    say: Tells the training, in words.
+    """
+
+    def __init__(self, node: Node, attended: Callable[[], bool], say: Callable[[str], None]) -> None:
+        self._node, self._attended, self._say = node, attended, say
+        self._known: set[str] = set()
+        self._newest: Save | None = None
+        """Complete locally and not durable."""
+        self._runs: dict[str, str] = {}
+        self._last_time = 0.0
+        self._lock = threading.Lock()
+        self._writing = Line("write", self._write)
+        self._replicating = Line("replicate", self._replicate)
+        self._draining = Line("drain", self._drain)
+
+    def begin(self, token: str) -> None:
+        """All ranks have handed a save over. May be called twice."""
+        with self._lock:
+            if token in self._known:
+                return
+            self._known.add(token)
+        data = self._node.spool.get(f"{token}.go")
+        if data is None or self._node.known(token).end is not None:
+            return
+        go: Go = pickle.loads(data)
+        job = self._node.job(token, 0)
+        self._writing.add(Save(go, job, time.monotonic(), go.nodes()))
+
+    @property
+    def busy(self) -> bool:
+        return any(line.tokens() for line in (self._writing, self._replicating, self._draining))
+
+    def drain_newest(self, token: str) -> bool:
+        """Bring a save that is complete locally to its path after all; whether there is one that will be."""
+        with self._lock:
+            newest = self._newest
+            if newest is None or newest.token != token:
+                return False
+            self._newest = None
+        self._node.spool.drop(f"{token}.end")
+        self._node.reopen(token)
+        newest.ended = False
+        self._draining.add(newest)
+        return True
+
+    # Asking the nodes
+
+    def _on_all(self, save: Save, what: str, call: Callable[[list[Peer]], tuple[Any, ...]]) -> list[Any]:
+        """Ask every node for the same.
+
+        Args:
+            call: The arguments for a node.
+
+        Raises:
+            Exception: What the first node has raised.
+        """
+
+        def ask(node: list[Peer]) -> Any:
+            return self._ask(save, node[0], what, call(node))
+
+        if len(save.nodes) == 1:
+            return [ask(save.nodes[0])]
+        with ThreadPoolExecutor(min(_AT_ONCE, len(save.nodes)), thread_name_prefix="keeper-ask") as pool:
+            asked = [pool.submit(ask, node) for node in save.nodes]
+        failures = [one.exception() for one in asked]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return [one.result() for one in asked]
+
+    def _ask(self, save: Save, peer: Peer, what: str, args: tuple[Any, ...]) -> Any:
+        if peer.node == save.go.peers[0].node:
+            return getattr(self._node, what)(save.token, *args)
+
+        def ask() -> Any:
+            with connect(peer.address, save.go.key, 10.0) as channel:
+                channel.timeout(None)
+                channel.send((what, (save.token, *args)))
+                return channel.receive()
+
+        answer, value = retried(
+            ask, lambda: self._patience(save), self._say, f"to {what} {save.path} on {peer.host} (rank {peer.rank})"
+        )
+        if answer == "error":
+            raise value
+        return value
+
+    def _patience(self, save: Save) -> float:
+        timeout = save.job.config.timeout
+        return timeout if self._attended() else min(timeout, _WITHOUT_TRAINING)
+
+    @staticmethod
+    def _ranks(node: Sequence[Peer]) -> list[int]:
+        return [peer.rank for peer in node]
+
+    # Write
+
+    def _write(self, save: Save) -> None:
+        try:
+            if save.job.config.local_dir is None:
+                self._write_to_path(save)
+                return
+            try:
+                self._write_locally(save)
+            except (OSError, CheckpointError) as error:
+                if save.job.config.durable_every is None:
+                    raise
+                self._say(f"{save.path} is not kept in local_dir, but goes straight to its path: {error}")
+                self._write_to_path(save)
+                return
+            self._replicating.add(save)
+        except Exception as error:
+            self._fail(save, error)
+
+    def _write_to_path(self, save: Save) -> None:
+        head = save.job.head
+        assert head is not None
+        publication = Publication(save.path, medium_of(save.path, save.job.config.direct_io))
+        publication.save_id = head.save_id
+        try:
+            self._refuse_to_replace_a_base(save.path)
+            directory, options = publication.reserve(), save.job.options
+            parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory, options))
+            save.parts = {rank: part for told in parts for rank, part in told.items()}
+            index = self._index(save, publication.file_sizes())
+            publication.publish(index, self._facts(save))
+        except BaseException:
+            publication.discard()
+            raise
+        self._prune(save)
+        self._end(save, End(published=True, local=False))
+
+    @staticmethod
+    def _refuse_to_replace_a_base(path: Where) -> None:
+        if (dependent := catalog.completed_by(path)) is not None:
+            raise SaveFailed(
+                f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
+                f"out. Save to a new name, or delete {dependent} first."
+            )
+
+    def _write_locally(self, save: Save) -> None:
+        parts = self._on_all(save, "write", lambda node: (self._ranks(node), None))
+        save.parts = {rank: part for told in parts for rank, part in told.items()}
+        head = save.job.head
+        assert head is not None
+        sizes = {name: size for part in save.parts.values() for name, size in part.files.items()}
+        index = self._index(save, sizes)
+        index.beside = {name: told for part in save.parts.values() for name, told in part.attached.items()}
+        attached = {name.partition("/")[0] for name in index.beside}
+        now = self._last_time = max(time.time(), self._last_time + 0.001)
+        files, summary = compose(
+            save.path, StorageMeta(str(save.path), head.save_id), index, self._facts(save), attached, now
+        )
+        beside = {name: size for part in save.parts.values() for name, size in part.attached_sizes.items()}
+        save.record = Record(
+            path=str(path_of(save.path)),
+            token=save.token,
+            save_id=head.save_id,
+            index_sha256=summary.index_sha256,
+            time=now,
+            step=save.job.step,
+            run=self._run_of(save),
+            files={**sizes, **beside, **{name: len(data) for name, data in files.items()}},
+            nodes=len(save.nodes),
+        )
+        record = save.record
+        self._on_all(save, "take", lambda node: (self._ranks(node), files, record))
+
+    def _index(self, save: Save, sizes: dict[str, int]) -> CheckpointIndex:
+        head = save.job.head
+        assert head is not None
+        written = [save.parts[rank].written for rank in sorted(save.parts)]
+        places = Places.joined([part.places for part in written]).take(head.order)
+        index = CheckpointIndex.of(head.table, places, sizes)
+        index.left_out = dict(head.left_out)
+        index.empty = [key for key in head.empty if key in index]
+        return index
+
+    @staticmethod
+    def _facts(save: Save) -> Facts:
+        head = save.job.head
+        assert head is not None
+        written = [part.written for part in save.parts.values()]
+        items, nbytes = sum(part.items_reused for part in written), sum(part.bytes_reused for part in written)
+        reused = {"bytes": nbytes, "items": items, "from": "the checkpoint before"} if items else {}
+        return replace(head.facts, reused=reused)
+
+    def _run_of(self, save: Save) -> str:
+        """What stands for the run; empty as long as nobody has been able to ask the durable storage."""
+        if save.job.config.durable_every is None:
+            return ""
+        root = resolved(save.path.parent)
+        known = self._runs.get(str(root))
+        if known is None:
+            self._runs[str(root)] = ""
+            threading.Thread(target=self._find_run, args=(root,), name="keeper-run", daemon=True).start()
+        return known or ""
+
+    def _find_run(self, root: Where) -> None:
+        try:
+            self._runs[str(root)] = make_run(root)
+        except (OSError, CheckpointError):  # asked again with the next save
+            self._runs.pop(str(root), None)
+
+    # Replicate
+
+    def _replicate(self, save: Save) -> None:
+        replicas = min(save.job.config.replicas, len(save.nodes) - 1)
+        try:
+            if replicas:
+                self._copy_around(save, replicas)
+        except Exception as error:
+            save.error = SaveFailed(f"{save.path} has no copies on other nodes: {error}")
+            self._say(str(save.error))
+        try:
+            needed = [*self._writing.tokens(), *self._replicating.tokens(), *self._draining.tokens()]
+            self._on_all(save, "complete", lambda node: (self._ranks(node), needed))
+            save.local = True
+        except Exception as error:
+            save.error = save.error or error
+            self._say(f"{save.path} is not complete locally: {error}")
+        head = save.job.head
+        assert head is not None
+        if head.drained:
+            self._draining.add(save)
+            self._give_way(save)
+        elif save.error is not None:
+            self._fail(save, save.error)
+        else:
+            with self._lock:
+                before, self._newest = self._newest, save
+            self._drop(before)
+            self._end(save, End(published=False, local=True))
+
+    def _copy_around(self, save: Save, replicas: int) -> None:
+        """Each node sends its part to those that come after it."""
+        number = {node[0].node: at for at, node in enumerate(save.nodes)}
+        count = len(save.nodes)
+
+        def call(node: list[Peer]) -> tuple[Any, ...]:
+            at = number[node[0].node]
+            to = [save.nodes[(at + step) % count][0].address for step in range(1, replicas + 1)]
+            return node[0].rank, save.names_of(node), to, save.go.key
+
+        retried(
+            lambda: self._on_all(save, "replicate", call),
+            lambda: 0.0 if self._replicating.waiting else self._patience(save),
+            self._say,
+            f"to copy {save.path} to other nodes",
+        )
+
+    def _give_way(self, save: Save) -> None:
+        """Saves that wait for the durable storage longer than they can be kept."""
+        for old in self._draining.overtaken(save.job.config.local_keep):
+            self._fail(
+                old, SaveFailed(f"{old.path} was not brought there: newer saves have overtaken it in local_dir")
+            )
+
+    # Drain
+
+    def _drain(self, save: Save) -> None:
+        try:
+            retried(
+                lambda: self._drain_once(save),
+                lambda: 0.0 if self._is_overtaken(save) else self._patience(save),
+                self._say,
+                f"to bring {save.path} to its path",
+            )
+            self._prune(save)
+            self._end(save, End(published=True, local=save.local, error=save.error))
+        except DurabilityUnknown as error:
+            self._end(save, End(published=True, local=save.local, error=error))
+        except Exception as error:
+            self._fail(save, error)
+
+    def _is_overtaken(self, save: Save) -> bool:
+        return len(self._draining.waiting) >= save.job.config.local_keep
+
+    def _drain_once(self, save: Save) -> None:
+        record = save.record
+        assert record is not None, "it was written locally"
+        config = save.job.config
+        publication = Publication(save.path, medium_of(save.path, config.direct_io))
+        publication.save_id = record.save_id
+        try:
+            self._refuse_to_replace_a_base(save.path)
+            directory = publication.reserve()
+            renamed = directory.stem if publication.medium.keeps_names else ""
+            self._on_all(
+                save,
+                "drain",
+                lambda node: (node[0].rank, save.names_of(node), directory, save.job.options, renamed),
+            )
+            index = self._index_of(save, renamed)
+            publication.publish(index, self._facts(save), record.time)
+        except SaveFailed as error:
+            publication.discard()
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None  # which may pass
+            raise
+        except BaseException:
+            publication.discard()
+            raise
+
+    def _index_of(self, save: Save, renamed: str) -> CheckpointIndex:
+        """The index as it was written locally, with the names that the files have at the path."""
+        record = save.record
+        assert record is not None
+        folder = self._node.steps(save.job).folder_of(save.token)
+        data = (folder / INDEX).read_bytes()
+        index = index_file.decode(data, fingerprint(data), str(folder / INDEX))
+        if renamed:
+            index.rename_files(lambda name: name.replace(f"-{save.token}", f"-{renamed}"))
+        return index
+
+    # The end
+
+    def _prune(self, save: Save) -> None:
+        keep = save.job.config.keep_last
+        if keep is not None:
+            try:
+                catalog.prune(save.path, keep)
+            except (OSError, CheckpointError) as error:
+                self._say(f"could not delete old checkpoints beside {save.path}: {error}")
+
+    def _fail(self, save: Save, error: Exception) -> None:
+        if not isinstance(error, CheckpointError):
+            error = SaveFailed(f"cannot save {save.path}: {type(error).__name__}: {error}")
+        self._say(f"{save.path} was NOT saved{' but locally' if save.local else ''}: {error}")
+        self._end(save, End(published=False, local=save.local, error=error))
+
+    def _end(self, save: Save, end: End) -> None:
+        save.ended = True
+        end = replace(end, seconds=time.monotonic() - save.began)
+        path = save.path if end.published else None
+        try:
+            self._on_all(save, "end", lambda node: (self._ranks(node), end, path))
+        except Exception as error:  # a node that is gone; this one knows
+            logger.warning("not all nodes could be told how the save of %s has ended: %s", save.path, error)
+            self._node.end(save.token, self._ranks(save.nodes[0]), end, path)
+        if end.published or not end.local:
+            self._drop(save)
+
+    def _drop(self, save: Save | None) -> None:
+        """Nobody needs to know any more how it was handed over."""
+        if save is not None:
+            self._node.spool.drop(f"{save.token}.go", f"{save.token}.0.job")
+
+

@@ -1,0 +1,465 @@
+"""What a keeper does for its own node: writes parts, takes the index, copies to other nodes and to the durable path.
+
+Everything here may be asked for again, after a keeper or a connection has died, and then finds what is done already.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, decoded, reached
+from dcp_plugin.media import CannotLink, Linkable, Medium, medium_of
+from dcp_plugin.media.disk import LocalDisk, posix
+from dcp_plugin.paths import Where, as_path, resolved
+from dcp_plugin.storage import check_rest
+from dcp_plugin.storage.reuse import Reuse
+from dcp_plugin.storage.writer import PartWriter, RankDirectory, WrittenPart
+from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, put_file
+from dcp_plugin.tiers.wire import Address, Channel, connect
+
+logger = logging.getLogger("dcp_plugin.keeper")
+
+_PIECE = 8 << 20
+_CONNECT_SECONDS = 10.0
+_SEND_SECONDS = 60.0
+"""How long a neighbour may take to accept or to answer for a piece of a file."""
+
+
+@dataclass(frozen=True)
+class NodeDisk(LocalDisk):
+    """The ``local_dir`` of a node. Names of data files are of one save, as they are in object stores."""
+
+    keeps_names = True
+
+
+@dataclass
+class _Known:
+    """What is known of the saves of one token on this node."""
+
+    written: bool = False
+    local: bool = False
+    end: End | None = None
+
+
+class Pace:
+    """Lets so many bytes per second pass; None: any number."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._free = rate, time.monotonic()
+
+    def passed(self, count: int) -> None:
+        """Wait until these bytes, which have just passed, are within the rate."""
+        if self._rate is not None:
+            self._free = max(self._free, time.monotonic() - 1.0) + count / self._rate
+            if (ahead := self._free - time.monotonic()) > 0:
+                time.sleep(ahead)
+
+
+@dataclass
+class Node:
+    """The work of one keeper for its node."""
+
+    spool: Spool
+    _reuse: dict[tuple[int, bool], Reuse] = field(default_factory=dict)
+    """By rank, and whether of the local tier."""
+    _known: dict[str, _Known] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _busy: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
+    _drained: dict[tuple[int, int], Linkable] = field(default_factory=dict)
+    """By device and inode of a local data file: the same in the last durable checkpoint."""
+    _sent: dict[tuple[Address, int, int], tuple[str, str]] = field(default_factory=dict)
+    """By neighbour, device and inode: the save and the name under which it has the file."""
+
+    # What ranks hand over, and what they wait for
+
+    def job(self, token: str, rank: int) -> RankJob:
+        """Raises SaveFailed if the rank has handed nothing over."""
+        data = self.spool.get(f"{token}.{rank}.job")
+        if data is None:
+            raise SaveFailed(f"rank {rank} has not handed over its part of the save {token}")
+        job: RankJob = pickle.loads(data)
+        return job
+
+    def known(self, token: str) -> _Known:
+        with self._changed:
+            if token not in self._known:
+                self._known[token] = one = _Known()
+                if (data := self.spool.get(f"{token}.end")) is not None:
+                    one.end = pickle.loads(data)
+                    one.written = one.local = True
+            return self._known[token]
+
+    def wait(self, token: str, stage: str, seconds: float) -> End | bool:
+        """Wait until a save has come to a stage (``"written"``, ``"local"``, ``"end"``) or has ended.
+
+        Returns:
+            How it has ended; True if it has come to the stage; False if neither within so many seconds.
+        """
+        one = self.known(token)
+        with self._changed:
+            self._changed.wait_for(lambda: one.end is not None or bool(getattr(one, stage)), seconds)
+            return one.end if one.end is not None else bool(getattr(one, stage))
+
+    def reopen(self, token: str) -> None:
+        """A save that had ended locally goes on to its path."""
+        with self._changed:
+            self._known[token] = _Known(written=True, local=True)
+
+    def _tell(self, token: str, **stages: Any) -> None:
+        one = self.known(token)
+        with self._changed:
+            for name, value in stages.items():
+                setattr(one, name, value)
+            self._changed.notify_all()
+
+    def in_flight(self) -> list[str]:
+        """The saves of which this node has something to do, or waits to be told."""
+        tokens = sorted({name.split(".")[0] for name in self.spool.names(".job")})
+        return [token for token in tokens if self.known(token).end is None]
+
+    def _once(self, token: str, what: str) -> threading.Lock:
+        with self._changed:
+            return self._busy.setdefault((token, what), threading.Lock())
+
+    # What the coordinator asks for
+
+    def write(self, token: str, ranks: Sequence[int], directory: Where | None, options: Any = None) -> dict[int, Part]:
+        """Write what these ranks of the node have handed over.
+
+        Args:
+            directory: Where; None: into ``local_dir``.
+
+        Raises:
+            SaveFailed, OSError: It could not be written.
+        """
+        with self._once(token, "write"):
+            parts: dict[int, Part] = {}
+            with ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write") as pool:
+                where = None if directory is None else reached(directory, options)
+                for rank, part in zip(ranks, pool.map(lambda rank: self._write(token, rank, where), ranks), strict=True):
+                    parts[rank] = part
+            self._tell(token, written=True)
+            return parts
+
+    def _write(self, token: str, rank: int, directory: Where | None) -> Part:
+        name = f"{token}.{rank}.part"
+        if (data := self.spool.get(name)) is not None:
+            noted, part = pickle.loads(data)
+            if noted == str(directory or ""):
+                return part  # type: ignore[no-any-return]
+        job, began = self.job(token, rank), time.monotonic()
+        medium: Medium
+        if directory is None:
+            folder = self.steps(job).make(token)
+            for left in folder.glob(f"__{rank}_*"):  # of a keeper that died while it wrote
+                left.unlink()
+            medium, to = NodeDisk(job.config.direct_io), RankDirectory(rank, folder)  # type: ignore[assignment]
+        else:
+            medium, to = medium_of(directory, job.config.direct_io), RankDirectory(rank, directory)
+        reuse = self._reuse_of(job, local=directory is None)
+        writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
+        try:
+            items = list(decoded(job.items, self.spool))
+        except OSError as error:
+            raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
+        written = writer.write(items, to, job.frozen)
+        beside = self.spool.folder / f"{token}.{rank}.files"
+        attached: dict[str, str] = {}
+        if beside.is_dir():
+            medium.attach(to.directory, lambda target: _copy_tree(beside, target))
+            attached = check_rest.told_beside(LocalDisk(), beside)  # type: ignore[arg-type]
+        sizes = {name: (beside / name).stat().st_size for name in attached}
+        files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
+        part = Part(WrittenPart.of(written), files, attached, sizes, time.monotonic() - began)
+        self.spool.put(name, pickle.dumps((str(directory or ""), part)))
+        return part
+
+    def _reuse_of(self, job: RankJob, local: bool) -> Reuse | None:
+        if not job.config.reuse:
+            return None
+        reuse = self._reuse.get((job.rank, local))
+        if reuse is None:
+            reuse = self._reuse[job.rank, local] = Reuse()
+            steps = [step for step in self.steps(job).all() if step.record.complete] if local else []
+            if steps:
+                reuse.loaded(steps[-1].folder)
+        if not local and job.loaded is not None:
+            reuse.loaded(as_path(job.loaded, job.options))
+        return reuse
+
+    @staticmethod
+    def steps(job: RankJob) -> LocalSteps:
+        assert job.config.local_dir is not None
+        return LocalSteps(Path(job.config.local_dir), resolved(job.path.parent))
+
+    def take(self, token: str, ranks: Sequence[int], files: dict[str, bytes], record: Record) -> None:
+        """Put the index and the record beside this node's part: from then on it can be recovered.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        job = self.job(token, ranks[0])
+        folder = self.steps(job).make(token)
+        for name, data in files.items():
+            put_file(folder, name, data)
+        posix.sync_tree(folder, but=DATA_SUFFIX)
+        LocalStep(folder, record).write()
+        for rank in ranks:
+            if (reuse := self._reuse.get((rank, True))) is not None:
+                reuse.published(folder)
+
+    def replicate(self, token: str, rank: int, names: Sequence[str], to: Sequence[Address], key: bytes) -> None:
+        """Copy files of this node's part to other nodes.
+
+        Raises:
+            OSError: One cannot be reached, or has no room.
+        """
+        folder = self.steps(self.job(token, rank)).folder_of(token)
+        with self._once(token, "replicate"):
+            for address in to:
+                with connect(address, key, _CONNECT_SECONDS) as channel:
+                    channel.timeout(_SEND_SECONDS)
+                    for name in names:
+                        self._send(channel, address, folder, token, name)
+
+    def _send(self, channel: Channel, address: Address, folder: Path, token: str, name: str) -> None:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            identity = (address, found.st_dev, found.st_ino)
+            channel.send(("put", (token, name, found.st_size, self._sent.get(identity))))
+            answer, needed = channel.receive()
+            if answer == "ok" and needed:
+                for offset in range(0, found.st_size, _PIECE):
+                    channel.send_file(descriptor, offset, min(_PIECE, found.st_size - offset))
+                answer, needed = channel.receive()
+            if answer == "error":
+                raise needed
+            if name.endswith(DATA_SUFFIX):
+                self._sent[identity] = token, name
+        finally:
+            os.close(descriptor)
+
+    def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
+        """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
+        ranks = [int(one.split(".")[1]) for one in self.spool.names(".job") if one.startswith(f"{token}.")]
+        steps = self.steps(self.job(token, ranks[0])) if ranks else None
+        if steps is None or not steps.folder_of(token).is_dir() or "/" in name and ".." in name.split("/"):
+            channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
+            return
+        target = steps.folder_of(token) / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if _has(target, size) or (same_as is not None and _linked(steps.folder / "/".join(same_as), target, size)):
+                channel.send(("ok", False))
+                return
+            half = target.with_name(f".{name.replace('/', '_')}.half")
+            _make_room(half, size)
+        except OSError as error:
+            channel.send(("error", error))
+            return
+        channel.send(("ok", True))
+        try:
+            _receive_file(channel, half, size)
+            os.replace(half, target)
+        except OSError as error:
+            half.unlink(missing_ok=True)
+            channel.send(("error", error))
+            raise
+        channel.send(("ok", False))
+
+    def complete(self, token: str, ranks: Sequence[int], needed: Collection[str]) -> None:
+        """All nodes have what they are to have. Older saves than ``local_keep`` go, but for those that are needed."""
+        job = self.job(token, ranks[0])
+        steps = self.steps(job)
+        if (step := steps.find(token)) is None:
+            raise SaveFailed(f"what this node had of {job.path} is gone")
+        step.mark(complete=True)
+        gone = steps.keep(job.config.local_keep, {*needed, token})
+        self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
+        steps.sweep({*needed, *self.in_flight()})
+        self._tell(token, local=True)
+
+    def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, options: Any, renamed: str) -> None:
+        """Copy files of this node's part to the durable storage; link those that are there already.
+
+        Args:
+            directory: Of the reservation there.
+            renamed: What stands for the save in names of data files there, if not its token.
+
+        Raises:
+            OSError, SaveFailed: The storage refuses.
+        """
+        job = self.job(token, rank)
+        directory = reached(directory, options)
+        folder = self.steps(job).folder_of(token)
+        medium = medium_of(directory, job.config.direct_io)
+        medium.join(directory, job.path)
+        pace = Pace(job.config.drain_bandwidth)
+        data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
+        homes: dict[tuple[int, int], tuple[Linkable, str]] = {}
+
+        def copy(name: str) -> None:
+            there = name.replace(f"-{token}", f"-{renamed}") if renamed else name
+            found = os.stat(folder / name)
+            identity = found.st_dev, found.st_ino
+            if (known := self._drained.get(identity)) is not None:
+                with suppress(CannotLink):
+                    homes[identity] = known.link_to(directory / there), there
+                    return
+            _copy_file(folder / name, medium, directory, there, pace, job.config.io_threads)
+            homes[identity] = medium.linkable(directory / there), there
+
+        with ThreadPoolExecutor(max(1, job.config.io_threads), thread_name_prefix="keeper-drain") as pool:
+            list(pool.map(copy, data))
+        if rest := [name for name in names if name not in data]:
+            medium.attach(directory, lambda target: _copy_files(folder, rest, target))
+        medium.flush(directory)
+        with self._changed:
+            self._drained = {key: home.published(job.where / there) for key, (home, there) in homes.items()}
+
+    def end(self, token: str, ranks: Sequence[int], end: End, path: Where | None = None) -> None:
+        """A save has ended. What it needed in memory is given back."""
+        if end.published and path is not None:
+            for rank in ranks:
+                if (reuse := self._reuse.get((rank, False))) is not None:
+                    reuse.published(path)
+        self.spool.put(f"{token}.end", pickle.dumps(end))
+        self._tell(token, end=end, written=True, local=end.local)
+        for rank in ranks:
+            self.spool.drop(f"{token}.{rank}.part", f"{token}.{rank}.files")
+            if rank:
+                self.spool.drop(f"{token}.{rank}.job")
+        for old in self.spool.names(".end")[:-_MOST_ENDS]:
+            self.spool.drop(old)
+
+    def part(self, token: str, rank: int) -> Part | None:
+        """What a rank's part has become, if it is written and the save has not ended."""
+        data = self.spool.get(f"{token}.{rank}.part")
+        return None if data is None else pickle.loads(data)[1]
+
+    def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
+        """Delete what this node has of saves to a path."""
+        steps = LocalSteps(Path(local_dir), root)
+        for step in steps.all():
+            if step.record.path == path:
+                steps.remove(step.record.token)
+
+
+_MOST_ENDS = 64
+
+
+def _data_files(to: RankDirectory) -> Iterator[str]:
+    for name in os.listdir(to.directory):
+        if name.startswith(f"__{to.rank}_") and name.endswith(DATA_SUFFIX):
+            yield name
+
+
+def _has(path: Path, size: int) -> bool:
+    with suppress(OSError):
+        return path.stat().st_size == size
+    return False
+
+
+def _linked(known: Path, target: Path, size: int) -> bool:
+    if not _has(known, size):
+        return False
+    with suppress(OSError):
+        os.link(known, target)
+        return True
+    return False
+
+
+def _make_room(path: Path, size: int) -> None:
+    """An empty file with room for so many bytes. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno or errno.ENOSPC, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _receive_file(channel: Channel, path: Path, size: int) -> None:
+    memory = memoryview(bytearray(min(size, 1 << 20)))
+    with open(path, "r+b", buffering=0) as file:
+        left = size
+        while left:
+            piece = memory[: min(left, len(memory))]
+            channel.receive_into([piece])
+            file.write(piece)
+            left -= len(piece)
+        os.fsync(file.fileno())
+
+
+def _copy_file(
+    source: Path, medium: Medium, directory: Where, name: str, pace: Pace, at_once: int, piece: int = _PIECE
+) -> None:
+    size = source.stat().st_size
+    with (
+        open(source, "rb", buffering=0) as file,
+        medium.create(directory, name, size, lambda count: None, at_once) as to,
+    ):
+        while to.tell() < size:
+            data = file.read(min(piece, size - to.tell()))
+            if not data:
+                raise OSError(errno.EIO, "it is shorter than it was", str(source))
+            to.write(data, kept=True)
+            pace.passed(len(data))
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True, symlinks=True)
+
+
+def _copy_files(folder: Path, names: Sequence[str], target: Path) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+
+
+def retried(call: Callable[[], Any], patience: Callable[[], float], say: Callable[[str], None], what: str) -> Any:
+    """What ``call`` returns, tried again after what may pass: a connection, a store that does not answer.
+
+    Args:
+        patience: Seconds from the first failure on, asked again after each.
+        say: Told of the first failure, and when it is over.
+    """
+    began: float | None = None
+    pause = 0.05
+    while True:
+        try:
+            value = call()
+        except (OSError, EOFError) as error:
+            began = time.monotonic() if began is None else began
+            if time.monotonic() - began > patience():
+                raise
+            if pause >= _SAID_AFTER and pause < 2 * _SAID_AFTER:
+                say(f"{what} fails ({error}) and is tried again")
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
+        else:
+            if began is not None and pause > _SAID_AFTER:
+                say(f"{what} works again")
+            return value
+
+
+_SAID_AFTER = 0.8
+_MOST_PAUSE = 15.0

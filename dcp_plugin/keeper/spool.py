@@ -1,0 +1,395 @@
+"""The directory in memory that a rank and its keeper share, and what is in it.
+
+``/dev/shm/dcp_plugin-<uid>/<key>/``, for this user alone:
+
+==========================  ===========================================================================================
+``keeper.lock``             locked by the keeper that is alive; its pid is in it
+``keeper.sock``             where it answers ranks of this node
+``keeper.address``          where it answered other nodes, so that its successor does, too
+``keeper.log``              what it says
+``slab-…``                  the host copy of one rank, mapped by that rank and by the keeper
+``<token>.<rank>.job``      what a rank hands over: a :class:`RankJob`
+``<token>.<rank>.files/``   files that a framework puts beside the tensors
+``<token>.go``              on the node of rank 0: all ranks have handed over; a :class:`Go`
+``<token>.<rank>.part``     this node has written what the rank handed over: the host copy is free
+``<token>.end``             how a save has ended
+==========================  ===========================================================================================
+
+All names appear whole (written aside and renamed). Pickles in it are of this user's own processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import mmap
+import os
+import pickle
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.format.columns import Column
+from dcp_plugin.paths import ObjectPath, StoreOptions, Where, as_path
+from dcp_plugin.storage.writer import Facts, WrittenPart
+from dcp_plugin.tensors import WholeItem
+from dcp_plugin.tiers.steps import key_of
+from dcp_plugin.tiers.wire import Address
+
+_MEMORY = Path("/dev/shm")
+_MOST_SOCKET_NAME = 100
+"""Bytes of the path of a Unix socket."""
+SLAB = "slab-"
+
+
+class NoSharedMemory(SaveFailed):
+    """The memory that a keeper would share cannot be had: what is saved goes another way."""
+
+
+def base_directory() -> Path:
+    """Where the spools of this user are, made if there is none.
+
+    Raises:
+        NoSharedMemory: It cannot be made, or others can write to it.
+    """
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    path = parent / f"dcp_plugin-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise NoSharedMemory(f"{path} cannot be made: {error}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or path.is_symlink():
+        raise NoSharedMemory(f"{path} is not this user's alone: remove it, or make it so (chmod 700)")
+    return path
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A piece of shared memory, by the name of its file."""
+
+    name: str
+    memory: torch.Tensor
+    """Its bytes."""
+
+
+@dataclass
+class Spool:
+    """One spool. Both sides make such an object of the same folder."""
+
+    folder: Path
+    slabs: list[Slab] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, root: Where, local_dir: str | None) -> Spool:
+        """The spool of a folder of checkpoints (:func:`~dcp_plugin.paths.resolved`) on this node, made if need be."""
+        folder = base_directory() / key_of(as_path(f"{root}|{local_dir or ''}"))
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise NoSharedMemory(f"{folder} cannot be made: {error}") from error
+        return cls(folder)
+
+    @property
+    def socket(self) -> str:
+        path = str(self.folder / "keeper.sock")
+        assert len(path.encode()) < _MOST_SOCKET_NAME, "the folder has a short name"
+        return path
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all. Raises OSError."""
+        half = self.folder / f".{uuid.uuid4().hex}"
+        try:
+            with open(half, "xb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(data)
+            os.rename(half, self.folder / name)
+        except BaseException:
+            with suppress(OSError):
+                half.unlink()
+            raise
+
+    def get(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self.folder / name).read_bytes()
+        return None
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            path = self.folder / name
+            with suppress(FileNotFoundError):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+
+    def names(self, suffix: str) -> list[str]:
+        """What is there with this end of the name, sorted: oldest save first."""
+        with suppress(FileNotFoundError):
+            return sorted(name for name in os.listdir(self.folder) if name.endswith(suffix) and name[0] != ".")
+        return []
+
+    def lock(self) -> int | None:
+        """Become the keeper: the descriptor to hold as long as it lives. None: there is one."""
+        descriptor = os.open(self.folder / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink == 0:  # the one before has just removed it, with the folder
+            os.close(descriptor)
+            return None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+    def is_kept(self) -> bool:
+        """Whether a keeper is alive."""
+        with suppress(OSError):
+            descriptor = os.open(self.folder / "keeper.lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+            finally:
+                os.close(descriptor)
+        return False
+
+    def pid(self) -> int | None:
+        """Of the keeper that is or was alive."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / "keeper.lock").read_text())
+        return None
+
+    # Host copies
+
+    def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
+        """Shared memory for a host copy, all of it really there: tmpfs has no more to give later than now.
+
+        Raises:
+            NoSharedMemory: There is not that much.
+        """
+        name = f"{SLAB}{rank}-{uuid.uuid4().hex[:8]}"
+        path = self.folder / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+                memory = _mapped(descriptor, nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            raise NoSharedMemory(
+                f"rank {rank} cannot have {nbytes:,} bytes of shared memory in {self.folder} ({error.strerror}): give "
+                f"/dev/shm more (in a container: --shm-size, or an emptyDir with medium: Memory), or writer='thread'"
+            ) from error
+        self.slabs.append(Slab(name, memory))
+        return memory
+
+    def release(self, kept: Sequence[torch.Tensor]) -> None:
+        """Give back all slabs of this rank but those of these tensors."""
+        addresses = {tensor.data_ptr() for tensor in kept}
+        gone = [slab for slab in self.slabs if slab.memory.data_ptr() not in addresses]
+        self.slabs = [slab for slab in self.slabs if slab.memory.data_ptr() in addresses]
+        self.drop(*(slab.name for slab in gone))
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """The slab that a tensor is in, and from which byte on."""
+        address = tensor.data_ptr()
+        for slab in self.slabs:
+            start = address - slab.memory.data_ptr()
+            if 0 <= start and start + tensor.nbytes <= slab.memory.nbytes:
+                return slab.name, start
+        return None
+
+    def map(self, name: str) -> torch.Tensor:
+        """A slab of any rank of the node, in the keeper. Raises OSError if it is gone."""
+        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return _mapped(descriptor, os.fstat(descriptor).st_size, populate=False)
+        finally:
+            os.close(descriptor)
+
+
+def _mapped(descriptor: int, nbytes: int, populate: bool = True) -> torch.Tensor:
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes, flags), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _InSlab:
+    """Where the bytes of a tensor are. Offset in bytes, strides in elements."""
+
+    slab: str
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def tensor(self, slab: torch.Tensor) -> torch.Tensor:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        flat = slab[self.offset : self.offset + count * self.dtype.itemsize].view(self.dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class _EncodedItem(WholeItem):
+    """A tensor that ``torch.save`` has written."""
+
+    data: bytes = b""
+
+    def encode(self) -> bytes:
+        return self.data
+
+
+Item = tuple[WriteItem, Any]
+"""What to write, and a :class:`_InSlab`, or the bytes of a value, or a tensor that is elsewhere."""
+
+
+def encoded(items: Sequence[tuple[WriteItem, Any]], spool: Spool) -> list[Item]:
+    """What a rank hands over, without the bytes that are in shared memory."""
+    result: list[Item] = []
+    for item, data in items:
+        if isinstance(data, torch.Tensor) and type(data) is torch.Tensor and data.numel():
+            if (place := spool.place_of(data)) is not None:
+                data = _InSlab(*place, data.dtype, tuple(data.shape), data.stride())
+        elif isinstance(data, torch.Tensor) and not _is_plain(data):
+            whole = WholeItem.of(data).encode()
+            data = ("whole", whole)
+        result.append((item, data))
+    return result
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+def decoded(items: Sequence[Item], spool: Spool) -> Iterator[tuple[WriteItem, Any]]:
+    """The same in the keeper. Raises OSError if a host copy is gone."""
+    slabs: dict[str, torch.Tensor] = {}
+    for item, data in items:
+        if isinstance(data, _InSlab):
+            if data.slab not in slabs:
+                slabs[data.slab] = spool.map(data.slab)
+            data = data.tensor(slabs[data.slab])
+        elif isinstance(data, tuple):
+            data = _EncodedItem(torch.zeros(1), len(data[1]), data[1])
+        yield item, data
+
+
+@dataclass(frozen=True)
+class Head:
+    """What rank 0 adds: all that is needed to make the checkpoint of what the ranks write."""
+
+    table: Any
+    """:class:`~dcp_plugin.format.columns.ItemTable`: the items of all ranks."""
+    order: Column
+    """The items of all ranks, in the order of ranks, in the order of the table."""
+    left_out: dict[str, str]
+    empty: list[str]
+    facts: Facts
+    save_id: str
+    drained: bool
+    """Whether this save is one of those that go on to the durable path."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What one rank hands over."""
+
+    token: str
+    rank: int
+    path: Where
+    step: int | None
+    config: CheckpointConfig
+    items: list[Item]
+    frozen: frozenset[str]
+    """Keys of tensors that the training does not mean to change."""
+    loaded: str | None
+    """A checkpoint that was loaded since the last save: what the next one may link from."""
+    options: dict[str, Any] | None
+    """How the store of the path is reached: a pickle of the others has nothing of it."""
+    head: Head | None = None
+
+    @property
+    def where(self) -> Where:
+        """The path, with how it is reached."""
+        return reached(self.path, self.options)
+
+    def encode(self) -> bytes:
+        buffer = io.BytesIO()
+        pickle.dump(self, buffer, protocol=5)
+        return buffer.getvalue()
+
+
+def reached(path: Where, options: dict[str, Any] | None) -> Where:
+    return ObjectPath(str(path), StoreOptions(options or {})) if isinstance(path, ObjectPath) else path
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank's keeper answers."""
+
+    rank: int
+    node: str
+    host: str
+    address: Address
+
+
+@dataclass(frozen=True)
+class Go:
+    """All ranks have handed a save over."""
+
+    token: str
+    peers: list[Peer]
+    key: bytes
+    """Of the job: what its keepers prove to each other that they know."""
+
+    def encode(self) -> bytes:
+        return pickle.dumps(self)
+
+    def nodes(self) -> list[list[Peer]]:
+        """The ranks of each node, in the order of the first of them."""
+        by_node: dict[str, list[Peer]] = {}
+        for peer in self.peers:
+            by_node.setdefault(peer.node, []).append(peer)
+        return list(by_node.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank's part has become."""
+
+    written: WrittenPart
+    files: dict[str, int]
+    """Its data files, and their bytes."""
+    attached: dict[str, str]
+    """What lies beside them, as :func:`dcp_plugin.storage.check_rest.told_beside` tells it."""
+    attached_sizes: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How a save has ended."""
+
+    published: bool
+    """Whether it is at its path."""
+    local: bool
+    """Whether it is complete in ``local_dir``."""
+    error: Exception | None = None
+    seconds: float = 0.0
+    """From the handing over."""
