@@ -18,6 +18,7 @@ from typing import Any
 
 from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.loading.load import Loading
@@ -29,11 +30,13 @@ from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.saving import sigterm
 from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState, raise_as_failed_save
+from dcp_plugin.saving.kept import KeptSaves
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
+from dcp_plugin.tiers.recovery import Recovery
 from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -76,6 +79,7 @@ class Checkpointer:
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
         self._lazy = self.config.staging == "lazy"
+        self._kept: KeptSaves | None = None
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Warn when a Checkpointer is dropped while it holds resources, unless the program ends. The group is not left
@@ -84,6 +88,8 @@ class Checkpointer:
             return
         held = ["a process group"] * self._groups.held
         held += [f"{pool.nbytes:,} bytes of host memory" for pool in self._pools if pool.nbytes]
+        if self._kept is not None:
+            held.append(f"{self._kept.nbytes:,} bytes of shared memory, and a keeper")
         if held:
             said = f"a Checkpointer that nobody has closed has {' and '.join(held)}: close() gives that back"
             warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
@@ -137,11 +143,14 @@ class Checkpointer:
                 return handle
             ranks = self._meet_again(self._may_go_on)
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
+            request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
+            live = LiveState(state, kinds or {}, list(owners))
+            if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
+                return handle
             if files is not None:
                 self._add_files(publication, files)
-            request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
             run = self._save_in_background if self.config.async_save else self._save_now
-            run(handle, LiveState(state, kinds or {}, list(owners)), request, ranks)
+            run(handle, live, request, ranks)
         return handle
 
     def load(
@@ -182,9 +191,11 @@ class Checkpointer:
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             where = as_path(path, self.config.storage_options)
-            with collector_paused(), setting_aside(ranks, where):
-                loading = Loading(ranks, self.config, where, partial, strict)
-                report = loading.run(state)
+            with collector_paused(), setting_aside(ranks, where), Recovery(ranks, self.config, where) as recovery:
+                for handle in self._queue.handles:
+                    handle.wait_recoverable()
+                loading = Loading(ranks, self.config, where, partial, strict, recovery.find())
+                report = recovery.told(loading.run(state))
             self._saving.loaded(state, report, loading.opened, ranks)
             return report
 
@@ -239,8 +250,17 @@ class Checkpointer:
                 sigterm.forget(self._queue)
                 for pool in self._pools:
                     pool.free()
+                if self._kept is not None:
+                    self._close_kept(self._kept)
                 self._saving.forget_plan()
                 self._groups.close()
+
+    def _close_kept(self, kept: KeptSaves) -> None:
+        self._kept = None
+        try:
+            kept.bring_newest()
+        finally:
+            kept.close()
 
     def _meet_again(self, may_go_on: int = 0) -> Ranks:
         """The group of ranks, after all saves in flight but the last ``may_go_on`` have ended.
@@ -249,6 +269,9 @@ class Checkpointer:
         raise if any has not. A group that a save in flight has just lost stays: other ranks may not have noticed
         yet, and making a new one is collective. The next call that waits for that save makes it.
         """
+        if self.config.has_keeper:
+            self._wait_for_turn()
+            return self._groups.main()
         ended = self._queue.wait_for_all_but(may_go_on)
         take_off_hooks()
         untold = first_untold(ended)
@@ -268,17 +291,28 @@ class Checkpointer:
                 raise
         return ranks
 
+    def _wait_for_turn(self) -> None:
+        """Until no save in flight talks to other ranks. How it ends is told to each rank at another time: what fails is
+        raised by who waits for it."""
+        for handle in self._queue.handles:
+            handle.wait_turn()
+        self._queue.let_go_of_ended()
+        take_off_hooks()
+
     def _to_be_skipped(self, path: Where) -> bool:
         """Whether rank 0 is still busy with an earlier save: then no rank saves."""
         if not self.config.async_save or self.config.when_busy != "skip":
             return False
         front = self._groups.front()
-        busy = front.from_zero(
-            "see whether a save is in flight", lambda: not all(h.done() for h in self._queue.handles)
-        )
+        busy = front.from_zero("see whether a save is in flight", self._is_busy)
         if busy and front.rank == 0:
             logger.warning("%s is NOT saved: an earlier save is still in flight (when_busy='skip')", path)
         return busy
+
+    def _is_busy(self) -> bool:
+        if self._kept is not None:
+            return not self._kept.is_free()
+        return not all(handle.done() for handle in self._queue.handles)
 
     def _add_files(self, publication: Publication, files: Callable[[Path], None]) -> None:
         path, ranks = publication.path, self._groups.front()
@@ -296,6 +330,50 @@ class Checkpointer:
         except BaseException:  # Ctrl-C
             publication.discard()
             raise
+
+    def _save_by_keeper(
+        self,
+        handle: SaveHandle,
+        live: LiveState,
+        request: SaveRequest,
+        ranks: Ranks,
+        files: Callable[[Path], None] | None,
+    ) -> bool:
+        """Whether it was handed to a keeper. If some node lacks shared memory it is not, on any rank."""
+        attached: Path | None = None
+        try:
+            kept = self._kept_saves(handle.path, ranks)
+            if files is not None:
+                attached = ranks.agree(f"add files to {handle.path}", lambda: kept.add_files(files))
+            with collector_paused(), module_cache():
+                gathered = Attempt.of(lambda: self._saving.gather(live))
+                copy = HostCopy(kept.pool(), self._saving.encode)
+                begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
+                if copy.complete:
+                    handle.set_staged()
+                    staged = begun.then(lambda _: copy.finish())
+                    kept.start(self._queue, handle, request, staged, attached, ranks)
+                else:
+                    finish = lambda: self._finish_copy(handle, begun, copy, ranks)  # noqa: E731
+                    kept.start_later(self._queue, handle, request, finish, attached, ranks)
+        except NoSharedMemory as error:
+            if self._kept is not None:
+                self._kept.give_up_pools()
+            if self.config.local_dir is not None and self.config.durable_every is None:
+                raise
+            if ranks.rank == 0:
+                logger.warning("%s is saved without a keeper: %s", handle.path, error)
+            return False
+        except Exception as error:
+            raise_as_failed_save(error, handle.path)
+        if not self.config.async_save:
+            handle.wait()
+        return True
+
+    def _kept_saves(self, path: Where, ranks: Ranks) -> KeptSaves:
+        if self._kept is None:
+            self._kept = KeptSaves(self.config, path.parent, ranks, self._saving, 1 + self._may_go_on)
+        return self._kept
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
         with collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):

@@ -69,6 +69,10 @@ class SaveFailed(CheckpointError):
     """A save did not become a checkpoint. What was at its path before is untouched."""
 
 
+class NoSharedMemory(SaveFailed):
+    """The memory that a keeper would share with the training cannot be had. The save goes another way where it can."""
+
+
 class DurabilityUnknown(CheckpointError):
     """The new checkpoint is at its path and can be loaded, but the last sync failed.
 

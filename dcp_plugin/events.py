@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.paths import Where
@@ -56,11 +56,24 @@ class SaveFinished:
     """What planning, writing and publishing took."""
     rank: int = 0
     bytes_reused: int = 0
+    tier: Literal["durable", "local"] = "durable"
+    """``"local"``: it is complete in ``local_dir``, and is not to go on to its path."""
 
     @property
     def gb_per_second(self) -> float:
         """Of this rank's writing."""
         return self.bytes / 1e9 / self.write_seconds if self.write_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class SavedLocally:
+    """The save is complete in ``local_dir`` of all nodes, with the copies that ``replicas`` asks for."""
+
+    path: Where
+    step: int | None
+    seconds: float
+    """From the call."""
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ class SaveAborted:
     error: str
 
 
-Event = SaveStarted | BytesWritten | SaveFinished | SaveAborted
+Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted
 E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []

@@ -127,6 +127,12 @@ class LoadReport:
     """Bytes that this rank read from data files, with what was read to check and to skip."""
     unchecked_bytes: int = 0
     """Of these, what has a checksum that could not be compared: narrow columns of tensors stored whole."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """With ``local_dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
+    passed_over: list[str] = field(default_factory=list)
+    """With ``local_dir``: what was there and not believed, or could not be read, and why."""
+    seconds: float = 0.0
+    """With ``local_dir``: what finding and loading took."""
 
     def __str__(self) -> str:
         parts = [f"loaded {len(self.loaded)} items from {self.path}"]
@@ -138,6 +144,11 @@ class LoadReport:
             parts.append(f"{len(self.renamed)} renamed ({_first([f'{h} from {t}' for h, t in self.renamed.items()])})")
         if self.left_out:
             parts.append(f"{len(self.left_out)} left out")
+        if self.sources:
+            read = [f"{count / 2**20:.1f} MiB from {place}" for place, count in self.sources.items()]
+            parts.append(f"this rank read {', '.join(read)} in {self.seconds:.2f} s")
+        if self.passed_over:
+            parts.append(f"passed over: {_first(self.passed_over)}")
         return "; ".join(parts)
 
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,10 @@ from typing import Any, cast
 import torch
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import SaveFailed
-from dcp_plugin.keeper.spool import End, Go, NoSharedMemory, Part, Peer, RankJob, Spool
+from dcp_plugin.errors import NoSharedMemory, SaveFailed
+from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool
 from dcp_plugin.paths import Where, resolved
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.tiers.survey import node_of
 from dcp_plugin.tiers.wire import Channel, connect, new_key
 
@@ -70,6 +69,7 @@ class KeeperClient:
         self._info: dict[str, Any] | None = None
         self._is_attached = threading.Event()
         self._failure: Exception | None = None
+        self._coordinator: Peer | None = None
 
         def prepare() -> str:
             self.spool = Spool.of(self._root, config.local_dir)
@@ -116,7 +116,7 @@ class KeeperClient:
                             logger.warning("keeper of rank %d: %s", self.rank, text)
             except (OSError, EOFError) as error:
                 self._is_attached.clear()
-                if self._closing:
+                if self._is_closing():
                     return
                 deaths += 1
                 self._last_news = 0
@@ -126,6 +126,9 @@ class KeeperClient:
                 self._failure = error
                 self._is_attached.set()
                 return
+
+    def _is_closing(self) -> bool:
+        return self._closing
 
     def _who(self) -> tuple[Any, ...]:
         name = "" if self._solo else self._job.name
@@ -150,26 +153,8 @@ class KeeperClient:
                 if time.monotonic() > deadline:
                     raise NoSharedMemory(f"no keeper answers: see {self.spool.folder}/start.log") from error
                 if started is None or (started.poll() is not None and not self.spool.is_kept()):
-                    started = self._start()
+                    started = start_keeper(self.spool, self._config.keeper_linger)
                 time.sleep(0.02)
-
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        """Start a keeper that has nothing of this process: no pipe, no terminal, no device."""
-        if self.spool.is_kept():
-            return None
-        self.spool.folder.mkdir(mode=0o700, exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_KEEPERS)}
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        with open(self.spool.folder / "start.log", "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "dcp_plugin.keeper", str(self.spool.folder), str(self._config.keeper_linger)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd="/",
-                env=environment,
-            )
 
     @staticmethod
     def _ask(channel: Channel, what: str, *args: Any) -> Any:
@@ -209,40 +194,44 @@ class KeeperClient:
 
     # Saves
 
-    def hand_over(self, job: RankJob, attached: Path | None, ranks: Ranks) -> None:
+    def hand_over(self, path: Where, token: str, job: Attempt[RankJob], attached: Path | None, ranks: Ranks) -> None:
         """Give a save to the keepers. When it returns, no rank is needed any more. Collective.
 
         Args:
+            token: Stands for the save; the same on all ranks.
+            job: This rank's.
             attached: A directory in the spool with what lies beside the tensors.
 
         Raises:
-            SaveFailed: On every rank: it was not handed over.
+            CheckpointError: On every rank: it was not handed over.
         """
 
         def give() -> Peer:
+            mine = job.get()
             if self._failure is not None:
                 self._ready()
             try:
                 if attached is not None:
-                    os.rename(attached, self.spool.folder / f"{job.token}.{self.rank}.files")
-                self.spool.put(f"{job.token}.{self.rank}.job", job.encode())
+                    os.rename(attached, self.spool.folder / f"{token}.{self.rank}.files")
+                self.spool.put(f"{token}.{self.rank}.job", mine.encode())
             except OSError as error:
-                raise NoSharedMemory(f"rank {self.rank} cannot hand over {job.path}: {error}") from error
+                raise NoSharedMemory(f"rank {self.rank} cannot hand over {path}: {error}") from error
             if self._job.nodes > 1:
                 self._ready()
             info = self._info or {"host": "localhost", "address": ("127.0.0.1", 0)}
             return Peer(self.rank, self._node, info["host"], info["address"])
 
-        def go(peers: list[Peer]) -> None:
-            self.spool.put(f"{job.token}.go", Go(job.token, peers, self._job.key).encode())
+        def go(peers: list[Peer]) -> Peer:
+            self.spool.put(f"{token}.go", Go(token, peers, self._job.key).encode())
+            return peers[0]
 
         try:
-            ranks.combine(f"hand over the save of {job.path}", give, go)
+            self._coordinator = ranks.combine(f"hand over the save of {path}", give, go)
         except Exception:
-            self.spool.drop(f"{job.token}.{self.rank}.job", f"{job.token}.{self.rank}.files")
+            self.spool.drop(f"{token}.{self.rank}.job", f"{token}.{self.rank}.files")
             raise
         if self.rank == 0:
-            threading.Thread(target=self._poke, args=(job.token,), name="dcp-keeper", daemon=True).start()
+            threading.Thread(target=self._poke, args=(token,), name="dcp-keeper", daemon=True).start()
 
     def _poke(self, token: str) -> None:
         with suppress(OSError, EOFError, SaveFailed):
@@ -261,13 +250,9 @@ class KeeperClient:
             if found is not False or (deadline is not None and time.monotonic() >= deadline):
                 return found
 
-    def part(self, token: str) -> Part | None:
-        """What this rank's part has become, as long as the save has not ended."""
-        return cast(Part | None, self._call("part", token, self.rank))
-
     def drain(self, token: str) -> bool:
-        """Bring a save that ended locally to its path; whether it will be."""
-        return cast(bool, self._call("drain_newest", token))
+        """Bring a save that ended locally to its path; whether it is there or will be."""
+        return cast(bool, self._call("drain_newest", token, self._coordinator, self._job.key))
 
     def forget(self, path: Where) -> None:
         """Delete what this node has of the saves to a path."""
@@ -293,24 +278,49 @@ class KeeperClient:
         self._thread.join(_ANSWER)
 
 
-_NOT_FOR_KEEPERS = ("PYTHONSTARTUP", "PYTHONINSPECT", "LD_PRELOAD", "COV_")
+def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:
+    """Start a keeper that has nothing of this process: no pipe, no terminal, no device. None: there is one."""
+    if spool.is_kept():
+        return None
+    spool.folder.mkdir(mode=0o700, exist_ok=True)
+    ours = str(Path(__file__).parents[2])
+    path = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_KEEPERS}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with open(spool.folder / "start.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dcp_plugin.keeper", str(spool.folder), str(linger)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env=environment,
+        )
 
 
-def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks, say: Callable[[str], None]) -> None:
+_NOT_FOR_KEEPERS = ("PYTHONSTARTUP", "PYTHONINSPECT", "LD_PRELOAD")
+
+
+def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -> None:
     """Wait for keepers of the training before, which may be about to publish what it has handed over. Collective."""
 
-    def wait() -> Sequence[str]:
+    def wait() -> list[str]:
         spool = Spool.of(resolved(root), config.local_dir)
-        if not spool.is_kept():
-            if not spool.names(".go"):
-                with suppress(OSError):
-                    spool.folder.rmdir()
+        unfinished = [name for name in spool.names(".go") if spool.get(f"{name[:-3]}.end") is None]
+        if not unfinished and not spool.is_kept():
+            with suppress(OSError):
+                spool.folder.rmdir()  # if it was made by this look
             return []
-        with suppress(OSError, EOFError), connect(spool.socket, b"", _ANSWER) as channel:
-            channel.timeout(config.timeout + _ANSWER)
-            return cast(Sequence[str], KeeperClient._ask(channel, "settle", config.timeout))
-        return []
+        start_keeper(spool, config.keeper_linger)  # in place of one that died, too
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError, EOFError), connect(spool.socket, b"", _ANSWER) as channel:
+                channel.timeout(config.timeout + _ANSWER)
+                return cast(list[str], KeeperClient._ask(channel, "settle", config.timeout))
+            time.sleep(0.05)
+        return unfinished
 
     left = ranks.agree(f"wait for what was handed over before, in {root}", wait)
     if left:
-        say(f"{len(left)} saves that were handed over before {root} was left are not written, and are not waited for")
+        logger.warning("%s: %d saves that were handed over before are not written, and not waited for", root, len(left))

@@ -153,16 +153,16 @@ class Coordinator:
         return any(line.tokens() for line in (self._writing, self._replicating, self._draining))
 
     def drain_newest(self, token: str) -> bool:
-        """Bring a save that is complete locally to its path after all; whether there is one that will be."""
+        """Bring a save that is complete locally to its path after all; whether it is there or will be."""
         with self._lock:
             newest = self._newest
             if newest is None or newest.token != token:
-                return False
+                end = self._node.known(token).end
+                return token in self._draining.tokens() or (end is not None and end.published)
             self._newest = None
-        self._node.spool.drop(f"{token}.end")
-        self._node.reopen(token)
-        newest.ended = False
-        self._draining.add(newest)
+            self._on_all(newest, "reopen", lambda node: ())
+            newest.ended = False
+            self._draining.add(newest)
         return True
 
     # Asking the nodes
@@ -343,15 +343,16 @@ class Coordinator:
             self._say(f"{save.path} is not complete locally: {error}")
         head = save.job.head
         assert head is not None
+        only_local = not head.drained and save.error is None
+        with self._lock:
+            before, self._newest = self._newest, save if only_local else None
+        self._drop(before)
         if head.drained:
             self._draining.add(save)
             self._give_way(save)
         elif save.error is not None:
             self._fail(save, save.error)
         else:
-            with self._lock:
-                before, self._newest = self._newest, save
-            self._drop(before)
             self._end(save, End(published=False, local=True))
 
     def _copy_around(self, save: Save, replicas: int) -> None:
@@ -374,9 +375,7 @@ class Coordinator:
     def _give_way(self, save: Save) -> None:
         """Saves that wait for the durable storage longer than they can be kept."""
         for old in self._draining.overtaken(save.job.config.local_keep):
-            self._fail(
-                old, SaveFailed(f"{old.path} was not brought there: newer saves have overtaken it in local_dir")
-            )
+            self._fail(old, SaveFailed(f"{old.path} was not brought there: newer saves have overtaken it in local_dir"))
 
     # Drain
 
@@ -456,16 +455,21 @@ class Coordinator:
         end = replace(end, seconds=time.monotonic() - save.began)
         path = save.path if end.published else None
         try:
-            self._on_all(save, "end", lambda node: (self._ranks(node), end, path))
+            self._on_all(save, "end", lambda node: (self._ranks(node), self._told(save, node, end), path))
         except Exception as error:  # a node that is gone; this one knows
             logger.warning("not all nodes could be told how the save of %s has ended: %s", save.path, error)
-            self._node.end(save.token, self._ranks(save.nodes[0]), end, path)
+            here = save.nodes[0]
+            self._node.end(save.token, self._ranks(here), self._told(save, here, end), path)
         if end.published or not end.local:
             self._drop(save)
+
+    @staticmethod
+    def _told(save: Save, node: Sequence[Peer], end: End) -> End:
+        """With what the ranks of a node have written."""
+        written = {peer.rank: save.parts[peer.rank].written for peer in node if peer.rank in save.parts}
+        return replace(end, bytes={rank: (part.nbytes, part.bytes_reused) for rank, part in written.items()})
 
     def _drop(self, save: Save | None) -> None:
         """Nobody needs to know any more how it was handed over."""
         if save is not None:
             self._node.spool.drop(f"{save.token}.go", f"{save.token}.0.job")
-
-

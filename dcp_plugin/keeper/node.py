@@ -118,6 +118,7 @@ class Node:
         """A save that had ended locally goes on to its path."""
         with self._changed:
             self._known[token] = _Known(written=True, local=True)
+        self.spool.drop(f"{token}.end")
 
     def _tell(self, token: str, **stages: Any) -> None:
         one = self.known(token)
@@ -150,7 +151,9 @@ class Node:
             parts: dict[int, Part] = {}
             with ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write") as pool:
                 where = None if directory is None else reached(directory, options)
-                for rank, part in zip(ranks, pool.map(lambda rank: self._write(token, rank, where), ranks), strict=True):
+                for rank, part in zip(
+                    ranks, pool.map(lambda rank: self._write(token, rank, where), ranks), strict=True
+                ):
                     parts[rank] = part
             self._tell(token, written=True)
             return parts
@@ -258,7 +261,7 @@ class Node:
         """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
         ranks = [int(one.split(".")[1]) for one in self.spool.names(".job") if one.startswith(f"{token}.")]
         steps = self.steps(self.job(token, ranks[0])) if ranks else None
-        if steps is None or not steps.folder_of(token).is_dir() or "/" in name and ".." in name.split("/"):
+        if steps is None or not steps.folder_of(token).is_dir() or ("/" in name and ".." in name.split("/")):
             channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
             return
         target = steps.folder_of(token) / name
@@ -346,11 +349,6 @@ class Node:
                 self.spool.drop(f"{token}.{rank}.job")
         for old in self.spool.names(".end")[:-_MOST_ENDS]:
             self.spool.drop(old)
-
-    def part(self, token: str, rank: int) -> Part | None:
-        """What a rank's part has become, if it is written and the save has not ended."""
-        data = self.spool.get(f"{token}.{rank}.part")
-        return None if data is None else pickle.loads(data)[1]
 
     def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
         """Delete what this node has of saves to a path."""

@@ -25,8 +25,8 @@ from typing import Any
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
 from dcp_plugin.keeper.node import Node
-from dcp_plugin.keeper.spool import SLAB, Spool
-from dcp_plugin.tiers.wire import Address, Channel, Server, own_address
+from dcp_plugin.keeper.spool import SLAB, Peer, Spool
+from dcp_plugin.tiers.wire import Address, Channel, Server, connect, own_address
 
 logger = logging.getLogger("dcp_plugin.keeper")
 
@@ -35,7 +35,7 @@ _MOST_NEWS = 1000
 _MOST_LOG = 1 << 20
 _NEVER_CALLED = 60.0
 """Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
-_ASKED = {"write", "take", "replicate", "complete", "drain", "end", "forget"}
+_ASKED = {"write", "take", "replicate", "complete", "drain", "end", "forget", "reopen", "drain_newest"}
 """What other keepers may ask a :class:`~dcp_plugin.keeper.node.Node` for."""
 
 
@@ -186,8 +186,10 @@ class Keeper:
         def fresh() -> list[tuple[int, str]]:
             return [one for one in self._news if one[0] > since]
 
+        deadline = time.monotonic() + seconds
         with self._has_news:
-            self._has_news.wait_for(lambda: bool(fresh()), seconds)
+            while not fresh() and not channel.is_closed() and time.monotonic() < deadline:
+                self._has_news.wait(_TICK)
             return fresh()
 
     def _on_go(self, channel: Channel, token: str) -> None:
@@ -196,11 +198,16 @@ class Keeper:
     def _on_wait(self, channel: Channel, token: str, stage: str, seconds: float) -> Any:
         return self.node.wait(token, stage, seconds)
 
-    def _on_part(self, channel: Channel, token: str, rank: int) -> Any:
-        return self.node.part(token, rank)
-
-    def _on_drain_newest(self, channel: Channel, token: str) -> bool:
-        return self.coordinator.drain_newest(token)
+    def _on_drain_newest(self, channel: Channel, token: str, coordinator: Peer | None, key: bytes) -> bool:
+        if self.coordinator.drain_newest(token):
+            return True
+        if coordinator is None or self._tcp is None or coordinator.address == self._tcp.address:
+            return False
+        with connect(coordinator.address, key, _TICK * 20) as there:
+            there.timeout(None)
+            there.send(("drain_newest", (token,)))
+            answer, value = there.receive()
+        return answer == "ok" and bool(value)
 
     def _on_forget(self, channel: Channel, path: str, root: Any, local_dir: str) -> None:
         self.node.forget("", path, root, local_dir)
@@ -228,7 +235,8 @@ class Keeper:
             try:
                 if what not in _ASKED:
                     raise SaveFailed(f"a keeper does not {what}")
-                answer: Any = ("ok", getattr(self.node, what)(*args))
+                asked = self.coordinator if what == "drain_newest" else self.node
+                answer: Any = ("ok", getattr(asked, what)(*args))
             except (CheckpointError, OSError) as error:
                 answer = ("error", error)
             channel.send(answer)

@@ -28,7 +28,7 @@ import pickle
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import SaveFailed
+from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.columns import Column
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where, as_path
 from dcp_plugin.storage.writer import Facts, WrittenPart
@@ -50,10 +50,6 @@ _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
 """Bytes of the path of a Unix socket."""
 SLAB = "slab-"
-
-
-class NoSharedMemory(SaveFailed):
-    """The memory that a keeper would share cannot be had: what is saved goes another way."""
 
 
 def base_directory() -> Path:
@@ -211,7 +207,7 @@ class Spool:
         address = tensor.data_ptr()
         for slab in self.slabs:
             start = address - slab.memory.data_ptr()
-            if 0 <= start and start + tensor.nbytes <= slab.memory.nbytes:
+            if start >= 0 and start + tensor.nbytes <= slab.memory.nbytes:
                 return slab.name, start
         return None
 
@@ -393,3 +389,5 @@ class End:
     error: Exception | None = None
     seconds: float = 0.0
     """From the handing over."""
+    bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank: bytes written, and bytes linked instead."""

@@ -7,7 +7,7 @@ byte of a target is overwritten, and what does not fit is raised in one error th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -50,10 +50,20 @@ class _Request:
 
 
 class Loading:
-    """One load. :meth:`run` has its steps."""
+    """One load. :meth:`run` has its steps.
+
+    Args:
+        open_with: Opens the checkpoint, if that is not what is at its path.
+    """
 
     def __init__(
-        self, ranks: Ranks, config: CheckpointConfig, path: Where, partial: PartialLoad | None, strict: bool
+        self,
+        ranks: Ranks,
+        config: CheckpointConfig,
+        path: Where,
+        partial: PartialLoad | None,
+        strict: bool,
+        open_with: Callable[[], Opened] | None = None,
     ) -> None:
         self._ranks, self._config, self._path = ranks, config, path
         self._asked, self._partial, self._strict = partial, partial, strict
@@ -63,6 +73,7 @@ class Loading:
             verify=config.verify_on_load,
             check_files=ranks.rank == 0,
             base=config.base,
+            open_with=open_with,
         )
         self._waiting: list[str] = []
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -111,6 +111,25 @@ class PlannedState:
     plan: RankPlan  # this rank's items; on rank 0 the plan of all ranks, too
     left_out: LeftOut  # keys that are not in the plan, because another checkpoint has them
 
+    def refuse_another_path(self, mine: Where) -> None:
+        """Raises CheckpointMismatch if this rank saves elsewhere than rank 0."""
+        if mine != self.path and resolved(mine) != resolved(self.path):
+            raise CheckpointMismatch(
+                f"rank {self.directory.rank} saves {mine} and rank 0 {self.path}: all ranks save one checkpoint "
+                f"together. Have rank 0 choose the name, and tell the others, if there is a time or a random part in "
+                f"it."
+            )
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Keys of tensors that the training does not mean to change."""
+        return frozenset(key for key, one in self.state.items() if isinstance(one, ShardedValue) and one.frozen)
+
+    @property
+    def empty(self) -> list[str]:
+        """Keys of mappings with nothing in them."""
+        return [key for key, one in self.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
+
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
     layouts = layouts_of(gathered.leaves)
@@ -183,8 +202,10 @@ class SavePipeline:
         self.exchange = PlanExchange()
         self._local = RankLocal()
         self.reuse = Reuse() if config.reuse else None
-        if self.reuse is not None and config.base is not None:
-            self.reuse.loaded(as_path(config.base, config.storage_options))
+        self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
+        """The checkpoint that the run goes on from, if one was loaded or named since a keeper has asked."""
+        if self.reuse is not None and self.last_loaded is not None:
+            self.reuse.loaded(self.last_loaded)
         self.selection = KeySelection(config)
 
     def forget_plan(self) -> None:
@@ -194,6 +215,7 @@ class SavePipeline:
 
     def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: Opened, ranks: Ranks) -> None:
         """Remember what was loaded, for the next save. Collective with ``trainable_only``."""
+        self.last_loaded = opened.path
         if self.reuse is not None:
             self.reuse.loaded(opened.path)
         if self._config.trainable_only:
@@ -231,15 +253,14 @@ class SavePipeline:
         publication = request.publication
         began = time.monotonic()
         try:
-            left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
-            planned = self._plan(request, staged, left_out, ranks)
+            planned = self.plan(request, staged, ranks, partial(_reserve, publication))
             part = Attempt.of(lambda: self._write(request, planned))
             ranks.combine(
                 f"write {request.path}", part.get, lambda parts: self._publish(request, staged.get(), planned, parts)
             )
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
-            self._abort(error, request, ranks.rank)
+            self.abort(error, request, ranks.rank)
         except BaseException:  # Ctrl-C
             publication.discard(all_ended=ranks.size == 1)
             raise
@@ -258,12 +279,22 @@ class SavePipeline:
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
         )
-        self._tell(event)
+        self.tell(event)
         return event
 
-    def _plan(
-        self, request: SaveRequest, staged: Attempt[StagedState], left_out: LeftOut, ranks: Ranks
+    def plan(
+        self,
+        request: SaveRequest,
+        staged: Attempt[StagedState],
+        ranks: Ranks,
+        reserve: Callable[[], tuple[Where, Where]],
     ) -> PlannedState:
+        """What this rank writes, and where. Collective.
+
+        Args:
+            reserve: Called on rank 0: the path of the checkpoint, and the directory in which it is made.
+        """
+        left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
         held: list[Flat] = []
 
         def hold() -> LocalInventory:
@@ -273,18 +304,17 @@ class SavePipeline:
             held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank)]
             return LocalInventory.of_state(held[0], paths)
 
-        step, reserve = f"plan the save of {request.path}", partial(_reserve, request.publication)
+        step = f"plan the save of {request.path}"
         plan, (path, directory) = self.exchange.plan(step, ranks, hold, reserve, self._local)
         return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
     def _write(self, request: SaveRequest, planned: PlannedState) -> WrittenPart:
-        _refuse_another_path(request.path, planned)
+        planned.refuse_another_path(request.path)
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
         writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
         items = [(item, data_of(item, planned.state)) for item in planned.plan.items]
-        frozen = {key for key, value in planned.state.items() if isinstance(value, ShardedValue) and value.frozen}
-        return WrittenPart.of(writer.write(items, planned.directory, frozen))
+        return WrittenPart.of(writer.write(items, planned.directory, planned.frozen))
 
     def _publish(
         self, request: SaveRequest, staged: StagedState, planned: PlannedState, parts: list[WrittenPart]
@@ -295,27 +325,27 @@ class SavePipeline:
         places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
         index = CheckpointIndex.of(table, places, request.publication.file_sizes())
         index.left_out = dict(planned.left_out.keys)
-        empty = [key for key, one in planned.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
-        index.empty = [key for key in empty if key in index]
-        request.publication.publish(
-            index,
-            Facts(
-                step=request.step,
-                world_size=len(parts),
-                views=request.views,
-                aliases=request.aliases,
-                kinds=staged.kinds,
-                layouts=staged.layouts,
-                exclude=self._config.exclude,
-                base=planned.left_out.summary_of_base(request.path),
-                reused=self._reused(parts),
-            ),
-        )
+        index.empty = [key for key in planned.empty if key in index]
+        facts = self.facts(request, staged, planned, len(parts))
+        request.publication.publish(index, replace(facts, reused=self._reused(parts)))
         if self._config.keep_last is not None:
             try:
                 catalog.prune(request.path, self._config.keep_last)
             except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
                 logger.warning("could not delete old checkpoints beside %s: %s", request.path, error)
+
+    def facts(self, request: SaveRequest, staged: StagedState, planned: PlannedState, world_size: int) -> Facts:
+        """What the checkpoint will say of itself. On rank 0."""
+        return Facts(
+            step=request.step,
+            world_size=world_size,
+            views=request.views,
+            aliases=request.aliases,
+            kinds=staged.kinds,
+            layouts=staged.layouts,
+            exclude=self._config.exclude,
+            base=planned.left_out.summary_of_base(request.path),
+        )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:
         """For the summary; warns of what stood in the way of more."""
@@ -325,18 +355,18 @@ class SavePipeline:
         items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
         return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
 
-    def _abort(self, error: Exception, request: SaveRequest, rank: int) -> NoReturn:
+    def abort(self, error: Exception, request: SaveRequest, rank: int) -> NoReturn:
         """Tell subscribers that the save has failed, and raise it."""
         if request.publication.published:  # and a rank was lost before all had heard of it
             error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
-        self._tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}"))
+        self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}"))
         raise_as_failed_save(error, request.path)
 
-    def _tell(self, event: events.SaveFinished | events.SaveAborted) -> None:
+    def tell(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:
         """How a save has ended. What goes wrong with telling it is not the save's failure."""
         try:
             events.emit(event)
-            if self._config.events is not None and event.rank == 0:
+            if self._config.events is not None and event.rank == 0 and not isinstance(event, events.SavedLocally):
                 events.append_json(Path(self._config.events), event)
         except Exception:
             logger.exception("a subscriber failed after the save of %s had ended", event.path)
@@ -349,14 +379,6 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
     if isinstance(error, CheckpointError):
         raise error
     raise SaveFailed(f"cannot save {path}: {type(error).__name__}: {error}") from error
-
-
-def _refuse_another_path(mine: Where, planned: PlannedState) -> None:
-    if mine != planned.path and resolved(mine) != resolved(planned.path):
-        raise CheckpointMismatch(
-            f"rank {planned.directory.rank} saves {mine} and rank 0 {planned.path}: all ranks save one checkpoint "
-            f"together. Have rank 0 choose the name, and tell the others, if there is a time or a random part in it."
-        )
 
 
 def _reserve(publication: Publication) -> tuple[Where, Where]:

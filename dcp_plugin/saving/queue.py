@@ -59,6 +59,9 @@ class SaveHandle:
         self.finished: events.SaveFinished | None = None
         """What was saved; None until the checkpoint is published, and for a save that failed or was skipped."""
         self._staged = threading.Event()
+        self._handed_over = threading.Event()
+        self._local = threading.Event()
+        self._local_error: Exception | None = None
         self._done = threading.Event()
         self._error: Exception | None = None
         self._error_was_raised = False
@@ -76,6 +79,29 @@ class SaveHandle:
         """
         if not self._staged.wait(timeout):
             raise TimeoutError(f"the state for {self.path} has not been copied within {timeout} s; it goes on")
+
+    def wait_local(self, timeout: float | None = None) -> None:
+        """Wait until the save is complete in ``local_dir``: each node has its part and the copies that ``replicas``
+        asks for. Without ``local_dir`` it is :meth:`wait`. From any thread.
+
+        Raises:
+            SaveFailed: It is not, and will not be; it may be durable all the same.
+            TimeoutError: It is not within ``timeout`` seconds. It goes on.
+            CheckpointError: As :meth:`wait`.
+        """
+        self.refuse_in_callback("wait for it")
+        if not self._local.wait(timeout):
+            raise TimeoutError(f"the save of {self.path} is not complete locally within {timeout} s; it goes on")
+        if self._local_error is not None:
+            raise self._local_error
+
+    def wait_turn(self) -> None:
+        """Wait until this save needs no other rank any more: the next one may talk to them."""
+        self._handed_over.wait()
+
+    def wait_recoverable(self) -> None:
+        """Wait until a load would find the save, or it has failed. Raises nothing."""
+        self._local.wait()
 
     def done(self) -> bool:
         """Whether the save has ended: published, failed or skipped."""
@@ -151,6 +177,16 @@ class SaveHandle:
         """The state is copied."""
         self._staged.set()
 
+    def set_handed_over(self) -> None:
+        """A keeper has all that it needs."""
+        self._handed_over.set()
+
+    def set_local(self, error: Exception | None = None) -> None:
+        """The save is complete locally, or will not be."""
+        if not self._local.is_set():
+            self._local_error = error
+            self._local.set()
+
     def set_published(self, event: events.SaveFinished) -> None:
         """The checkpoint is published: run the callbacks, then end the save."""
         self.finished = event
@@ -172,12 +208,15 @@ class SaveHandle:
 
     def set_left_to_parent(self) -> None:
         """In a forked process: only the parent ends this save. The events may have been locked at the fork."""
-        self._staged, self._done = threading.Event(), threading.Event()
+        self._staged, self._done, self._local = threading.Event(), threading.Event(), threading.Event()
+        self._handed_over = threading.Event()
         self.set_failed(SaveFailed(f"{self.path} is being saved by the process from which this one was forked"))
 
     def _end(self) -> None:
         self._callbacks.clear()
         self._staged.set()
+        self._handed_over.set()
+        self.set_local(self._error)
         self._done.set()
 
 
@@ -268,7 +307,7 @@ class SaveQueue:
                 staged = copy()
                 _let_training_go_first()
                 if before is not None:
-                    before.wait_done()
+                    before.wait_turn()
                 handle.set_published(write(staged))
             except BaseException as error:  # nobody else would end what others wait for
                 failure = _as_exception(error, handle.path)
@@ -306,6 +345,15 @@ class SaveQueue:
         if not self._saves:
             _unattended.discard(self)
         return ended
+
+    def let_go_of_ended(self) -> None:
+        """Forget the saves that have ended well. Those that failed stay until somebody waits for them."""
+        ended = [(handle, thread) for handle, thread in self._saves if handle.done() and handle.exception() is None]
+        for one in ended:
+            one[1].join()
+            self._saves.remove(one)
+        if not self._saves:
+            _unattended.discard(self)
 
     def leave_to_the_parent(self) -> None:
         """In a forked process: nobody here ends these saves, so waiting for one would never return."""

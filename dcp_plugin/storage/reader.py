@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -73,6 +73,7 @@ class ShardedReader(StorageReader):
         base: Where the checkpoint is that has what this one leaves out, if it was moved.
         complete: Open the base too. Otherwise the index lacks the keys that the base has.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        open_with: Opens the checkpoint, if that is not what is at the path.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
@@ -96,8 +97,10 @@ class ShardedReader(StorageReader):
         base: str | os.PathLike[str] | None = None,
         complete: bool = True,
         storage_options: StorageOptions | None = None,
+        open_with: Callable[[], Opened] | None = None,
     ) -> None:
         self._storage_options = storage_options
+        self._open_with = open_with
         self.path = self._asked_for = as_path(path, storage_options)
         self._io_threads = io_threads
         self._verify = verify
@@ -117,7 +120,9 @@ class ShardedReader(StorageReader):
     def opened(self) -> Opened:
         """The checkpoint; opened when it is first needed."""
         if self._opened is None:
-            if self._complete:
+            if self._open_with is not None:
+                self._opened = self._open_with()
+            elif self._complete:
                 self._opened = open_checkpoint(self.path, self._base, self._check_files)
             else:
                 self._opened = open_alone(self.path, self._check_files)

@@ -161,6 +161,9 @@ class Surveyor:
                 continue
             at_path = durable(record)
             is_durable = at_path is not None and at_path.save_id == record.save_id
+            if at_path is not None and not is_durable and at_path.time > record.time:
+                passed_over.append(f"{name}: what is at its path is newer")
+                continue
             have = frozenset[str]().union(*(files for _, _, files in found.holders.values()))
             lost = sorted(record.files.keys() - have)
             if lost and not is_durable:

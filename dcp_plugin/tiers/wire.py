@@ -16,6 +16,7 @@ import hmac
 import os
 import pickle
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -83,10 +84,21 @@ class Channel:
         """Send a range of an open file, from the page cache, without a copy."""
         end = offset + count
         while offset < end:
-            sent = _when_ready(self._socket, lambda: os.sendfile(self._socket.fileno(), file, offset, end - offset))
+            sent = self._send_some(file, offset, end - offset)
             if not sent:
                 raise OSError(errno.EIO, "the file is shorter than it was")
             offset += sent
+
+    def _send_some(self, file: int, offset: int, count: int) -> int:
+        """``sendfile``, which does not wait by itself on a socket that has a timeout."""
+        while True:
+            try:
+                return os.sendfile(self._socket.fileno(), file, offset, count)
+            except BlockingIOError:
+                poll, limit = select.poll(), self._socket.gettimeout()
+                poll.register(self._socket, select.POLLOUT)
+                if not poll.poll(None if limit is None else limit * 1000):
+                    raise TimeoutError(errno.ETIMEDOUT, "the other end does not read") from None
 
     def receive_into(self, memory: Sequence[memoryview]) -> None:
         """Fill the pieces of memory in turn."""
@@ -102,6 +114,16 @@ class Channel:
         self.receive_into([memoryview(data)])
         return data
 
+    def is_closed(self) -> bool:
+        """Whether the other end, from which nothing is expected now, has closed."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
     def close(self) -> None:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
@@ -114,21 +136,6 @@ class Channel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _when_ready(connection: socket.socket, send: Callable[[], int]) -> int:
-    """``send``, which does not wait by itself on a socket that has a timeout."""
-    import select
-
-    while True:
-        try:
-            return send()
-        except BlockingIOError:
-            poll = select.poll()
-            poll.register(connection, select.POLLOUT)
-            limit = connection.gettimeout()
-            if not poll.poll(None if limit is None else limit * 1000):
-                raise TimeoutError(errno.ETIMEDOUT, "the other end does not read") from None
 
 
 def connect(address: Address, key: bytes, timeout: float) -> Channel:

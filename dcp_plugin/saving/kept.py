@@ -1,0 +1,270 @@
+"""Saves that a keeper writes (:mod:`dcp_plugin.keeper`): stage into shared memory, plan, hand over, wait to be told.
+
+Ranks meet to plan and to hand over, as for any save; from then on no rank is needed. How a save ends is the keeper's to
+tell, to each rank on its own: a save that fails then is logged, and raised by who waits for it, but not by the next
+save, since ranks would hear of it at different times and the training is to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from dcp_plugin import events
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import NoSharedMemory, SaveFailed
+from dcp_plugin.keeper.client import KeeperClient
+from dcp_plugin.keeper.spool import End, Head, RankJob, encoded
+from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.planning.save import data_of, in_table_order
+from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.saving.job import PlannedState, SavePipeline, SaveRequest, StagedState
+from dcp_plugin.saving.queue import SaveHandle, SaveQueue
+from dcp_plugin.staging.snapshot import HostPool
+from dcp_plugin.tiers.steps import new_token
+
+logger = logging.getLogger("dcp_plugin")
+
+
+class _Pool:
+    """A host copy in shared memory, and the save that a keeper has yet to write from it."""
+
+    def __init__(self, client: KeeperClient) -> None:
+        self.memory = HostPool(client.allocate)
+        self.token: str | None = None
+
+
+class KeptSaves:
+    """The saves of one checkpointer that go through a keeper. Collective to make.
+
+    Args:
+        root: The folder of checkpoints.
+        pools: How many saves may be staged and not written.
+
+    Raises:
+        NoSharedMemory: On every rank.
+    """
+
+    def __init__(self, config: CheckpointConfig, root: Where, ranks: Ranks, pipeline: SavePipeline, pools: int) -> None:
+        self._config, self._pipeline = config, pipeline
+        self.client = KeeperClient(config, root, ranks)
+        self._pools = [_Pool(self.client) for _ in range(pools)]
+        self._count = 0
+        self._newest: tuple[str, SaveHandle] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of host copies."""
+        return sum(pool.memory.nbytes for pool in self._pools)
+
+    def is_free(self) -> bool:
+        """Whether the next save need not wait for its host copy."""
+        token = self._next().token
+        return token is None or self.client.wait(token, "written", 0.0) is not False
+
+    def _next(self) -> _Pool:
+        return self._pools[self._count % len(self._pools)]
+
+    def pool(self) -> HostPool:
+        """The host copy of the next save, when the keeper has written what was in it."""
+        pool = self._next()
+        if pool.token is not None:
+            self.client.wait(pool.token, "written")
+            pool.token = None
+        return pool.memory
+
+    def give_up_pools(self) -> None:
+        """Give back what the next save cannot use, because there is not enough."""
+        for pool in self._pools:
+            if pool.token is None:
+                pool.memory.free()
+        self._release()
+
+    def _release(self) -> None:
+        self.client.spool.release([slab for pool in self._pools for slab in pool.memory.slabs])
+
+    def add_files(self, files: Callable[[Path], None]) -> Path | None:
+        """What lies beside the tensors of the next save, in a directory of this rank; None if it has nothing."""
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="files-", dir=self.client.spool.folder))
+        except OSError as error:
+            raise NoSharedMemory(f"nothing can be put into {self.client.spool.folder}: {error}") from error
+        files(directory)
+        if any(directory.iterdir()):
+            return directory
+        directory.rmdir()
+        return None
+
+    def start(
+        self,
+        queue: SaveQueue,
+        handle: SaveHandle,
+        request: SaveRequest,
+        staged: Attempt[StagedState],
+        attached: Path | None,
+        ranks: Ranks,
+    ) -> None:
+        """Hand a save over, and follow it in a thread. Collective.
+
+        Raises:
+            CheckpointError: On every rank: it was not handed over.
+        """
+        token = self.hand_over(request, staged, attached, ranks)
+        handle.set_handed_over()
+        timed = request
+        if self._config.async_save:
+            timed = replace(request, blocked_seconds=time.monotonic() - request.began)
+        seconds = staged.get().copy_seconds
+        queue.start(handle, lambda: None, lambda _: self.follow(token, handle, timed, seconds))
+
+    def start_later(
+        self,
+        queue: SaveQueue,
+        handle: SaveHandle,
+        request: SaveRequest,
+        finish: Callable[[], Attempt[StagedState]],
+        attached: Path | None,
+        ranks: Ranks,
+    ) -> None:
+        """The same in a thread, when the copy is finished there."""
+        timed = replace(request, blocked_seconds=time.monotonic() - request.began)
+
+        def write(staged: Attempt[StagedState]) -> events.SaveFinished:
+            try:
+                token = self.hand_over(timed, staged, attached, ranks)
+            except Exception as error:
+                self._pipeline.abort(error, timed, ranks.rank)
+            handle.set_handed_over()
+            return self.follow(token, handle, timed, staged.get().copy_seconds)
+
+        queue.start(handle, finish, write)
+
+    def hand_over(self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks) -> str:
+        """Plan, and give the save to the keepers. Collective.
+
+        Returns:
+            What stands for the save.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        self._release()
+        planned = self._pipeline.plan(request, staged, ranks, lambda: (request.path, Path(new_token())))
+        token = planned.directory.directory.name
+        job = Attempt.of(lambda: self._job(token, request, staged.get(), planned, ranks))
+        self.client.hand_over(request.path, token, job, attached, ranks)
+        events.emit(events.SaveStarted(request.path, request.step))
+        pool = self._next()
+        pool.token, self._count = token, self._count + 1
+        return token
+
+    def _job(
+        self, token: str, request: SaveRequest, staged: StagedState, planned: PlannedState, ranks: Ranks
+    ) -> RankJob:
+        planned.refuse_another_path(request.path)
+        loaded, self._pipeline.last_loaded = self._pipeline.last_loaded, None
+        items = [(item, data_of(item, planned.state)) for item in planned.plan.items]
+        path = request.path
+        options = dict(path.options.items()) if isinstance(path, ObjectPath) and path.options else None
+        job = RankJob(
+            token=token,
+            rank=ranks.rank,
+            path=path,
+            step=request.step,
+            config=replace(self._config, storage_options=None),
+            items=encoded(items, self.client.spool),
+            frozen=planned.frozen,
+            loaded=None if loaded is None else str(loaded),
+            options=options,
+        )
+        if (plan := planned.plan.global_plan) is None:
+            return job
+        every = self._config.durable_every
+        head = Head(
+            table=plan.table,
+            order=in_table_order(plan),
+            left_out=dict(planned.left_out.keys),
+            empty=planned.empty,
+            facts=self._pipeline.facts(request, staged, planned, ranks.size),
+            save_id=str(uuid.uuid4()),
+            drained=every is not None and (self._count + 1) % every == 0,
+        )
+        return replace(job, head=head)
+
+    def follow(
+        self, token: str, handle: SaveHandle, request: SaveRequest, staging_seconds: float
+    ) -> events.SaveFinished:
+        """Wait until the save has ended, and tell the handle and the subscribers how far it is.
+
+        Raises:
+            CheckpointError: It has failed.
+        """
+        self._newest = token, handle
+        try:
+            if self._config.local_dir is not None:
+                self._follow_locally(token, handle, request)
+            end = self.client.wait(token, "end")
+            assert isinstance(end, End)
+            return self._finished(end, request, staging_seconds)
+        except Exception as error:
+            self._pipeline.abort(error, request, self.client.rank)
+
+    def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> None:
+        found = self.client.wait(token, "local")
+        if isinstance(found, End) and not found.local:
+            text = f"{request.path} is not complete in local_dir"
+            handle.set_local(SaveFailed(f"{text}: {found.error or 'it went straight to its path'}"))
+            return
+        seconds = time.monotonic() - request.began
+        self._pipeline.tell(events.SavedLocally(request.path, request.step, seconds, self.client.rank))
+        handle.set_local()
+
+    def _finished(self, end: End, request: SaveRequest, staging_seconds: float) -> events.SaveFinished:
+        if end.error is not None and not end.published:
+            raise end.error
+        now = time.monotonic() - request.began
+        nbytes, reused = end.bytes.get(self.client.rank, (0, 0))
+        event = events.SaveFinished(
+            request.path,
+            request.step,
+            nbytes,
+            seconds=now,
+            blocked_seconds=now if request.blocked_seconds is None else request.blocked_seconds,
+            staging_seconds=staging_seconds,
+            write_seconds=end.seconds,
+            rank=self.client.rank,
+            bytes_reused=reused,
+            tier="durable" if end.published else "local",
+        )
+        self._pipeline.tell(event)
+        return event
+
+    def bring_newest(self) -> None:
+        """Bring the newest save to its path if it is complete locally alone, and wait until it is there.
+
+        Raises:
+            CheckpointError: It cannot be brought there.
+        """
+        if self._newest is None or self._config.durable_every is None:
+            return
+        token, handle = self._newest
+        if handle.finished is None or handle.finished.tier == "durable" or not self.client.drain(token):
+            return
+        end = self.client.wait(token, "end")
+        assert isinstance(end, End)
+        if end.error is not None and not end.published:
+            raise end.error
+        handle.finished = replace(handle.finished, tier="durable")
+        self._pipeline.tell(handle.finished)
+
+    def close(self) -> None:
+        """Give back the host copies, and leave the keeper."""
+        for pool in self._pools:
+            pool.memory.free()
+        self._release()
+        self.client.close()
