@@ -148,13 +148,10 @@ class Node:
             SaveFailed, OSError: It could not be written.
         """
         with self._once(token, "write"):
-            parts: dict[int, Part] = {}
             with ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write") as pool:
                 where = None if directory is None else reached(directory, options)
-                for rank, part in zip(
-                    ranks, pool.map(lambda rank: self._write(token, rank, where), ranks), strict=True
-                ):
-                    parts[rank] = part
+                written = pool.map(lambda rank: self._write(token, rank, where), ranks)
+                parts = dict(zip(ranks, written, strict=True))
             self._tell(token, written=True)
             return parts
 
