@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_plugin.paths import Where
 
@@ -268,3 +268,5 @@ class CheckpointState:
     """Why it is not a checkpoint; empty for one that is."""
     step: int | None = None
     time: float = 0.0
+    tier: Literal["durable", "local"] = "durable"
+    """``"local"``: it is in ``local_dir`` of the nodes alone, and nothing is at the path."""

@@ -16,19 +16,20 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from dcp_plugin.format.summary import with_hash
 from dcp_plugin.media.disk import posix
-from dcp_plugin.paths import Where
+from dcp_plugin.paths import Where, as_path
 
 NODE = "dcp_plugin.node"
 """The record of a save, in its folder."""
 FORMAT_VERSION = 1
 _MOST_RECORD = 64 << 20
+_DAMAGED = "dcp_plugin.node-damaged"
 _LEFT = ".left"
 """Behind the name of a folder that is being deleted."""
 
@@ -103,6 +104,11 @@ class LocalStep:
         step.write()
         return step
 
+    def set_aside(self) -> None:
+        """Believe it no more; the next save deletes it."""
+        with suppress(FileNotFoundError):
+            os.rename(self.folder / NODE, self.folder / _DAMAGED)
+
     def write(self) -> None:
         """Write the record, durably, in one step."""
         put_file(self.folder, NODE, self.record.encode())
@@ -157,10 +163,12 @@ class LocalSteps:
     root: Where
     problems: list[str] = field(default_factory=list)
     """What the last :meth:`all` passed over, and why."""
+    key: str = ""
+    """The name of its folder, if the root is not known."""
 
     @property
     def folder(self) -> Path:
-        return self.local_dir / key_of(self.root)
+        return self.local_dir / (self.key or key_of(self.root))
 
     def folder_of(self, token: str) -> Path:
         return self.folder / token
@@ -255,6 +263,36 @@ class LocalSteps:
             self.folder.rmdir()  # if it was the last
 
 
+def steps_below(local_dir: Path, root: Where) -> tuple[list[LocalStep], list[str]]:
+    """What a node has of the saves to any folder at or below ``root`` (:func:`~dcp_plugin.paths.resolved`).
+
+    Returns:
+        The saves, oldest first; and what was passed over, in words.
+    """
+    found: list[LocalStep] = []
+    problems: list[str] = []
+    keys: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        keys = sorted(entry.name for entry in os.scandir(local_dir) if entry.is_dir(follow_symlinks=False))
+    for key in keys:
+        steps = LocalSteps(local_dir, root, key=key)
+        mine = [step for step in steps.all() if _is_below(step.record.path, root) and _has_key(step, key)]
+        found += mine
+        if mine or key == key_of(root):
+            problems += steps.problems
+    return sorted(found, key=lambda step: (step.record.time, step.record.token)), problems
+
+
+def _is_below(path: str, root: Where) -> bool:
+    return path.startswith(f"{str(root).rstrip('/')}/")
+
+
+def _has_key(step: LocalStep, key: str) -> bool:
+    """Whether the folder that a save is in stands for the folder of its checkpoint."""
+    parent = step.record.path.rstrip("/").rpartition("/")[0]
+    return key_of(as_path(parent or "/")) == key
+
+
 def _not_ours(path: Path) -> str:
     """Why something in a directory that others may write to is not to be believed; empty if it is."""
     found = os.lstat(path)
@@ -288,7 +326,3 @@ def is_memory(path: Path) -> bool:
                 best, kind = where, what
         return kind in ("tmpfs", "ramfs")
     return False
-
-
-def sizes_of(files: Mapping[str, int], names: Collection[str]) -> int:
-    return sum(files[name] for name in names)

@@ -19,11 +19,11 @@ from dcp_plugin.errors import CheckpointError, some
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import WORKSPACE, Readable, medium_of
 from dcp_plugin.media.packed import unpacked
-from dcp_plugin.paths import Where, resolved
+from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.tiers.nearest import DurablePlace, NearestFiles, OtherNode, OwnFolder, Place
-from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record
+from dcp_plugin.tiers.steps import LocalStep, Record, steps_below
 from dcp_plugin.tiers.wire import Address, Server, new_key, own_address, serve_files
 
 logger = logging.getLogger("dcp_plugin")
@@ -110,7 +110,9 @@ class Surveyor:
 
     def __post_init__(self) -> None:
         assert self.config.local_dir is not None
-        self._steps = LocalSteps(Path(self.config.local_dir), resolved(self.root))
+        self._local_dir = Path(self.config.local_dir)
+        self._steps: dict[str, LocalStep] = {}
+        self._runs: dict[str, str | None] = {}
         self._node = node_of(Path(self.config.local_dir))
 
     def look(self, without: Collection[str] = (), durable: Callable[[Record], Summary | None] | None = None) -> Survey:
@@ -127,20 +129,18 @@ class Surveyor:
         )
 
     def _hold(self, without: Collection[str]) -> _Held:
-        steps = [step for step in self._steps.all() if step.record.token not in without]
-        if steps and self.ranks.size > 1:
+        found, problems = steps_below(self._local_dir, resolved(self.root))
+        self._steps = {step.record.token: step for step in found if step.record.token not in without}
+        if self._steps and self.ranks.size > 1 and self._server is None:
             self._server = Server((own_address(), 0), self._keys, lambda channel: serve_files(channel, self._find))
-        told = [(step.record, frozenset(step.there())) for step in steps]
+        told = [(step.record, frozenset(step.there())) for step in self._steps.values()]
         address = self._server.address if self._server else None
-        return _Held(self._node, socket.gethostname(), address, told, self._steps.problems)
+        return _Held(self._node, socket.gethostname(), address, told, problems)
 
     def _find(self, folder: str, name: str) -> Path | None:
         """A file that another rank asks for: only what the record of a save names."""
-        step = self._step(folder)
+        step = self._steps.get(folder)
         return step.folder / name if step is not None and name in step.record.files else None
-
-    def _step(self, token: str) -> LocalStep | None:
-        return self._steps.find(token)
 
     def _decide(self, held: list[_Held], durable: Callable[[Record], Summary | None]) -> Survey:
         """On rank 0."""
@@ -151,11 +151,11 @@ class Surveyor:
                 known = by_token.setdefault(record.token, Survivor(record, {}, False))
                 if known.record.index_sha256 == record.index_sha256:
                     known.holders.setdefault(one.node, (one.host, one.address, there))
-        run = self._run(passed_over) if by_token else None
         survivors = []
         for found in sorted(by_token.values(), key=lambda one: one.record.time, reverse=True):
             record = found.record
             name = f"{record.path} (step {record.step}, saved as {record.token})"
+            run = self._run(record, passed_over)
             if run is not None and record.run and record.run != run:
                 passed_over.append(f"{name}: it is of another run, whose folder of checkpoints was emptied since")
                 continue
@@ -177,18 +177,24 @@ class Surveyor:
         if self.config.durable_every is None:
             return None
         with suppress(CheckpointError, OSError):
-            return read_summary(self.root / name_of(record))
+            return read_summary(self._path(record))
         return None
 
-    def _run(self, passed_over: list[str]) -> str | None:
-        """None if that cannot be told."""
-        if self.config.durable_every is None:
+    def _path(self, record: Record) -> Where:
+        return as_path(record.path, self.config.storage_options)
+
+    def _run(self, record: Record, passed_over: list[str]) -> str | None:
+        """What stands for the runs in the folder of a save now; None if that cannot be told."""
+        if self.config.durable_every is None or not record.run:
             return None
-        try:
-            return run_of(resolved(self.root)) or ""
-        except (OSError, CheckpointError) as error:
-            passed_over.append(f"{self.root} cannot be read ({error}): what is local is taken to be of this run")
-            return None
+        root = self._path(record).parent
+        if str(root) not in self._runs:
+            try:
+                self._runs[str(root)] = run_of(root) or ""
+            except (OSError, CheckpointError) as error:
+                passed_over.append(f"{root} cannot be read ({error}): what is local is taken to be of this run")
+                self._runs[str(root)] = None
+        return self._runs[str(root)]
 
     def files(self, survivor: Survivor, key: bytes, path: Where) -> NearestFiles:
         """The files of a save, for this rank. The other ranks may ask for what this node has from now on."""
@@ -198,7 +204,7 @@ class Surveyor:
         others: list[OtherNode] = []
         for node, (host, address, there) in survivor.holders.items():
             if node == self._node:
-                places.append(OwnFolder(self._steps.folder_of(record.token), there))
+                places.append(OwnFolder(self._steps[record.token].folder, there))
             elif address is not None:
                 others.append(OtherNode(f"node {host}", there, address, key, record.token))
         turn = self.ranks.rank % len(others) if others else 0
@@ -206,6 +212,14 @@ class Surveyor:
         if survivor.durable:
             places.append(DurablePlace(record.files.keys(), lambda: _at_path(path)))
         return NearestFiles(str(path), record.files, places, record.time)
+
+    def set_aside(self, path: Where) -> int:
+        """Believe nothing any more that this node has of the saves to a path. How many there were."""
+        names = _names_of(path)
+        mine = [step for step in self._steps.values() if step.record.path in names]
+        for step in mine:
+            step.set_aside()
+        return len(mine)
 
     def close(self) -> None:
         """Answer no more."""
@@ -234,15 +248,14 @@ def _namespace() -> str:
     return "?"
 
 
-def name_of(record: Record) -> str:
-    """The name of the checkpoint in its folder."""
-    return record.path.rstrip("/").rpartition("/")[2]
-
-
 def newest_at(survey: Survey, path: Where) -> Survivor | None:
     """The newest save to one path."""
-    names = {str(path_of(path)), str(resolved(path))}
+    names = _names_of(path)
     return next((one for one in survey.survivors if one.record.path in names), None)
+
+
+def _names_of(path: Where) -> set[str]:
+    return {str(path_of(path)), str(resolved(path))}
 
 
 def said(problems: Sequence[str]) -> str:
