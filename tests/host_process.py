@@ -14,8 +14,12 @@ import re
 import select
 import shutil
 import signal
+import socket
+import socketserver
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +29,7 @@ import pytest
 
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, host name, IPC, PIDs, network
 _SUBREAPER = 36
+_SWITCH = "10.77.0.254"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -103,11 +108,54 @@ class Shell:
 @contextmanager
 def switched() -> Iterator[Shell]:
     """A network without links, of which the host ``switch`` is what links are put into."""
-    made = "ip link add switch type bridge; ip link set switch up; echo; exec cat"  # cat ends with this process
+    made = f"ip link add switch type bridge; ip address add {_SWITCH}/24 dev switch; ip link set switch up"
+    made += "; echo; exec cat"  # which ends with this process
     holder = subprocess.Popen(["unshare", "-n", "sh", "-ec", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with holder:
         assert holder.stdout and holder.stdout.readline()
         yield Shell(holder.pid)
+
+
+@contextmanager
+def door(switch: Shell, to: int) -> Iterator[tuple[str, int]]:
+    """Connections to this address in the switch's network go on to a port of this machine's loopback."""
+
+    def listening() -> socket.socket:
+        with open(f"/proc/{switch.pid}/ns/net") as network:
+            if _LIBC.setns(network.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "no such network")
+        return socket.create_server((_SWITCH, 0))
+
+    with ThreadPoolExecutor(1) as thread:  # the only one that is in the other network
+        listener = thread.submit(listening).result()
+    with _Door(listener, to) as made:
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+        yield listener.getsockname()
+        made.shutdown()
+
+
+class _Door(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, to: int) -> None:
+        super().__init__(listener.getsockname(), socketserver.BaseRequestHandler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self._to = listener, to
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as there:
+            back = threading.Thread(target=_pass_on, args=(there, request), daemon=True)
+            back.start()
+            _pass_on(request, there)
+            back.join()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while piece := source.recv(1 << 18):
+            target.sendall(piece)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 def descendants(of: int) -> list[int]:
@@ -161,7 +209,9 @@ def _serve(control: Connection) -> None:
         try:
             asked = control.recv()
         except EOFError:
-            return kill_all(os.getpid())
+            if os.getpid() != 1:  # with the first process of a namespace the kernel ends all others
+                kill_all(os.getpid())
+            return
         if isinstance(asked, int):
             reap()
             control.send(ended.pop(asked))
@@ -171,7 +221,7 @@ def _serve(control: Connection) -> None:
         if pid == 0:
             control.close()
             _be(*asked)
-            return None
+            return
         descriptor = os.pidfd_open(pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         control.send(pid)

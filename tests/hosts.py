@@ -50,7 +50,7 @@ def hosts(number: int, folder: Path, *, memory: str = "512M", disk: str | None =
     with ExitStack() as opened:
         why = why_no_namespaces()
         switch = Shell(0, why) if why else opened.enter_context(host_process.switched())
-        made = Hosts(folder, [Host(at, folder, memory, disk, switch) for at in range(number)], switch)
+        made = Hosts(folder, [Host(at, folder, memory, disk, switch) for at in range(number)], switch, opened)
         for host in made:
             host.start()
             opened.callback(host.end)
@@ -224,9 +224,19 @@ class Host:
 class Hosts(list[Host]):
     """The hosts of a test."""
 
-    def __init__(self, folder: Path, made: list[Host], switch: Shell) -> None:
+    def __init__(self, folder: Path, made: list[Host], switch: Shell, opened: ExitStack) -> None:
         super().__init__(made)
-        self.switch, self.shared = switch, Shared(folder / "shared", made)
+        self.switch, self.shared, self._opened = switch, Shared(folder / "shared", made), opened
+
+    def reach(self, port: int) -> tuple[str, int]:
+        """Where hosts reach, over their links, what listens on a port of this machine's loopback: a server of the test.
+
+        Say ``store, port = h.reach(urlsplit(bucket.server.url).port)`` and, for ``env``,
+        ``bucket.server.environment(f"http://{store}:{port}") | {"NO_PROXY": "*"}``.
+        """
+        if self.switch.why_not:
+            return "127.0.0.1", port
+        return self._opened.enter_context(host_process.door(self.switch, port))
 
     def launch(
         self,
