@@ -141,8 +141,9 @@ def resume_or_init(
         raise ValueError("either a checkpointer, or the settings of a new one: the given one has its own.")
     besides = ("resume", "init_from", "partial", "strict", "checkpointer")
     used = checkpointer or Checkpointer(CheckpointConfig.merge(config, besides, **overrides))
-    options = StartOptions(resume, init_from, partial, strict, used.config.storage_options)
     try:
+        local = used.surviving(root) if resume != "never" else ()
+        options = StartOptions(resume, init_from, partial, strict, used.config.storage_options, local)
         return options.start(
             used,
             modules_of(state),

@@ -21,6 +21,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.host_memory import collector_paused
+from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
@@ -37,7 +38,8 @@ from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tiers.recovery import Recovery
-from dcp_plugin.types import LoadReport
+from dcp_plugin.tiers.survey import Surveyor
+from dcp_plugin.types import CheckpointState, LoadReport
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -198,6 +200,45 @@ class Checkpointer:
                 report = recovery.told(loading.run(state))
             self._saving.loaded(state, report, loading.opened, ranks)
             return report
+
+    def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
+        """The saves at or below ``root`` that can be loaded although nothing is at their paths: from ``local_dir`` of
+        the nodes. First, keepers of a training before finish what that has handed over. Collective.
+
+        Returns:
+            None without ``local_dir``.
+
+        Raises:
+            RankFailure: A rank died, or did not answer within the timeout.
+        """
+        if not self.config.has_keeper:
+            return ()
+        ranks, where = self._meet_again(), as_path(root, self.config.storage_options)
+        settle_before_restart(self.config, where, ranks)
+        if self.config.local_dir is None:
+            return ()
+        surveyor = Surveyor(ranks, self.config, where)
+        try:
+            survey = surveyor.look()
+        finally:
+            surveyor.close()
+        if ranks.rank == 0:
+            for one in survey.passed_over:
+                logger.warning("passing over %s", one)
+        return tuple(catalog.local_states(survey, self.config))
+
+    def set_local_aside(self, path: Where) -> bool:
+        """Believe nothing any more that any node has of the saves to a path; whether one had something. Collective."""
+        if self.config.local_dir is None:
+            return False
+        surveyor = Surveyor(Ranks(), self.config, path.parent)
+
+        def set_aside() -> int:
+            surveyor.look(of_one_node=True)
+            return surveyor.set_aside(path)
+
+        found: int = self.ranks.combine(f"set {path} aside", set_aside, lambda counts: sum(counts))
+        return found > 0
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank.

@@ -73,6 +73,7 @@ class KeeperClient:
 
         def prepare() -> str:
             self.spool = Spool.of(self._root, config.local_dir)
+            self.spool.put("root", str(self._root).encode())
             return node_of(Path(config.local_dir or self.spool.folder))
 
         def met(nodes: list[str]) -> _Job:
@@ -306,21 +307,26 @@ def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -
     """Wait for keepers of the training before, which may be about to publish what it has handed over. Collective."""
 
     def wait() -> list[str]:
-        spool = Spool.of(resolved(root), config.local_dir)
-        unfinished = [name for name in spool.names(".go") if spool.get(f"{name[:-3]}.end") is None]
-        if not unfinished and not spool.is_kept():
-            with suppress(OSError):
-                spool.folder.rmdir()  # if it was made by this look
-            return []
-        start_keeper(spool, config.keeper_linger)  # in place of one that died, too
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline:
-            with suppress(OSError, EOFError), connect(spool.socket, b"", _ANSWER) as channel:
-                channel.timeout(config.timeout + _ANSWER)
-                return cast(list[str], KeeperClient._ask(channel, "settle", config.timeout))
-            time.sleep(0.05)
-        return unfinished
+        return [token for spool in Spool.below(resolved(root)) for token in _settle(spool, config)]
 
     left = ranks.agree(f"wait for what was handed over before, in {root}", wait)
     if left:
         logger.warning("%s: %d saves that were handed over before are not written, and not waited for", root, len(left))
+
+
+def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
+    """Wait until a keeper, started in place of one that died, has brought what is in its spool where it is looked for.
+    The tokens of what it has not."""
+    unfinished = [name[:-3] for name in spool.names(".go") if spool.get(f"{name[:-3]}.end") is None]
+    if not unfinished and not spool.is_kept():
+        return []
+    start_keeper(spool, config.keeper_linger)
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(OSError, EOFError), connect(spool.socket, b"", _ANSWER) as channel:
+            channel.timeout(config.timeout + _ANSWER)
+            return cast(list[str], KeeperClient._ask(channel, "settle", config.timeout))
+        if not spool.folder.exists():  # it has ended meanwhile
+            return []
+        time.sleep(0.05)
+    return unfinished

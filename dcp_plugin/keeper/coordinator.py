@@ -55,6 +55,8 @@ class Save:
     began: float
     nodes: list[list[Peer]]
     parts: dict[int, Part] = field(default_factory=dict)
+    number: int = 0
+    """Which save of the run it is, from 1 on."""
     record: Record | None = None
     local: bool = False
     ended: bool = False
@@ -128,7 +130,8 @@ class Coordinator:
         self._known: set[str] = set()
         self._newest: Save | None = None
         """Complete locally and not durable."""
-        self._runs: dict[str, str] = {}
+        self._runs: dict[tuple[str, bytes], str] = {}
+        self._numbers: dict[str, int] = {}
         self._last_time = 0.0
         self._lock = threading.Lock()
         self._writing = Line("write", self._write)
@@ -261,6 +264,7 @@ class Coordinator:
             )
 
     def _write_locally(self, save: Save) -> None:
+        save.number = self._next_number(save)
         parts = self._on_all(save, "write", lambda node: (self._ranks(node), None))
         save.parts = {rank: part for told in parts for rank, part in told.items()}
         head = save.job.head
@@ -282,11 +286,21 @@ class Coordinator:
             time=now,
             step=save.job.step,
             run=self._run_of(save),
+            number=save.number,
             files={**sizes, **beside, **{name: len(data) for name, data in files.items()}},
             nodes=len(save.nodes),
         )
         record = save.record
         self._on_all(save, "take", lambda node: (self._ranks(node), files, record))
+
+    def _next_number(self, save: Save) -> int:
+        """It goes on from that of the training before: one that dies often is to reach the durable storage, too."""
+        root = str(resolved(save.path.parent))
+        if root not in self._numbers:
+            before = self._node.steps(save.job).all()
+            self._numbers[root] = max((step.record.number for step in before), default=0)
+        self._numbers[root] += 1
+        return self._numbers[root]
 
     def _index(self, save: Save, sizes: dict[str, int]) -> CheckpointIndex:
         head = save.job.head
@@ -308,21 +322,24 @@ class Coordinator:
         return replace(head.facts, reused=reused)
 
     def _run_of(self, save: Save) -> str:
-        """What stands for the run; empty as long as nobody has been able to ask the durable storage."""
+        """What stands for the run; empty as long as nobody has been able to ask the durable storage.
+
+        It is asked once by each training: the folder of checkpoints may have been emptied before that began.
+        """
         if save.job.config.durable_every is None:
             return ""
         root = resolved(save.path.parent)
-        known = self._runs.get(str(root))
+        known = self._runs.get((str(root), save.go.key))
         if known is None:
-            self._runs[str(root)] = ""
-            threading.Thread(target=self._find_run, args=(root,), name="keeper-run", daemon=True).start()
+            self._runs[str(root), save.go.key] = ""
+            threading.Thread(target=self._find_run, args=(root, save.go.key), name="keeper-run", daemon=True).start()
         return known or ""
 
-    def _find_run(self, root: Where) -> None:
+    def _find_run(self, root: Where, key: bytes) -> None:
         try:
-            self._runs[str(root)] = make_run(root)
+            self._runs[str(root), key] = make_run(root)
         except (OSError, CheckpointError):  # asked again with the next save
-            self._runs.pop(str(root), None)
+            self._runs.pop((str(root), key), None)
 
     # Replicate
 
@@ -336,18 +353,19 @@ class Coordinator:
             self._say(str(save.error))
         try:
             needed = [*self._writing.tokens(), *self._replicating.tokens(), *self._draining.tokens()]
-            self._on_all(save, "complete", lambda node: (self._ranks(node), needed))
+            run = self._run_of(save)
+            self._on_all(save, "complete", lambda node: (self._ranks(node), needed, run))
             save.local = True
         except Exception as error:
             save.error = save.error or error
             self._say(f"{save.path} is not complete locally: {error}")
-        head = save.job.head
-        assert head is not None
-        only_local = not head.drained and save.error is None
+        every = save.job.config.durable_every
+        drained = every is not None and save.number % every == 0
+        only_local = not drained and save.error is None
         with self._lock:
             before, self._newest = self._newest, save if only_local else None
         self._drop(before)
-        if head.drained:
+        if drained:
             self._draining.add(save)
             self._give_way(save)
         elif save.error is not None:

@@ -282,16 +282,24 @@ class Node:
             raise
         channel.send(("ok", False))
 
-    def complete(self, token: str, ranks: Sequence[int], needed: Collection[str]) -> None:
-        """All nodes have what they are to have. Older saves than ``local_keep`` go, but for those that are needed."""
+    def complete(self, token: str, ranks: Sequence[int], needed: Collection[str], run: str) -> None:
+        """All nodes have what they are to have. Older saves than ``local_keep`` go, but for those that are needed.
+
+        Args:
+            run: As in :class:`~dcp_plugin.tiers.steps.Record`, as far as it is known by now.
+        """
         job = self.job(token, ranks[0])
         steps = self.steps(job)
         if (step := steps.find(token)) is None:
             raise SaveFailed(f"what this node had of {job.path} is gone")
-        step.mark(complete=True)
+        step.mark_complete(run)
         gone = steps.keep(job.config.local_keep, {*needed, token})
         self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
         steps.sweep({*needed, *self.in_flight()})
+        for name in self.spool.names(".job"):  # of those that have ended locally, and could have been drained yet
+            older = name.split(".")[0]
+            if older < token and older not in needed and self.known(older).end is not None:
+                self.spool.drop(name)
         self._tell(token, local=True)
 
     def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, options: Any, renamed: str) -> None:
@@ -342,7 +350,7 @@ class Node:
         self._tell(token, end=end, written=True, local=end.local)
         for rank in ranks:
             self.spool.drop(f"{token}.{rank}.part", f"{token}.{rank}.files")
-            if rank:
+            if rank and (end.published or not end.local):  # else it may be brought to its path yet
                 self.spool.drop(f"{token}.{rank}.job")
         for old in self.spool.names(".end")[:-_MOST_ENDS]:
             self.spool.drop(old)

@@ -3,6 +3,7 @@
 ``/dev/shm/dcp_plugin-<uid>/<key>/``, for this user alone:
 
 ==========================  ===========================================================================================
+``root``                    the folder of checkpoints
 ``keeper.lock``             locked by the keeper that is alive; its pid is in it
 ``keeper.sock``             where it answers ranks of this node
 ``keeper.address``          where it answered other nodes, so that its successor does, too
@@ -95,6 +96,20 @@ class Spool:
         except OSError as error:
             raise NoSharedMemory(f"{folder} cannot be made: {error}") from error
         return cls(folder)
+
+    @classmethod
+    def below(cls, root: Where) -> list[Spool]:
+        """The spools of folders of checkpoints at or below ``root``."""
+        start, found = str(root).rstrip("/"), []
+        try:
+            folders = sorted(base_directory().iterdir())
+        except (NoSharedMemory, OSError):
+            return []
+        for folder in folders:
+            said = (cls(folder).get("root") or b"").decode("utf-8", "replace")
+            if said == start or said.startswith(f"{start}/"):
+                found.append(cls(folder))
+        return found
 
     @property
     def socket(self) -> str:
@@ -298,8 +313,6 @@ class Head:
     empty: list[str]
     facts: Facts
     save_id: str
-    drained: bool
-    """Whether this save is one of those that go on to the durable path."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
+from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, some
 from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
@@ -25,11 +26,13 @@ from dcp_plugin.format.index import Location, StoredTensor, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media import WORKSPACE, Medium, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, said_base
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tiers.survey import Survey, Surveyor
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 
 T = TypeVar("T")
@@ -42,7 +45,9 @@ _MOST_LOOKS = 50
 """How often is looked again because others have deleted or replaced meanwhile what was found."""
 
 
-def latest(root: PathLike, storage_options: StorageOptions | None = None) -> Path | str | None:
+def latest(
+    root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
+) -> Path | str | None:
     """The newest checkpoint at or below ``root`` that a training can go on from; never a torn one.
 
     A committed one whose files have been cut or lost since, by a copy that was interrupted for one, is passed over with
@@ -52,6 +57,8 @@ def latest(root: PathLike, storage_options: StorageOptions | None = None) -> Pat
     Args:
         root: Where to look, up to six directories deep: a directory, or the URL of a prefix.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        local_dir: As the runs have it. Then what this host has there counts, too, by the path that it would have; a
+            load with the same ``local_dir`` finds it. What a keeper has not completed yet does not.
 
     Returns:
         Its path, or its URL as a ``str``; None if there is none. If only what cannot be resumed from is there, a
@@ -66,7 +73,8 @@ def latest(root: PathLike, storage_options: StorageOptions | None = None) -> Pat
         >>> dcp_plugin.latest("run").name
         'step-1'
     """
-    found = find_newest(as_path(root, storage_options))
+    where = as_path(root, storage_options)
+    found = find_newest(where, local=_local(where, local_dir, storage_options))
     found.warn(root)
     if found.path is not None:
         note_chosen(found.path)
@@ -92,12 +100,15 @@ def _damage_of(path: Where) -> str:
     return ""
 
 
-def list_checkpoints(root: PathLike, storage_options: StorageOptions | None = None) -> list[CheckpointState]:
+def list_checkpoints(
+    root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
+) -> list[CheckpointState]:
     """Every directory at or below ``root`` that is a checkpoint or pretends to be one, oldest first.
 
     Args:
         root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        local_dir: As the runs have it: then what is in this host's alone is listed, too, with ``tier="local"``.
 
     Returns:
         Their states. What a crash left in flight is listed as not committed, with the reason.
@@ -111,8 +122,29 @@ def list_checkpoints(root: PathLike, storage_options: StorageOptions | None = No
         >>> [(state.step, state.committed) for state in dcp_plugin.list_checkpoints("run")]
         [(1, True)]
     """
-    scan = Scan(as_path(root, storage_options), read_all=True)
-    return sorted(scan.states.values(), key=lambda state: (state.time, state.step or -1))
+    where = as_path(root, storage_options)
+    states = [*Scan(where, read_all=True).states.values(), *_local(where, local_dir, storage_options)]
+    return sorted(states, key=lambda state: (state.time, state.step or -1))
+
+
+def _local(root: Where, local_dir: PathLike | None, storage_options: StorageOptions | None) -> list[CheckpointState]:
+    """What is in this host's ``local_dir`` alone."""
+    if local_dir is None:
+        return []
+    config = CheckpointConfig(local_dir=str(local_dir), storage_options=storage_options)
+    surveyor = Surveyor(Ranks(), config, root)
+    return local_states(surveyor.look(of_one_node=True), config)
+
+
+def local_states(survey: Survey, config: CheckpointConfig) -> list[CheckpointState]:
+    """The saves that can be put together and are not at their paths."""
+    return [
+        CheckpointState(
+            as_path(one.record.path, config.storage_options), True, "", one.record.step, one.record.time, "local"
+        )
+        for one in survey.survivors
+        if not one.durable
+    ]
 
 
 def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
@@ -263,6 +295,7 @@ def find_newest(
     tools: Collection[str] = RESUMABLE,
     init_from: PathLike | None = None,
     without: Collection[Where] = (),
+    local: Collection[CheckpointState] = (),
 ) -> Newest:
     """What :func:`latest` returns, and why not something newer.
 
@@ -270,10 +303,12 @@ def find_newest(
         tools: Whose checkpoints count besides ours.
         init_from: What is there, or below, counts only if it is ours.
         without: What does not count.
+        local: What can be loaded although nothing is at its path.
     """
     for _ in range(_MOST_LOOKS):
         scan = Scan(as_path(root), others=True)
-        found, complete = _newest_of(scan, tools, None if init_from is None else as_path(init_from), without)
+        source = None if init_from is None else as_path(init_from)
+        found, complete = _newest_of(scan, tools, source, without, local)
         if complete and (found.path is not None or scan.is_current()):  # else something newer may have come meanwhile
             break
     for one in found.passed_over:  # not a save in flight, nor an export of weights
@@ -283,13 +318,17 @@ def find_newest(
 
 
 def _newest_of(
-    scan: Scan, tools: Collection[str], source: Where | None, without: Collection[Where]
+    scan: Scan,
+    tools: Collection[str],
+    source: Where | None,
+    without: Collection[Where],
+    local: Collection[CheckpointState],
 ) -> tuple[Newest, bool]:
     """The newest of what was seen; and whether all of that was still there to be examined."""
     of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
     passed_over: list[CheckpointState | Saved] = []
     complete = True
-    ours = [state for state in scan.states.values() if state.path not in without]
+    ours = [state for state in (*scan.states.values(), *local) if state.path not in without]
     candidates: list[CheckpointState | Saved] = [*ours, *in_order(of_others)]
     for one in sorted(candidates, key=_age, reverse=True):
         try:
@@ -310,7 +349,7 @@ def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> Checkpoin
         CheckpointNotFound: It is not there any more.
     """
     if isinstance(one, CheckpointState):
-        return one if one.reason else replace(one, reason=_damage_of(one.path))
+        return one if one.reason or one.tier == "local" else replace(one, reason=_damage_of(one.path))
     saved = one.examined()
     if saved is None or saved.reason or saved.tool in tools:
         return saved

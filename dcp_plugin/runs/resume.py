@@ -23,12 +23,12 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, Checkpoin
 from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
-from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import damage
 from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.storage.open import read_summary
-from dcp_plugin.types import LoadReport
+from dcp_plugin.types import CheckpointState, LoadReport
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Loader(Protocol):
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
     ) -> LoadReport: ...
 
+    def set_local_aside(self, path: Where) -> bool: ...
+
 
 @dataclass(frozen=True)
 class StartOptions:
@@ -77,6 +79,8 @@ class StartOptions:
     partial: PartialLoad | None = None
     strict: bool = True
     storage_options: StorageOptions | None = field(default=None, repr=False)
+    local: tuple[CheckpointState, ...] = ()
+    """What can be loaded although nothing is at its path, see :meth:`dcp_plugin.Checkpointer.surviving`."""
 
     def __post_init__(self) -> None:
         if self.partial is not None and self.init_from is None:
@@ -97,7 +101,8 @@ class StartOptions:
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
-            found = find_newest(as_path(root, self.storage_options), tools, self.init_from, without)
+            where = as_path(root, self.storage_options)
+            found = find_newest(where, tools, self.init_from, without, self.local)
             if found.path is None and self.resume == "must":
                 reasons = f" Passed over: {found.said()}." if found.said() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
@@ -111,6 +116,8 @@ class StartOptions:
                 damage.note_chosen(found.path)
             return found.path
         path = as_path(self.resume, self.storage_options)
+        if any(one.path == path or one.path == resolved(path) for one in self.local):
+            return path
         medium = medium_of(path)
         path = medium.locate(path)
         kind = medium.kind(path)
@@ -160,6 +167,8 @@ class StartOptions:
 
     @staticmethod
     def _set_aside(loader: Loader, path: Where, error: CheckpointCorrupt) -> bool:
+        if loader.set_local_aside(path):
+            return True
         return loader.ranks.from_zero(f"set {path} aside", lambda: damage.set_aside(path, error))
 
     def _decide(self, find: Callable[[Collection[Where]], Where | None], damaged: list[Where]) -> Restart:
@@ -167,6 +176,8 @@ class StartOptions:
         if own is None and damaged:
             raise CheckpointCorrupt(_all_damaged(damaged))
         if own is not None:
+            if (local := next((one for one in self.local if one.path == own), None)) is not None:
+                return Restart("resumed", own, local.step)
             summary = None
             with suppress(CheckpointCorrupt):  # damaged since it was found: the load will say so
                 summary = read_summary(own)

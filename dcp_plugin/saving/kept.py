@@ -184,7 +184,6 @@ class KeptSaves:
         )
         if (plan := planned.plan.global_plan) is None:
             return job
-        every = self._config.durable_every
         head = Head(
             table=plan.table,
             order=in_table_order(plan),
@@ -192,7 +191,6 @@ class KeptSaves:
             empty=planned.empty,
             facts=self._pipeline.facts(request, staged, planned, ranks.size),
             save_id=str(uuid.uuid4()),
-            drained=every is not None and (self._count + 1) % every == 0,
         )
         return replace(job, head=head)
 

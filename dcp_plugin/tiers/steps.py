@@ -51,6 +51,8 @@ class Record:
     files: dict[str, int]
     """All files of the checkpoint, with ``/`` between folders, and their sizes in bytes."""
     nodes: int
+    number: int = 0
+    """Which save of the run it is, from 1 on."""
     complete: bool = False
     """Whether all nodes have said that they have their part, the index, and the copies that they are to have."""
     format: int = FORMAT_VERSION
@@ -76,6 +78,8 @@ class Record:
         sizes = record.files.values() if isinstance(record.files, dict) else [None]
         if not all(isinstance(text, str) for text in texts) or not all(type(size) is int for size in sizes):
             raise ValueError("its record is damaged")
+        if type(record.number) is not int or type(record.time) is not float:
+            raise ValueError("its record is damaged")
         if any(not is_inside(name) for name in record.files):
             raise ValueError("its record names files that are not below it")
         return record
@@ -98,11 +102,13 @@ class LocalStep:
         """The files of the save that this node has, of the sizes that they are to have."""
         return {name for name, size in self.record.files.items() if _size(self.folder / name) == size}
 
-    def mark(self, complete: bool) -> LocalStep:
-        """Change what the record says."""
-        step = replace(self, record=replace(self.record, complete=complete))
-        step.write()
-        return step
+    def mark_complete(self, run: str) -> None:
+        """All nodes have what they are to have.
+
+        Args:
+            run: See :class:`Record`; empty if it is not known yet.
+        """
+        replace(self, record=replace(self.record, complete=True, run=run or self.record.run)).write()
 
     def set_aside(self) -> None:
         """Believe it no more; the next save deletes it."""

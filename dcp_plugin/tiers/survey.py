@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,22 +115,19 @@ class Surveyor:
         self._runs: dict[str, str | None] = {}
         self._node = node_of(Path(self.config.local_dir))
 
-    def look(self, without: Collection[str] = (), durable: Callable[[Record], Summary | None] | None = None) -> Survey:
+    def look(self, of_one_node: bool = False) -> Survey:
         """Find what can be put together. Collective.
 
         Args:
-            without: Tokens of saves that do not count.
-            durable: On rank 0: what is at the path of a save now, if that can be read; by default it is read.
+            of_one_node: The other nodes are not asked: what was complete on all is taken to be there.
         """
         return self.ranks.combine(
-            f"look for what survives of {self.root}",
-            lambda: self._hold(without),
-            lambda held: self._decide(held, durable or self._summary_of),
+            f"look for what survives of {self.root}", self._hold, lambda held: self._decide(held, of_one_node)
         )
 
-    def _hold(self, without: Collection[str]) -> _Held:
+    def _hold(self) -> _Held:
         found, problems = steps_below(self._local_dir, resolved(self.root))
-        self._steps = {step.record.token: step for step in found if step.record.token not in without}
+        self._steps = {step.record.token: step for step in found}
         if self._steps and self.ranks.size > 1 and self._server is None:
             self._server = Server((own_address(), 0), self._keys, lambda channel: serve_files(channel, self._find))
         told = [(step.record, frozenset(step.there())) for step in self._steps.values()]
@@ -142,7 +139,7 @@ class Surveyor:
         step = self._steps.get(folder)
         return step.folder / name if step is not None and name in step.record.files else None
 
-    def _decide(self, held: list[_Held], durable: Callable[[Record], Summary | None]) -> Survey:
+    def _decide(self, held: list[_Held], of_one_node: bool) -> Survey:
         """On rank 0."""
         passed_over = list(dict.fromkeys(problem for one in held for problem in one.problems))
         by_token: dict[str, Survivor] = {}
@@ -159,14 +156,14 @@ class Surveyor:
             if run is not None and record.run and record.run != run:
                 passed_over.append(f"{name}: it is of another run, whose folder of checkpoints was emptied since")
                 continue
-            at_path = durable(record)
+            at_path = self._summary_of(record)
             is_durable = at_path is not None and at_path.save_id == record.save_id
             if at_path is not None and not is_durable and at_path.time > record.time:
                 passed_over.append(f"{name}: what is at its path is newer")
                 continue
             have = frozenset[str]().union(*(files for _, _, files in found.holders.values()))
             lost = sorted(record.files.keys() - have)
-            if lost and not is_durable:
+            if lost and not is_durable and not (of_one_node and record.complete):
                 passed_over.append(f"{name}: no node that is left has {some(lost, 3)}")
             else:
                 survivors.append(Survivor(record, found.holders, is_durable))
