@@ -90,9 +90,9 @@ class CheckpointConfig:
     have."""
 
     durable_every: int | None = 1
-    """Which saves go on from ``local_dir`` to ``path``, in the background: each N-th, counted from the first of the run,
-    over restarts. ``close`` brings the newest there in any case. ``None``: none, for clusters without any storage that
-    all nodes share; then ``path`` is but the name of a checkpoint."""
+    """Which saves go on from ``local_dir`` to ``path``, in the background: each N-th of the run, counted over restarts.
+    ``close`` brings the newest there in any case. ``None``: none, for clusters without any storage that all nodes
+    share; then ``path`` is but the name of a checkpoint."""
 
     drain_bandwidth: float | None = None
     """Bytes per second that each node reads from ``local_dir`` to bring them to ``path``, at most. None: no limit."""

@@ -57,6 +57,7 @@ SCRIPTS = {  # what is there before: a script that works without us
     "Without a framework": "train()",
     "Fine-tuning": PARTS + "train()",
     "Credentials and options": "",
+    "What to write": "state = {'model': model, 'optim': optimizer}\ntrain()",
     "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
 }
 RESTARTED = {  # what holds when the same code runs a second time
@@ -68,6 +69,7 @@ RESTARTED = {  # what holds when the same code runs a second time
     "Without a framework": "report.loaded == ['model.0.weight', 'model.0.bias']",
     "Fine-tuning": "start.how == 'warm-started'",
     "Credentials and options": "'example' not in repr(checkpointer.config)",
+    "What to write": "handle.done() and dcp.latest('run').name == 'step-4'",
     "What a checkpoint costs": "checkpointer.config.trainable_only",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"

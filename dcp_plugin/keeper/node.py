@@ -28,7 +28,7 @@ from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import PartWriter, RankDirectory, WrittenPart
-from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, put_file
+from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, is_memory, put_file
 from dcp_plugin.tiers.wire import Address, Channel, connect
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -83,6 +83,8 @@ class Node:
     """By device and inode of a local data file: the same in the last durable checkpoint."""
     _sent: dict[tuple[Address, int, int], tuple[str, str]] = field(default_factory=dict)
     """By neighbour, device and inode: the save and the name under which it has the file."""
+    _kept: dict[Path, LocalSteps] = field(default_factory=dict)
+    """By folder: where saves of this keeper are, if they are to go on to the durable storage, too."""
 
     # What ranks hand over, and what they wait for
 
@@ -213,7 +215,10 @@ class Node:
             OSError: The disk refuses.
         """
         job = self.job(token, ranks[0])
-        folder = self.steps(job).make(token)
+        steps = self.steps(job)
+        folder = steps.make(token)
+        if job.config.durable_every is not None:
+            self._kept[steps.folder] = steps
         for name, data in files.items():
             put_file(folder, name, data)
         posix.sync_tree(folder, but=DATA_SUFFIX)
@@ -354,6 +359,15 @@ class Node:
                 self.spool.drop(f"{token}.{rank}.job")
         for old in self.spool.names(".end")[:-_MOST_ENDS]:
             self.spool.drop(old)
+
+    def leave_memory(self) -> None:
+        """The training has ended as it should: what is in memory and durable has no use any more."""
+        for steps in self._kept.values():
+            found = steps.all() if is_memory(steps.local_dir) else []
+            end = self.known(found[-1].record.token).end if found else None
+            if end is not None and end.published:
+                for step in found:
+                    steps.remove(step.record.token)
 
     def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
         """Delete what this node has of saves to a path."""

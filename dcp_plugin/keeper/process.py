@@ -98,6 +98,8 @@ class Keeper:
         if left:
             logger.error("ended with %s in flight", ", ".join(left))
         else:
+            if self._told_goodbye:
+                self.node.leave_memory()
             shutil.rmtree(self.spool.folder, ignore_errors=True)
         logging.shutdown()
         return 0
