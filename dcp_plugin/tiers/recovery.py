@@ -9,7 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.paths import Where
+from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import Opened, open_files
 from dcp_plugin.tiers.nearest import NearestFiles
@@ -40,6 +41,8 @@ class Recovery:
     ) -> None:
         if self._surveyor is not None:
             self._surveyor.close()
+        if isinstance(error, CheckpointNotFound) and self._survey is not None and self._survey.passed_over:
+            error.add_note(f"In local_dir of the nodes was passed over: {said(self._survey.passed_over)}")
 
     def find(self) -> Callable[[], Opened] | None:
         """What opens the checkpoint on this rank; None if it is at its path alone. Collective."""
@@ -63,8 +66,6 @@ class Recovery:
 
     @property
     def _base(self) -> Where | None:
-        from dcp_plugin.paths import as_path
-
         return None if self._config.base is None else as_path(self._config.base, self._config.storage_options)
 
     def told(self, report: LoadReport) -> LoadReport:

@@ -1,9 +1,10 @@
 """What a node keeps in its ``local_dir``: its part of the newest checkpoints of each run, and copies of others' parts.
 
-``local_dir/<key>/<token>/``: the key stands for the directory that the checkpoints of the run are in, as the user named
-it, and the token for one save. There lie the data files of the node's ranks, the whole index, summary and ``.metadata``
-(so that the folders of all nodes, put into one, are a standard checkpoint), what a framework has put beside, and, last,
-``dcp_plugin.node``: the record of the save, see :class:`Record`. A copy of another node's part is just more files.
+``local_dir/.dcp_plugin/<key>/<token>/``: the key stands for the directory that the checkpoints of the run are in, as
+the user named it, and the token for one save. There lie the data files of the node's ranks, the whole index, summary
+and ``.metadata`` (so that the folders of all nodes, put into one, are a standard checkpoint), what a framework has put
+beside, and, last, ``dcp_plugin.node``: the record of the save, see :class:`Record`. A copy of another node's part is
+just more files.
 
 A folder without a record is a save that was not completed; nobody takes anything from it, and the next save sweeps it.
 """
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from dcp_plugin.format.summary import with_hash
+from dcp_plugin.media import WORKSPACE
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, as_path
 
@@ -174,14 +176,17 @@ class LocalSteps:
 
     @property
     def folder(self) -> Path:
-        return self.local_dir / (self.key or key_of(self.root))
+        return self.local_dir / WORKSPACE / (self.key or key_of(self.root))
 
     def folder_of(self, token: str) -> Path:
         return self.folder / token
 
     def make(self, token: str) -> Path:
         """A folder for a save, for this user alone. Raises OSError."""
-        self.local_dir.mkdir(parents=True, exist_ok=True)
+        if not self.folder.parent.is_dir():
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(PermissionError):  # another user's
+                self.folder.parent.chmod(0o1777)  # others may use the same disk
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if reason := _not_ours(self.folder):
             raise PermissionError(f"{self.folder} {reason}")
@@ -279,7 +284,8 @@ def steps_below(local_dir: Path, root: Where) -> tuple[list[LocalStep], list[str
     problems: list[str] = []
     keys: list[str] = []
     with suppress(FileNotFoundError, NotADirectoryError):
-        keys = sorted(entry.name for entry in os.scandir(local_dir) if entry.is_dir(follow_symlinks=False))
+        entries = os.scandir(local_dir / WORKSPACE)
+        keys = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     for key in keys:
         steps = LocalSteps(local_dir, root, key=key)
         mine = [step for step in steps.all() if _is_below(step.record.path, root) and _has_key(step, key)]

@@ -1,0 +1,418 @@
+"""What nodes keep is found, believed only if it is whole, and read from the nearest place that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_plugin as dcp
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.format import DATA_SUFFIX, INDEX, SUMMARY
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage.open import read_summary
+from dcp_plugin.tiers import wire
+from dcp_plugin.tiers.nearest import DURABLE, OWN
+from dcp_plugin.tiers.steps import NODE, LocalStep, LocalSteps, Record, is_inside
+from dcp_plugin.tiers.survey import Surveyor, make_run, path_of
+from tests import launch
+from tests.compare import assert_same as same
+from tests.launch import on_ranks
+
+launch.preload(__name__)
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {"weights": torch.randn(64, 1024), "bias": torch.randn(300_000), "step": seed}
+
+
+def spread(path: Path, local_dirs: list[Path], **said: Any) -> Record:
+    """Put a checkpoint into the local directories of nodes, as if each rank had been on a node of its own."""
+    summary = read_summary(path)
+    assert summary is not None
+    token = summary.save_id.replace("-", "")[:24]
+    files = {str(one.relative_to(path)): one.stat().st_size for one in path.rglob("*") if one.is_file()}
+    record = Record(
+        str(path_of(path)), token, summary.save_id, summary.index_sha256, summary.time, summary.step, "", files, 2
+    )
+    record = replace(record, **{"complete": True, **said})
+    for number, local_dir in enumerate(local_dirs):
+        folder = LocalSteps(local_dir, path_of(path).parent).make(token)
+        for name in files:
+            if not name.endswith(DATA_SUFFIX) or name.startswith(f"__{number}_"):
+                shutil.copyfile(path / name, folder / name)
+        LocalStep(folder, record).write()
+    return record
+
+
+def folder_of(local_dir: Path, path: Path) -> Path:
+    (step,) = LocalSteps(local_dir, path_of(path).parent).of_path(path_of(path))
+    return step.folder
+
+
+def overwrite(path: Path, at: int = -1000) -> None:
+    """Other bytes, of the same number."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of one rank, in ``local`` and at its path."""
+    path = tmp_path / "run" / "step-1"
+    dcp.save(state_of(1), path, step=1)
+    spread(path, [tmp_path / "local"])
+    return path
+
+
+def load(path: Path, local_dir: Path, **settings: Any) -> tuple[dict[str, Any], dcp.LoadReport]:
+    state = {"weights": torch.zeros(64, 1024), "bias": torch.zeros(300_000), "step": 0}
+    checkpointer = dcp.Checkpointer(local_dir=str(local_dir), **settings)
+    report = checkpointer.load(state, path)
+    checkpointer.close()
+    return state, report
+
+
+def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(saved: Path, tmp_path: Path) -> None:
+    shutil.rmtree(saved)
+    assert dcp.latest(saved.parent) is None
+    assert dcp.latest(saved.parent, local_dir=tmp_path / "local") == saved
+    assert dcp.latest(saved.parent.parent, local_dir=tmp_path / "local") == saved
+    (listed,) = dcp.list_checkpoints(saved.parent, local_dir=tmp_path / "local")
+    assert (listed.path, listed.step, listed.tier, listed.committed) == (saved, 1, "local", True)
+    state, report = load(saved, tmp_path / "local")
+    same(state, state_of(1))
+    assert set(report.sources) == {OWN} and sum(report.sources.values()) > 64 * 1024 * 4
+    resumed = state_of(0)
+    start = dcp.resume_or_init(resumed, saved.parent, local_dir=str(tmp_path / "local"))
+    assert (start.how, start.path, start.step) == ("resumed", saved, 1)
+    same(resumed, state_of(1))
+
+
+def test_what_is_there_is_read_and_the_rest_comes_from_the_path(saved: Path, tmp_path: Path) -> None:
+    one = next(folder_of(tmp_path / "local", saved).glob(f"*{DATA_SUFFIX}"))
+    one.unlink()
+    state, report = load(saved, tmp_path / "local")
+    same(state, state_of(1))
+    assert set(report.sources) == {OWN, DURABLE}
+
+
+@pytest.mark.parametrize("damage", ["a byte", "cut", "gone while it is read", "index", "summary"])
+def test_damage_is_passed_over_and_told(
+    saved: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "local", saved)
+    data = max(folder.glob(f"*{DATA_SUFFIX}"), key=lambda one: one.stat().st_size)
+    if damage == "a byte":
+        overwrite(data)
+    elif damage == "cut":
+        os.truncate(data, 100)
+    elif damage == "index":
+        overwrite(folder / INDEX, 500)
+    elif damage == "summary":
+        overwrite(folder / SUMMARY, 100)
+    else:
+        looked = LocalStep.there
+
+        def there(step: LocalStep) -> set[str]:
+            found = looked(step)
+            data.unlink(missing_ok=True)
+            return found
+
+        monkeypatch.setattr(LocalStep, "there", there)
+    state, report = load(saved, tmp_path / "local")
+    same(state, state_of(1))
+    assert DURABLE in report.sources
+    assert damage == "cut" or report.passed_over  # a file of another size is no file of this save
+
+
+def test_if_no_place_has_the_bytes_an_older_save_is_resumed_and_nothing_damaged_is_taken_again(
+    saved: Path, tmp_path: Path
+) -> None:
+    newer = saved.with_name("step-2")
+    dcp.save(state_of(2), newer, step=2)
+    spread(newer, [tmp_path / "local"])
+    shutil.rmtree(newer)
+    overwrite(max(folder_of(tmp_path / "local", newer).glob(f"*{DATA_SUFFIX}"), key=lambda one: one.stat().st_size))
+    state = state_of(0)
+    start = dcp.resume_or_init(state, saved.parent, local_dir=str(tmp_path / "local"))
+    assert (start.path, start.damaged) == (saved, (newer,))
+    same(state, state_of(1))
+    assert dcp.latest(saved.parent, local_dir=tmp_path / "local") == saved
+
+
+def test_a_newer_save_at_the_same_path_counts_more_than_what_is_local(saved: Path, tmp_path: Path) -> None:
+    dcp.save(state_of(7), saved, step=7)
+    state, report = load(saved, tmp_path / "local")
+    same(state, state_of(7))
+    assert report.sources == {}
+
+
+def _of_another_run(folder: Path) -> None:
+    step = LocalStep(folder, Record.decode((folder / NODE).read_bytes()))
+    LocalStep(folder, replace(step.record, run="f" * 32)).write()
+
+
+def _of_an_older_format(folder: Path) -> None:
+    said = json.loads((folder / NODE).read_bytes())
+    (folder / NODE).write_text(json.dumps({**said, "format": 0}))
+
+
+def _with_a_changed_record(folder: Path) -> None:
+    (folder / NODE).write_bytes((folder / NODE).read_bytes().replace(b'"step": 1', b'"step": 9'))
+
+
+def _of_another_user(folder: Path) -> None:
+    os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_of_another_run, "of another run"),
+        (_of_an_older_format, "another version"),
+        (_with_a_changed_record, "record is damaged"),
+        pytest.param(
+            _of_another_user, "another user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
+        ),
+    ],
+)
+def test_stale_saves_are_never_taken_and_it_is_told_why(
+    saved: Path, tmp_path: Path, make: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(saved)
+    make_run(saved.parent)
+    make(folder_of(tmp_path / "local", saved))
+    state = state_of(0)
+    start = dcp.resume_or_init(state, saved.parent, local_dir=str(tmp_path / "local"))
+    assert start.how == "fresh" and told in caplog.text
+    same(state, state_of(0))
+    assert dcp.latest(saved.parent, local_dir=tmp_path / "local") is None
+
+
+@pytest.mark.parametrize(
+    ("files", "inside"),
+    [
+        ("../x", False),
+        ("/etc/passwd", False),
+        ("a/../../b", False),
+        ("", False),
+        ("a\0b", False),
+        ("view/.metadata", True),
+    ],
+)
+def test_a_record_names_only_what_is_below_it(files: str, inside: bool) -> None:
+    assert is_inside(files) is inside
+    record = Record("/run/step-1", "t", "s", "i", 1.0, 1, "", {files: 1}, 1)
+    if inside:
+        assert Record.decode(record.encode()) == record
+    else:
+        with pytest.raises(ValueError, match="not below it"):
+            Record.decode(record.encode())
+
+
+def test_no_byte_of_a_record_changes_unnoticed() -> None:
+    data = Record("/run/step-1", "t", "s", "i", 1.0, 1, "", {"a": 1}, 1).encode()
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        with pytest.raises(ValueError, match=r"damaged|another version"):
+            Record.decode(bytes(changed))
+
+
+def test_the_newest_complete_saves_are_kept_and_debris_is_swept(tmp_path: Path) -> None:
+    steps = LocalSteps(tmp_path, Path("/run"))
+    for number in range(5):
+        folder = steps.make(f"t{number}")
+        record = Record(f"/run/{number}", f"t{number}", "s", "i", float(number), number, "", {}, 1, complete=number < 4)
+        LocalStep(folder, record).write()
+    steps.make("t5")
+    assert steps.keep(2, needed={"t1"}) == ["t0"]
+    steps.sweep(needed={})
+    assert [step.record.token for step in steps.all()] == ["t1", "t2", "t3", "t4"]  # t4: not complete, but newer
+    assert not steps.folder_of("t5").exists()
+
+
+# Two nodes
+
+
+@on_ranks(2)
+def test_a_rank_reads_the_other_nodes_bytes_over_the_network_and_only_those_it_wants(tmp_path: Path) -> None:
+    rank, path = dist.get_rank(), tmp_path / "run" / "step-1"
+    mesh = init_device_mesh("cpu", (2,))
+    full = state_of(1)["weights"]
+    dcp.save({"weights": distribute_tensor(full, mesh, [Shard(0)])}, path, step=1)
+    if rank == 0:
+        spread(path, [tmp_path / "local0", tmp_path / "local1"])
+        shutil.rmtree(path)
+    dist.barrier()
+    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / f"local{rank}"))
+    columns = {"weights": distribute_tensor(torch.zeros_like(full), mesh, [Shard(1)])}
+    report = checkpointer.load(columns, path)
+    same({"weights": columns["weights"].full_tensor()}, {"weights": full})
+    (other,) = set(report.sources) - {OWN}
+    assert other == f"node {socket.gethostname()}" and report.sources[other] <= full.nbytes
+    # A rank that wants what its own node has asks nobody.
+    rows = {"weights": distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)])}
+    report = checkpointer.load(rows, path)
+    same({"weights": rows["weights"].full_tensor()}, {"weights": full})
+    assert set(report.sources) == {OWN}
+    checkpointer.close()
+
+
+@on_ranks(2)
+def test_what_lacks_a_nodes_part_is_passed_over_on_all_ranks(tmp_path: Path) -> None:
+    rank, root, mesh = dist.get_rank(), tmp_path / "run", init_device_mesh("cpu", (2,))
+    for step in (1, 2):
+        weights = distribute_tensor(torch.full((400, 1000), float(step)), mesh, [Shard(0)])
+        dcp.save({"weights": weights}, root / f"{step}", step=step)
+    if rank == 0:
+        spread(root / "2", [tmp_path / "local0", tmp_path / "local1"])
+        shutil.rmtree(root / "2")
+        shutil.rmtree(tmp_path / "local1")  # with its node
+    dist.barrier()
+    state = {"weights": torch.zeros(400, 1000)}
+    checkpointer = dcp.Checkpointer(local_dir=str(tmp_path / f"local{rank}"))
+    start = dcp.resume_or_init(state, root, checkpointer=checkpointer)
+    assert start.step == 1
+    same(state, {"weights": torch.ones(400, 1000)})
+    with pytest.raises(dcp.CheckpointNotFound, match="no node that is left has"):
+        checkpointer.load(state, root / "2")
+    checkpointer.close()
+
+
+# Messages
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[wire.Server, bytes]]:
+    key = wire.new_key()
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 4096)
+    find = lambda folder, name: tmp_path / name if name == "file" else None  # noqa: E731
+    server = wire.Server(("127.0.0.1", 0), {0: key}, lambda channel: wire.serve_files(channel, find))
+    yield server, key
+    server.close()
+
+
+def test_ranges_of_files_come_as_they_are_and_end_where_the_file_does(served: tuple[wire.Server, bytes]) -> None:
+    server, key = served
+    whole = bytes(range(256)) * 4096
+    with wire.connect(server.address, key, 10) as channel:
+        for offset, count in ((0, len(whole)), (5, 1000), (len(whole) - 10, 100), (len(whole), 5)):
+            channel.send(("", "file", offset, count))
+            code, told = channel.receive()
+            memory = memoryview(bytearray(told))
+            channel.receive_into([memory[: told // 2], memory[told // 2 :]])
+            assert (code, bytes(memory)) == (0, whole[offset : offset + count])
+        channel.send(("", "other", 0, 5))
+        assert channel.receive()[0] != 0
+
+
+def test_who_does_not_know_the_key_is_told_nothing(served: tuple[wire.Server, bytes]) -> None:
+    server, _ = served
+    with pytest.raises(PermissionError):
+        wire.connect(server.address, wire.new_key(), 10)
+    with socket.create_connection(server.address, 10) as raw:  # type: ignore[arg-type]
+        challenge = raw.recv(64)
+        raw.sendall(b"x" * 72)
+        assert len(challenge) == 32 and raw.recv(64) == b""
+
+
+def test_a_server_that_does_not_know_the_key_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"n" * 32)
+                connection.recv(72)
+                connection.sendall(b"p" * 32)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(PermissionError):
+            wire.connect(listening.getsockname(), wire.new_key(), 10)
+        thread.join()
+
+
+def test_on_one_host_the_kernel_says_whose_the_other_end_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = wire.Server(str(tmp_path / "sock"), {}, lambda channel: channel.send(channel.receive()))
+    with wire.connect(str(tmp_path / "sock"), b"", 10) as channel:
+        channel.send({"hello": 1})
+        assert channel.receive() == {"hello": 1}
+    assert (tmp_path / "sock").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError):
+        wire.connect(str(tmp_path / "sock"), b"", 10)
+    server.close()
+    assert not (tmp_path / "sock").exists()
+
+
+def test_a_message_that_is_too_long_to_be_one_ends_the_connection(served: tuple[wire.Server, bytes]) -> None:
+    server, key = served
+    with wire.connect(server.address, key, 10) as channel:
+        channel._socket.sendall(struct.pack("!Q", 1 << 60))
+        with pytest.raises((EOFError, OSError)):
+            channel.receive()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"local_keep": 0}, "local_keep must be at least 1"),
+        ({"replicas": 1}, "give one"),
+        ({"durable_every": 0, "local_dir": "x"}, "durable_every must be at least 1"),
+        ({"drain_bandwidth": 0}, "drain_bandwidth must be positive"),
+        ({"local_dir": "s3://bucket/x"}, "local_dir has to be on a file system"),
+        ({"local_dir": "x", "checksum": False}, "needs checksum=True"),
+        ({"writer": "fork"}, "writer must be 'thread' or 'process'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_words(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        CheckpointConfig(**settings)
+
+
+def test_parts_of_all_nodes_in_one_folder_are_a_checkpoint_that_stock_loads(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "step-1"
+    launch.run(_save_sharded, 2, path)
+    spread(path, [tmp_path / "local0", tmp_path / "local1"])
+    together = tmp_path / "together"
+    for local_dir in ("local0", "local1"):
+        shutil.copytree(folder_of(tmp_path / local_dir, path), together, dirs_exist_ok=True)
+    state = {"weights": torch.zeros(1000, 100)}
+    with warnings.catch_warnings(action="ignore"):  # there is no process group
+        stock.load(state, checkpoint_id=str(together))
+    same(state, {"weights": torch.arange(100_000.0).view(1000, 100)})
+    assert dcp.verify(together).ok
+
+
+def _save_sharded(path: Path) -> None:
+    full = torch.arange(100_000.0).view(1000, 100)
+    dcp.save({"weights": distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)])}, path)
+
+
+def test_a_survey_of_a_folder_that_is_not_there_finds_nothing(tmp_path: Path) -> None:
+    config = CheckpointConfig(local_dir=str(tmp_path / "no" / "such"))
+    survey = Surveyor(Ranks(), config, tmp_path / "run").look()
+    assert (survey.survivors, survey.passed_over) == ([], [])
