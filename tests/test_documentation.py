@@ -57,6 +57,7 @@ SCRIPTS = {  # what is there before: a script that works without us
     "Without a framework": "train()",
     "Fine-tuning": PARTS + "train()",
     "Credentials and options": "",
+    "A loop that saves when it is due": "",
     "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
 }
 RESTARTED = {  # what holds when the same code runs a second time
@@ -68,6 +69,7 @@ RESTARTED = {  # what holds when the same code runs a second time
     "Without a framework": "report.loaded == ['model.0.weight', 'model.0.bias']",
     "Fine-tuning": "start.how == 'warm-started'",
     "Credentials and options": "'example' not in repr(checkpointer.config)",
+    "A loop that saves when it is due": "start.how == 'fresh' and step == 100",  # sooner than the first is due
     "What a checkpoint costs": "checkpointer.config.trainable_only",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"
