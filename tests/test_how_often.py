@@ -303,6 +303,31 @@ def test_no_save_is_due_while_one_is_in_flight(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_steps_that_are_slower_while_a_save_is_in_flight_are_part_of_its_cost(tmp_path: Path) -> None:
+    checkpointer, gate = dcp.Checkpointer(async_save=True), Gate()
+    clock = Clock(checkpointer)
+
+    def steps(numbers: range, seconds: float) -> None:
+        for step in numbers:
+            clock.after(seconds)
+            assert not checkpointer.due(step), "without an interval none is ever due"
+
+    steps(range(10), 1.0)
+    with slow_writes(gate):
+        gate.close()
+        handle = checkpointer.save({"weights": torch.ones(3)}, tmp_path / "step-10")
+        steps(range(10, 20), 3.0)
+        gate.open()
+        handle.wait()
+    steps(range(20, 30), 1.0)
+    proposed = checkpointer.proposed_interval()
+    assert proposed is not None
+    assert proposed.cost_seconds == pytest.approx(10 * 2.0, abs=3.0)
+    assert proposed.steps == pytest.approx(proposed.seconds, rel=0.01)
+    checkpointer.close()
+    assert checkpointer.proposed_interval() == proposed, "what is known stays known"
+
+
 @on_ranks(2)
 def test_ranks_at_different_steps_are_told(tmp_path: Path) -> None:
     checkpointer = dcp.Checkpointer(save_interval=5.0)

@@ -8,6 +8,7 @@ often saves are proposed. The file's name does not end as those of the records o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -64,7 +65,7 @@ class RunHistory:
 
     def _write(self, seconds: float, end: str) -> Failures:
         medium = medium_of(self._file)
-        mine = {"run": self._run, "seconds": seconds, "end": end, "machine": posix.machine(), "pid": os.getpid()}
+        mine = {"run": self._run, "seconds": seconds, "end": end, "machine": _machine(), "pid": os.getpid()}
         runs = [run for run in self._read() if run["run"] != self._run][1 - _MOST_RUNS :]
         if not self._begun:  # and not later: then what is open may be another job that saves here, too
             runs, self._begun = [_as_it_ended(run) for run in runs], True
@@ -101,5 +102,10 @@ def _as_it_ended(run: dict[str, Any]) -> dict[str, Any]:
     if run["end"] != _OPEN or run["run"] in _open_here:
         return run
     pid, machine = run.get("pid"), run.get("machine")
-    elsewhere = not machine or machine != posix.machine() or pid == os.getpid()
-    return {**run, "end": _LOST} if elsewhere or posix.has_ended(machine, pid) else run
+    elsewhere = not machine or machine != _machine() or pid == os.getpid()
+    return {**run, "end": _LOST} if elsewhere or posix.has_ended(posix.machine(), pid) else run
+
+
+def _machine() -> str:
+    """Tells machines apart, and does not name them: the file may be uploaded with what is beside it."""
+    return hashlib.sha256(posix.machine().encode()).hexdigest()[:16] if posix.machine() else ""

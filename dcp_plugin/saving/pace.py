@@ -17,7 +17,6 @@ from pathlib import Path
 from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.paths import Where
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.history import RunHistory
 from dcp_plugin.runs.interval import Failures, SaveCost, SaveInterval, propose
@@ -54,6 +53,10 @@ class CostMeter:
             (self._busy if busy else self._quiet).append(now - self._ended - self._paused)
             self._busy_steps += busy
         self._ended, self._paused, self._saving = now, 0.0, saving
+
+    def stopped(self) -> None:
+        """The training has ended: what comes until the next step is none."""
+        self._ended, self._paused, self._waited, self._saving = None, 0.0, 0.0, False
 
     def paused(self, seconds: float, saving: bool) -> None:
         """Within a step, the training was in a call that saves, or waits for a save."""
@@ -103,14 +106,19 @@ class Pace:
     def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._wanted, self._events = config.save_interval, config.events
         self.clock = clock
-        self.proposal: SaveInterval | None = None
-        """On rank 0 with what is known of failures, elsewhere without."""
         self._meter = CostMeter()
+        self._failures = Failures()  # on rank 0; elsewhere nothing is known
         self._history: RunHistory | None = None
         self._began: float | None = None  # the first step that was asked about
         self._since = 0.0  # when the training has gone on after the last save
         self._answered: tuple[int, bool] | None = None
         self._calls = self._meeting = 0
+
+    @property
+    def proposal(self) -> SaveInterval | None:
+        """By what is known now: how much slower steps are with a save in flight is known when that is complete."""
+        cost = self._meter.cost
+        return None if cost is None else propose(cost, self._failures, self._meter.step_seconds)
 
     def step_ended(self, saving: bool) -> None:
         """Measure a step.
@@ -155,7 +163,7 @@ class Pace:
 
     def _interval(self) -> float:
         if self._wanted == "auto":
-            return self.proposal.seconds if self.proposal is not None else FIRST_SECONDS
+            return FIRST_SECONDS if (proposed := self.proposal) is None else proposed.seconds
         assert self._wanted is not None
         return self._wanted
 
@@ -168,26 +176,19 @@ class Pace:
     def published(self, event: events.SaveFinished) -> None:
         """In the thread that saves."""
         self._meter.saved(event.blocked_seconds, event.seconds)
-        failures = self._failures(event.path) if event.rank == 0 else Failures()
-        cost = self._meter.cost
-        assert cost is not None, "there is a save"
-        self.proposal = propose(cost, failures, self._meter.step_seconds)
-        if event.rank == 0 and self._began is not None:
-            self._tell(event, self.proposal)
+        if event.rank != 0 or self._began is None:  # a history is kept for those alone who ask when to save
+            return
+        if self._history is None:
+            self._history = RunHistory(event.path)
+        self._failures = self._history.note(self.clock() - self._began)
+        if (proposed := self.proposal) is not None:
+            self._tell(event, proposed)
 
     def _tell(self, saved: events.SaveFinished, it: SaveInterval) -> None:
         told = events.IntervalProposed(saved.path, saved.step, it.seconds, it.steps, it.cost_seconds, it.mtbf_seconds)
         events.emit(told)
         if self._events is not None:
             events.append_json(Path(self._events), told)
-
-    def _failures(self, path: Where) -> Failures:
-        """What is known of them; kept beside the checkpoints of those who ask when to save."""
-        if self._began is None:
-            return Failures()
-        if self._history is None:
-            self._history = RunHistory(path)
-        return self._history.note(self.clock() - self._began)
 
     def ended(self, clean: bool) -> None:
         """The training has ended, or so it seems: another one may follow.
@@ -199,5 +200,5 @@ class Pace:
         if history is not None and self._began is not None:
             history.end(self.clock() - self._began, clean)
         self._began = self._answered = None
-        self._meter = CostMeter()
+        self._meter.stopped()
         self._calls = self._meeting = 0

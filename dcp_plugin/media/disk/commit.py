@@ -215,7 +215,7 @@ def link(path: Path, target: Path) -> None:
 
 def note(path: Path, data: bytes) -> None:
     """Put a small file into a workspace, in place of what has its name. Not durable at once."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh = path.with_name(f"{path.name}.new")
     for attempt in range(_ATTEMPTS):
         posix.make_directories(path.parent)
         try:
@@ -223,7 +223,10 @@ def note(path: Path, data: bytes) -> None:
             with open(fresh, "xb") as file:
                 file.write(data)
             os.replace(fresh, path)
-        except FileNotFoundError:  # the workspace was removed, since it was empty
+        except (
+            FileNotFoundError,
+            FileExistsError,
+        ):  # the workspace was removed, since it was empty; or another does so
             if attempt + 1 == _ATTEMPTS:
                 raise
         else:
