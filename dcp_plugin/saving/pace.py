@@ -35,6 +35,7 @@ class CostMeter:
     def __init__(self) -> None:
         self._quiet: deque[float] = deque(maxlen=101)  # seconds of steps without a save in flight
         self._busy: deque[float] = deque(maxlen=101)  # and with one, or right after one
+        self._newest: deque[float] = deque(maxlen=9)  # of both
         self._blocked: deque[float] = deque(maxlen=9)
         self._flights: deque[float] = deque(maxlen=9)
         self._busy_steps = self._saves = 0
@@ -50,7 +51,9 @@ class CostMeter:
         """
         if self._ended is not None:
             busy = saving or self._saving
-            (self._busy if busy else self._quiet).append(now - self._ended - self._paused)
+            seconds = now - self._ended - self._paused
+            (self._busy if busy else self._quiet).append(seconds)
+            self._newest.append(seconds)
             self._busy_steps += busy
         self._ended, self._paused, self._saving = now, 0.0, saving
 
@@ -78,6 +81,11 @@ class CostMeter:
         """Of a step, in the middle."""
         steps = self._quiet or self._busy
         return statistics.median(steps) if steps else None
+
+    @property
+    def newest_step_seconds(self) -> float | None:
+        """Of the newest steps, in the middle: those of a moment ago may have been quicker."""
+        return statistics.median(self._newest) if self._newest else None
 
     @property
     def cost(self) -> SaveCost | None:
@@ -151,7 +159,7 @@ class Pace:
 
     def _decide(self, saving: bool) -> tuple[bool, int]:
         """On rank 0: whether to save now, and how many calls may pass before the next meeting."""
-        now, step_seconds = self.clock(), self._meter.step_seconds
+        now, step_seconds = self.clock(), self._meter.newest_step_seconds
         interval = self._interval()
         left = interval - (now - self._since)
         due = not saving and left <= max(_SLACK * interval, (step_seconds or 0.0) / 2)

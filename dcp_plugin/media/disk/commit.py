@@ -223,10 +223,7 @@ def note(path: Path, data: bytes) -> None:
             with open(fresh, "xb") as file:
                 file.write(data)
             os.replace(fresh, path)
-        except (
-            FileNotFoundError,
-            FileExistsError,
-        ):  # the workspace was removed, since it was empty; or another does so
+        except (FileNotFoundError, FileExistsError):  # an empty workspace was removed; or another process does the same
             if attempt + 1 == _ATTEMPTS:
                 raise
         else:
