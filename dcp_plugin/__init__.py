@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.runs.catalog import inspect, latest, list_checkpoints, verify
+    from dcp_plugin.runs.interval import SaveInterval
     from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
@@ -60,6 +61,7 @@ _HOMES = {
     "dcp_plugin.loading.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
+    "dcp_plugin.runs.interval": ("SaveInterval",),
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
@@ -85,6 +87,7 @@ __all__ = [
     "Restart",
     "SaveFailed",
     "SaveHandle",
+    "SaveInterval",
     "ShardedLoadPlanner",
     "ShardedReader",
     "ShardedSavePlanner",

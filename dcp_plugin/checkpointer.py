@@ -29,9 +29,11 @@ from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import setting_aside
+from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.saving import sigterm
 from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState, raise_as_failed_save
 from dcp_plugin.saving.kept import KeptSaves
+from dcp_plugin.saving.pace import Pace
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
@@ -72,7 +74,8 @@ class Checkpointer:
     def __init__(self, config: CheckpointConfig | None = None, *, solo: bool = False, **overrides: Any) -> None:
         self.config = CheckpointConfig.merge(config, ("solo",), **overrides)
         self._solo = solo
-        aside = self.config.async_save and self.config.when_busy != "wait"
+        talks = self.config.when_busy != "wait" or self.config.save_interval is not None
+        aside = self.config.async_save and talks
         self._groups = RankGroups(self.config.of_all_ranks, self.config.timeout, solo, aside)
         self._may_go_on = int(self.config.async_save and self.config.when_busy == "queue")
         """How many saves may be in flight when another one begins."""
@@ -82,6 +85,8 @@ class Checkpointer:
         self._queue = SaveQueue()
         self._lazy = self.config.staging == "lazy"
         self._kept: KeptSaves | None = None
+        self.pace = Pace(self.config)
+        """For integrations: measures steps, and what saves cost."""
 
     def __del__(self, _program_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Warn when a Checkpointer is dropped while it holds resources, unless the program ends. The group is not left
@@ -137,6 +142,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         handle = SaveHandle(as_path(path, self.config.storage_options), step)
+        handle.on_published(self.pace.published)
         with self._queue.beginning(handle):
             if self.config.finish_on_sigterm:
                 sigterm.watch(self._queue, self.config.timeout)
@@ -148,11 +154,13 @@ class Checkpointer:
             request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
             live = LiveState(state, kinds or {}, list(owners))
             if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
+                self.pace.paused(time.monotonic() - began, saving=True)
                 return handle
             if files is not None:
                 self._add_files(publication, files)
             run = self._save_in_background if self.config.async_save else self._save_now
             run(handle, live, request, ranks)
+            self.pace.paused(time.monotonic() - began, saving=True)
         return handle
 
     def load(
@@ -260,10 +268,57 @@ class Checkpointer:
             SaveFailed: A save that was in flight failed, on every rank; raised once.
             CheckpointError: Another thread is in a call of this checkpointer, or a subscriber waits for its own save.
         """
+        began = time.monotonic()
         with self._queue.call("wait"):
             ended = self._queue.wait_for_all_but(0)
             take_off_hooks()
+            self.pace.paused(time.monotonic() - began, saving=False)
             Attempt(None, first_untold(ended)).get()
+
+    def due(self, step: int) -> bool:
+        """Whether to save now, by ``save_interval``: the same answer on every rank. Collective: after each step.
+
+        Rank 0 decides. Most calls only compare two numbers; about ten in an interval, and one a minute at least, are a
+        broadcast. A save that is called without being due counts, too. While one is in flight, none is due. With
+        ``"auto"`` the first is due after a minute; what it costs tells when the next one is. Without ``save_interval``
+        none is ever due, and nothing is sent.
+
+        From the first call on, steps are measured, and rank 0 keeps a small file beside the checkpoints, in which the
+        next run sees how this one has ended: call :meth:`close` at the end.
+
+        Args:
+            step: Any number that changes from step to step; asked again for the same one, the answer is the same.
+
+        Raises:
+            CheckpointMismatch: Ranks ask for different steps; on those that differ from rank 0.
+            RankFailure: A rank died, or did not answer within the timeout.
+
+        Example:
+            >>> import dcp_plugin, torch
+            >>> model = torch.nn.Linear(2, 2)
+            >>> checkpointer = dcp_plugin.Checkpointer(save_interval=600)
+            >>> for step in range(100):
+            ...     if checkpointer.due(step):
+            ...         checkpointer.save({"model": model}, f"run/step-{step}", step=step)
+            >>> checkpointer.close()
+        """
+        return self.pace.due(step, self._is_saving(), self._groups.front)
+
+    def _is_saving(self) -> bool:
+        """Whether a save is in flight that a restart would not find yet."""
+        return any(not handle.recoverable() for handle in self._queue.in_flight)
+
+    def step_ended(self) -> None:
+        """Measure a step, for :meth:`proposed_interval`, where nobody asks whether a save is due."""
+        self.pace.step_ended(self._is_saving())
+
+    def proposed_interval(self) -> SaveInterval | None:
+        """How often to save: the cheapest interval, by what is known now; None before the first save.
+
+        Each rank has measured itself, and rank 0 alone knows of earlier failures: ask there. Steps are measured by
+        :meth:`due`; without it, what a save costs is what its call took.
+        """
+        return self.pace.proposal
 
     @property
     def ranks(self) -> Ranks:
@@ -281,14 +336,18 @@ class Checkpointer:
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
 
+        A run that ends without this, or while an exception is handled, has failed, as far as :meth:`due` is concerned.
+
         Raises:
             SaveFailed: As :meth:`wait`.
         """
+        clean = not isinstance(sys.exception(), Exception)  # else that is what ends the training
         with self._queue.call("close"):
             try:
                 self.wait()
             finally:
                 sigterm.forget(self._queue)
+                self.pace.ended(clean)
                 for pool in self._pools:
                     pool.free()
                 if self._kept is not None:

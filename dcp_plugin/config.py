@@ -106,8 +106,14 @@ class CheckpointConfig:
     the process alive; the grace period has to be long enough for a save, since SIGKILL ends it. The handler is
     installed by the first save, in the main thread, and given back by ``close``."""
 
+    save_interval: float | Literal["auto"] | None = None
+    """Seconds of training between two saves, kept by ``checkpointer.due(step)`` and by the integrations. ``"auto"``:
+    the cheapest interval, by what saves cost the training and how often the job has failed so far, which a small file
+    beside the checkpoints tells. None: the caller alone decides when to save."""
+
     events: str | None = None
-    """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error."""
+    """A file to which rank 0 appends one JSON object per save: path, step, bytes, seconds, rates, or the error; and one
+    per proposed interval."""
 
     io_threads: int = 2
     """Threads per rank that write or read files. A rank writes as many data files per checkpoint at most, and more only
@@ -207,6 +213,8 @@ class CheckpointConfig:
             raise ValueError(f"io_threads must be at least 1, got {self.io_threads}: somebody has to write.")
         if not self.timeout > 0:  # nor is NaN
             raise ValueError(f"timeout must be positive, got {self.timeout}: with 0 every save would fail.")
+        if isinstance(self.save_interval, (int, float)) and not self.save_interval > 0:
+            raise ValueError(f"save_interval must be positive seconds, 'auto' or None, got {self.save_interval}.")
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(
                 f"keep_last must be at least 1 or None, got {self.keep_last}: 0 would delete what was just saved."
@@ -292,7 +300,7 @@ class CheckpointConfig:
     def of_all_ranks(self) -> dict[str, Any]:
         """The fields that decide where ranks wait for each other: these have to be the same everywhere."""
         names = ("async_save", "when_busy", "read_broadcast", "trainable_only", "exclude", "has_keeper", "replicas")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "save_interval")}
 
     def that_waits(self, who: str) -> CheckpointConfig:
         """This configuration, for an integration in which ``who`` deletes and records checkpoints after each save.
@@ -349,6 +357,10 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
     "float": ("a number", _is_number),
     "float | None": ("a number or None", lambda value: value is None or _is_number(value)),
+    'float | Literal["auto"] | None': (
+        "a number of seconds, 'auto' or None",
+        lambda value: value in ("auto", None) or _is_number(value),
+    ),
     "Mapping[str, Any] | None": (
         "a mapping or None",
         lambda value: value is None or isinstance(value, (Mapping, StoreOptions)),

@@ -58,6 +58,8 @@ class SaveFinished:
     bytes_reused: int = 0
     tier: Literal["durable", "local"] = "durable"
     """``"local"``: it is complete in ``local_dir``, and is not to go on to its path."""
+    local_seconds: float | None = None
+    """With ``local_dir``: from the call until it is complete there."""
 
     @property
     def gb_per_second(self) -> float:
@@ -86,7 +88,22 @@ class SaveAborted:
     error: str
 
 
-Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted
+@dataclass(frozen=True)
+class IntervalProposed:
+    """Rank 0 proposes how often to save, by all that is known when the checkpoint is published."""
+
+    path: Where
+    step: int | None
+    seconds: float
+    """Of training between two saves."""
+    steps: int | None
+    cost_seconds: float
+    """What the training loses by one save."""
+    mtbf_seconds: float
+    """Mean seconds of training between two failures."""
+
+
+Event = SaveStarted | BytesWritten | SavedLocally | SaveFinished | SaveAborted | IntervalProposed
 E = TypeVar("E", bound=Event)
 
 _subscribers: list[Callable[[Event], None]] = []
@@ -212,9 +229,12 @@ def _write_line(line: str) -> None:
         sys.stderr.flush()
 
 
-def append_json(path: Path, event: SaveFinished | SaveAborted) -> None:
-    """Append how a save has ended to a file of JSON lines."""
-    told: dict[str, object] = {"event": "saved" if isinstance(event, SaveFinished) else "failed", "time": time.time()}
+_NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "interval"}
+
+
+def append_json(path: Path, event: SaveFinished | SaveAborted | IntervalProposed) -> None:
+    """Append how a save has ended, or what was proposed after it, to a file of JSON lines."""
+    told: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
     told |= asdict(event) | {"path": str(event.path)}
     if isinstance(event, SaveFinished):
         told["gb_per_second"] = event.gb_per_second

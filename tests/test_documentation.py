@@ -58,6 +58,7 @@ SCRIPTS = {  # what is there before: a script that works without us
     "Fine-tuning": PARTS + "train()",
     "Credentials and options": "",
     "What to write": "state = {'model': model, 'optim': optimizer}\ntrain()",
+    "A loop that saves when it is due": "",
     "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
 }
 RESTARTED = {  # what holds when the same code runs a second time
@@ -70,6 +71,7 @@ RESTARTED = {  # what holds when the same code runs a second time
     "Fine-tuning": "start.how == 'warm-started'",
     "Credentials and options": "'example' not in repr(checkpointer.config)",
     "What to write": "handle.done() and dcp.latest('run').name == 'step-4'",
+    "A loop that saves when it is due": "start.how == 'fresh' and step == 100",  # sooner than the first is due
     "What a checkpoint costs": "checkpointer.config.trainable_only",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"

@@ -249,6 +249,15 @@ class Attachment(BaseAttachment):
 
     # What a script calls besides
 
+    @property
+    def checkpointer(self) -> Checkpointer:
+        return self._checkpointer
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        """To the accelerator's trackers, which take them on the main process."""
+        if self._accelerator.trackers:
+            self._accelerator.log(figures, step=step)
+
     def wait(self) -> None:
         """Wait until no save is in flight.
 

@@ -126,6 +126,11 @@ class Attachment(BaseAttachment):
             self._checkpointer = Checkpointer(self.config, solo=getattr(self._strategy, "world_size", 1) == 1)
         return self._checkpointer
 
+    def log(self, figures: dict[str, float], step: int) -> None:
+        """To the Fabric's loggers, which take them on rank 0."""
+        if self.fabric is not None and self.fabric.loggers:
+            self.fabric.log_dict(figures, step)
+
     def resume_or_init(
         self,
         state: dict[str, Any],

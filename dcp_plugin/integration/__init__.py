@@ -12,9 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
+from dcp_plugin.runs.interval import SaveInterval
 
 
 def is_regular_file(path: Where) -> bool:
@@ -28,6 +30,29 @@ class BaseAttachment(ABC):
     As a context manager it detaches at the end. If the block raises, a failure of the save in flight is a note on
     that exception and does not replace it.
     """
+
+    @property
+    @abstractmethod
+    def checkpointer(self) -> Checkpointer:
+        """What saves and loads."""
+
+    @abstractmethod
+    def log(self, figures: dict[str, float], step: int) -> None:
+        """Give figures to the loggers of the framework, on whichever rank has some."""
+
+    def due(self, step: int) -> bool:
+        """Whether to save now, by ``save_interval``: see :meth:`dcp_plugin.Checkpointer.due`. Collective.
+
+        When a save is due, the loggers get what is known of its interval: ``checkpoint/proposed_interval_seconds``.
+        """
+        due = self.checkpointer.due(step)
+        if due and (proposed := self.proposed_interval()) is not None:
+            self.log(proposed.figures(), step)
+        return due
+
+    def proposed_interval(self) -> SaveInterval | None:
+        """How often to save: see :meth:`dcp_plugin.Checkpointer.proposed_interval`."""
+        return self.checkpointer.proposed_interval()
 
     @abstractmethod
     def wait(self) -> None:

@@ -131,7 +131,7 @@ class Spool:
             raise
 
     def get(self, name: str) -> bytes | None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             return (self.folder / name).read_bytes()
         return None
 

@@ -23,7 +23,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
-from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks, upload_directories
+from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks, upload_directories, with_directory
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
 
@@ -58,6 +58,7 @@ def dcp_callback_class(package: Package) -> type[Any]:
             promote(trainer.strategy)
             promote_callbacks(trainer)  # before their own setup, which refuses to link in a store
             _warn_if_wrapped(trainer)
+            _refuse_interval_without_place(trainer, stage)
             _report_saves(trainer, self.log_metrics)
             _watch_hooks(trainer, self)
 
@@ -138,6 +139,15 @@ def _warn_if_wrapped(trainer: Trainer) -> None:
         rank_zero_warn(
             f"{type(trainer.strategy.checkpoint_io).__name__} around DCPCheckpointIO has no effect: all ranks "
             "save, not the plugin on rank 0. For saves in the background use DCPCheckpointIO(async_save=True)."
+        )
+
+
+def _refuse_interval_without_place(trainer: Trainer, stage: str) -> None:
+    """Raises ValueError for a ``save_interval`` in a fit in which nothing would be saved by it."""
+    if io_of(trainer).config.save_interval is not None and stage == "fit" and not with_directory(trainer):
+        raise ValueError(
+            "save_interval saves in the dirpath of a ModelCheckpoint, and this Trainer has none: add one, as "
+            "ModelCheckpoint(DIRECTORY), or take save_interval out."
         )
 
 

@@ -11,10 +11,11 @@ People and loggers are told of a save on rank 0, in the training's thread, when 
 
 - Each save is a line of text, and one call of ``log_metrics`` with ``checkpoint/blocked_seconds`` (what the training
   waited for), ``checkpoint/seconds`` (until it was on disk), ``checkpoint/gigabytes`` (of the complete checkpoint) and
-  ``checkpoint/gb_per_second`` (of what was written, not of what was linked). These do not pass through the trainer's
-  own metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is the one at
-  which loggers are told, which with saves in the background is a few after the one that was saved: many loggers want
-  steps in order.
+  ``checkpoint/gb_per_second`` (of what was written, not of what was linked), and with the figures of the interval that
+  is proposed then (``checkpoint/proposed_interval_seconds`` and what it comes from). These do not pass through the
+  trainer's own metrics, so nothing is monitored, shown in the progress bar or stored because of them. The step is the
+  one at which loggers are told, which with saves in the background is a few after the one that was saved: many loggers
+  want steps in order.
 - ``ModelCheckpoint`` calls ``after_save_checkpoint`` as soon as a save has begun: this is delayed, too.
 """
 
@@ -48,6 +49,7 @@ from dcp_plugin.media import medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.runs import catalog
+from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.storage.open import summary_of
@@ -118,14 +120,16 @@ class Report:
     gigabytes: float
     linked: float = 0.0
     """Gigabytes of these that have not changed since the last checkpoint."""
+    proposed: SaveInterval | None = None
+    """How often to save, by what is known then."""
 
     @classmethod
-    def of(cls, event: SaveFinished) -> Report:
+    def of(cls, event: SaveFinished, proposed: SaveInterval | None = None) -> Report:
         try:
             summary = summary_of(unpacked(medium_of(event.path).open(event.path)))
         except (CheckpointError, OSError):  # deleted already: then this rank's share
-            return cls(event, event.bytes / 1e9)
-        return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9)
+            return cls(event, event.bytes / 1e9, proposed=proposed)
+        return cls(event, summary.payload_bytes / 1e9, int(summary.reused.get("bytes", 0)) / 1e9, proposed)
 
     @property
     def gb_per_second(self) -> float:
@@ -144,6 +148,7 @@ class Report:
             "checkpoint/seconds": self.event.seconds,
             "checkpoint/gigabytes": self.gigabytes,
             "checkpoint/gb_per_second": self.gb_per_second,
+            **(self.proposed.figures() if self.proposed is not None else {}),
         }
         for logger in loggers:
             logger.log_metrics(figures, step=step)
@@ -227,6 +232,7 @@ class DCPCheckpointIO:
         self.others: OthersHooks | None = None
         """Set by the callback with ``staging="lazy"``: what may write weights between two steps."""
         self._held_back: list[Any] = []
+        self._asked: int | None = None
         self.serves_strategy = False
         """Set by a promoted strategy: all ranks save."""
         in_existence.add(self)
@@ -288,10 +294,27 @@ class DCPCheckpointIO:
     def _report(self, event: SaveFinished) -> None:
         if event.rank != 0:  # nobody would hear of it
             return
-        report = Report.of(event)
+        proposed = self._checkpointer.proposed_interval() if self._checkpointer is not None else None
+        report = Report.of(event, proposed)
         report.say()
         if self.on_saved is not None:
             self.on_saved(report)
+
+    def is_due(self, step: int, world_size: int) -> bool:
+        """After a batch: whether a save is due, by ``save_interval``. Measures the steps. Collective.
+
+        Args:
+            step: Of the optimizer. After further batches of the same one none is due, nor after the first of a fit,
+                which may be within one.
+        """
+        before, self._asked = self._asked, step
+        if before in (None, step):
+            return False
+        checkpointer = self.checkpointer(world_size)
+        if self.config.save_interval is None:
+            checkpointer.step_ended()
+            return False
+        return checkpointer.due(step)
 
     def wait(self) -> None:
         """Wait for the save in flight and for what follows it: links, deletions.
@@ -367,7 +390,7 @@ class DCPCheckpointIO:
             for logger in self._held_back:
                 if isinstance(vars(logger).get("after_save_checkpoint"), _WhenPublished):
                     del logger.after_save_checkpoint
-            self._held_back, self.on_saved = [], None
+            self._held_back, self.on_saved, self._asked = [], None, None
             if checkpointer is not None:
                 checkpointer.close()
 

@@ -7,6 +7,9 @@ checkpoint. They also save when an exception ends the training, on whichever ran
 A promoted callback is a subclass of the user's own class, like a promoted strategy. Its state, its name in a
 checkpoint, and what it decides to save and to delete are Lightning's.
 
+With ``save_interval`` the last of them saves besides, when a save is due: to one name in its directory, where each
+replaces the one before. It is among those that ``"last"`` finds.
+
 W&B and MLflow, with ``log_model``, look for files among the paths of a ``ModelCheckpoint`` and ignore directories. Each
 checkpoint of ours becomes one artifact, under the names and with the aliases that its file would have: a directory
 ``model.ckpt`` in the artifact of W&B, the directory of the checkpoint in that of MLflow. What is in an object store
@@ -44,6 +47,8 @@ from dcp_plugin.storage.open import read_summary
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 """The hooks in which a ``ModelCheckpoint`` saves."""
+TIMED = "last-timed.ckpt"
+"""What is saved when ``save_interval`` says so."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -144,8 +149,21 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
         others = None if adapter is None else adapter.io.others
         with nullcontext() if others is None else others.of_model_checkpoint(hook):
             original(self, trainer, *args)
+            if hook == "on_train_batch_end" and adapter is not None and hasattr(self, "dirpath"):
+                _save_when_due(self, trainer, adapter)
 
     return saving
+
+
+def _save_when_due(callback: Any, trainer: Any, adapter: LightningAdapter) -> None:
+    """The last of those that save is called after all other callbacks, which are saved as they are after the batch."""
+    if callback is with_directory(trainer)[-1] and adapter.io.is_due(trainer.global_step, adapter.strategy.world_size):
+        trainer.save_checkpoint(f"{callback.dirpath}/{TIMED}")
+
+
+def with_directory(trainer: Any) -> list[Any]:
+    """The trainer's callbacks that know where to save."""
+    return [callback for callback in trainer.checkpoint_callbacks if hasattr(callback, "dirpath")]
 
 
 def _may_save_on_exception(callback: Any, base: type[Any]) -> bool:

@@ -203,26 +203,30 @@ class KeptSaves:
             CheckpointError: It has failed.
         """
         self._newest = token, handle
+        local = None
         try:
             if self._config.local_dir is not None:
-                self._follow_locally(token, handle, request)
+                local = self._follow_locally(token, handle, request)
             end = self.client.wait(token, "end")
             assert isinstance(end, End)
-            return self._finished(end, request, staging_seconds)
+            return self._finished(end, request, staging_seconds, local)
         except Exception as error:
             self._pipeline.abort(error, request, self.client.rank)
 
-    def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> None:
+    def _follow_locally(self, token: str, handle: SaveHandle, request: SaveRequest) -> float | None:
         found = self.client.wait(token, "local")
         if isinstance(found, End) and not found.local:
             text = f"{request.path} is not complete in local_dir"
             handle.set_local(SaveFailed(f"{text}: {found.error or 'it went straight to its path'}"))
-            return
+            return None
         seconds = time.monotonic() - request.began
         self._pipeline.tell(events.SavedLocally(request.path, request.step, seconds, self.client.rank))
         handle.set_local()
+        return seconds
 
-    def _finished(self, end: End, request: SaveRequest, staging_seconds: float) -> events.SaveFinished:
+    def _finished(
+        self, end: End, request: SaveRequest, staging_seconds: float, local: float | None
+    ) -> events.SaveFinished:
         if end.error is not None and not end.published:
             raise end.error
         now = time.monotonic() - request.began
@@ -238,6 +242,7 @@ class KeptSaves:
             rank=self.client.rank,
             bytes_reused=reused,
             tier="durable" if end.published else "local",
+            local_seconds=local,
         )
         self._pipeline.tell(event)
         return event

@@ -99,6 +99,10 @@ class SaveHandle:
         """Wait until this save needs no other rank any more: the next one may talk to them."""
         self._handed_over.wait()
 
+    def recoverable(self) -> bool:
+        """Whether a load would find the save, or it has failed."""
+        return self._local.is_set()
+
     def wait_recoverable(self) -> None:
         """Wait until a load would find the save, or it has failed. Raises nothing."""
         self._local.wait()

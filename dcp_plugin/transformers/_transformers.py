@@ -117,7 +117,7 @@ def code_between_steps(trainer: Trainer) -> list[str]:
     callbacks = [type(callback) for callback in trainer.callback_handler.callbacks]
     methods = ("evaluate", "evaluation_loop", "prediction_step", "training_step")
     return [
-        *(kind.__name__ for kind in callbacks if not kind.__module__.startswith("transformers.")),
+        *(kind.__name__ for kind in callbacks if not kind.__module__.startswith(("transformers.", "dcp_plugin."))),
         *(name for name in methods if is_overridden(getattr(trainer, name))),
     ]
 

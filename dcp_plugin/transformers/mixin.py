@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import TrainingArguments
 
@@ -122,6 +123,8 @@ class DCPTrainerMixin(Trainer):
         self.checkpoint_config.that_waits("the Trainer")
         refuse_unsupported(self)
         self._dcp = TrainerAdapter(self)
+        if self.checkpoint_config.save_interval is not None:
+            self.add_callback(SaveWhenDue(self))
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete. If that turns
@@ -184,6 +187,20 @@ class DCPTrainerMixin(Trainer):
         self._dcp.finish()  # the best checkpoint may be on its way, and others are deleted now
         finalize: Callable[..., Any] = super()._finalize_training
         return finalize(*args, **kwargs)
+
+
+class SaveWhenDue(TrainerCallback):
+    """Has the Trainer save when ``save_interval`` says so, besides what ``save_strategy`` says."""
+
+    def __init__(self, trainer: DCPTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if self._trainer._dcp.is_due(state.global_step):
+            control.should_save = True
+        return control
 
 
 class TrainerAdapter:
@@ -250,6 +267,13 @@ class TrainerAdapter:
             push(self._trainer, os.fspath(unpushed.path))
 
     # Save
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due after this step. The Trainer's loggers are told then what is known of the interval."""
+        due = self._checkpointer.due(step)
+        if due and (proposed := self._checkpointer.proposed_interval()) is not None:
+            self._trainer.log(proposed.figures())
+        return due
 
     def save(self, run_dir: str, save_small_files: Callable[[], None]) -> None:
         """Save the training as ``checkpoint-N`` in ``run_dir``.

@@ -78,6 +78,7 @@ def test_loggers_get_the_cost_of_each_save_and_people_a_line(tmp_path: Path) -> 
     (said, rows), (nothing, _) = launch.run(_cost, 2, tmp_path)
     assert len(rows) == 2 and int(rows[0]["step"]) >= 3 and rows[1]["step"] == "6"
     assert all(float(row["checkpoint/gigabytes"]) > 0 for row in rows)
+    assert all(float(row["checkpoint/proposed_interval_seconds"]) > 0 for row in rows)
     assert all(float(row["checkpoint/seconds"]) >= float(row["checkpoint/blocked_seconds"]) > 0 for row in rows)
     assert [text.split(":")[0] for text in said] == [
         f"Saved {tmp_path}/epoch={n}-step={3 * n + 3}.ckpt" for n in (0, 1)

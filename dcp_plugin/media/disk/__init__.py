@@ -41,6 +41,7 @@ class LocalDisk:
     locate = staticmethod(commit.locate)
     uncommitted_reason = staticmethod(commit.uncommitted_reason)
     link = staticmethod(commit.link)
+    note = staticmethod(commit.note)
     remove = staticmethod(commit.remove)
     open = staticmethod(LocalFiles)
     hold = staticmethod(HeldFiles)

@@ -213,6 +213,23 @@ def link(path: Path, target: Path) -> None:
     _tidy_up(reservation)
 
 
+def note(path: Path, data: bytes) -> None:
+    """Put a small file into a workspace, in place of what has its name. Not durable at once."""
+    fresh = path.with_name(f"{path.name}.new")
+    for attempt in range(_ATTEMPTS):
+        posix.make_directories(path.parent)
+        try:
+            fresh.unlink(missing_ok=True)
+            with open(fresh, "xb") as file:
+                file.write(data)
+            os.replace(fresh, path)
+        except (FileNotFoundError, FileExistsError):  # an empty workspace was removed; or another process does the same
+            if attempt + 1 == _ATTEMPTS:
+                raise
+        else:
+            break
+
+
 @contextmanager
 def _as_it_was(what: str) -> Iterator[None]:
     try:

@@ -111,6 +111,9 @@ class ObjectStore:
         self.client.put(key, data)
         return True
 
+    def note(self, path: ObjectPath, data: bytes) -> None:
+        self.client.put(path.key, data)
+
     def locate(self, path: ObjectPath) -> ObjectPath:
         return path
 

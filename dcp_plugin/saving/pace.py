@@ -1,0 +1,220 @@
+"""When to save: measures what saves cost and how steps go, proposes an interval, and keeps it if asked.
+
+Rank 0 decides, by its clock, and the others hear of it: at a *meeting*, one small broadcast. It tells all ranks
+whether to save now, and after how many more calls the next meeting is. Between two meetings a call compares two
+numbers. The next meeting is halfway to the moment at which a save will be due, so that there are a handful of them in
+an interval, however long it is, and none comes too late if steps become twice as slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from dcp_plugin import events
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.runs.history import RunHistory
+from dcp_plugin.runs.interval import Failures, SaveCost, SaveInterval, propose
+
+FIRST_SECONDS = 60.0
+"""When the first save is due with ``"auto"``, which knows what a save costs when there has been one."""
+_APART_SECONDS = 60.0
+"""How far two meetings are apart at most."""
+_SLACK = 0.01
+"""A save may come so much earlier, in parts of the interval, instead of one more meeting."""
+
+
+class CostMeter:
+    """What saves cost, from the times at which steps end and saves block. Reads no clock."""
+
+    def __init__(self) -> None:
+        self._quiet: deque[float] = deque(maxlen=101)  # seconds of steps without a save in flight
+        self._busy: deque[float] = deque(maxlen=101)  # and with one, or right after one
+        self._newest: deque[float] = deque(maxlen=9)  # of both
+        self._blocked: deque[float] = deque(maxlen=9)
+        self._flights: deque[float] = deque(maxlen=9)
+        self._busy_steps = self._saves = 0
+        self._ended: float | None = None  # when the last step did
+        self._paused = self._waited = 0.0
+        self._saving = False
+
+    def step_ended(self, now: float, saving: bool) -> None:
+        """The training calls after each step.
+
+        Args:
+            saving: Whether a save is in flight.
+        """
+        if self._ended is not None:
+            busy = saving or self._saving
+            seconds = now - self._ended - self._paused
+            (self._busy if busy else self._quiet).append(seconds)
+            self._newest.append(seconds)
+            self._busy_steps += busy
+        self._ended, self._paused, self._saving = now, 0.0, saving
+
+    def stopped(self) -> None:
+        """The training has ended: what comes until the next step is none."""
+        self._ended, self._paused, self._waited, self._saving = None, 0.0, 0.0, False
+
+    def paused(self, seconds: float, saving: bool) -> None:
+        """Within a step, the training was in a call that saves, or waits for a save."""
+        self._paused += seconds
+        if saving:
+            self._saving = True
+        else:
+            self._waited += seconds
+
+    def saved(self, blocked_seconds: float, flight_seconds: float) -> None:
+        """A save is complete; its call took ``blocked_seconds``."""
+        waited, self._waited = self._waited, 0.0
+        self._blocked.append(blocked_seconds + waited)
+        self._flights.append(flight_seconds)
+        self._saves += 1
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step, in the middle."""
+        steps = self._quiet or self._busy
+        return statistics.median(steps) if steps else None
+
+    @property
+    def newest_step_seconds(self) -> float | None:
+        """Of the newest steps, in the middle: those of a moment ago may have been quicker."""
+        return statistics.median(self._newest) if self._newest else None
+
+    @property
+    def cost(self) -> SaveCost | None:
+        """Of a save, in the middle; None before the first. The first of all, which is the slowest, counts as little as
+        possible."""
+        if not self._saves:
+            return None
+        slower = 0.0
+        if self._quiet and self._busy:
+            slower = max(0.0, statistics.median(self._busy) - statistics.median(self._quiet))
+        return SaveCost(
+            statistics.median_low(self._blocked),
+            slower * self._busy_steps / self._saves,
+            statistics.median_low(self._flights),
+        )
+
+
+class Pace:
+    """Decides when a checkpointer's saves are due.
+
+    Args:
+        config: Says how often, and where rank 0 writes what happens.
+        clock: Seconds, from any origin.
+    """
+
+    def __init__(self, config: CheckpointConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._wanted, self._events = config.save_interval, config.events
+        self.clock = clock
+        self._meter = CostMeter()
+        self._failures = Failures()  # on rank 0; elsewhere nothing is known
+        self._history: RunHistory | None = None
+        self._began: float | None = None  # the first step that was asked about
+        self._since = 0.0  # when the training has gone on after the last save
+        self._drains: deque[float] = deque(maxlen=9)  # seconds from complete locally to durable
+        self._answered: tuple[int, bool] | None = None
+        self._calls = self._meeting = 0
+
+    @property
+    def proposal(self) -> SaveInterval | None:
+        """By what is known now: how much slower steps are with a save in flight is known when that is complete."""
+        cost = self._meter.cost
+        if cost is None:
+            return None
+        # What steps are slower while a save goes on to its path is in the cost of the save: nobody can tell them apart.
+        drain = SaveCost(0.0, 0.0, statistics.median_low(self._drains)) if self._drains else None
+        return propose(cost, self._failures, self._meter.step_seconds, drain)
+
+    def step_ended(self, saving: bool) -> None:
+        """Measure a step.
+
+        Args:
+            saving: Whether a save is in flight.
+        """
+        self._meter.step_ended(self.clock(), saving)
+
+    def due(self, step: int, saving: bool, ranks: Callable[[], Ranks]) -> bool:
+        """Whether to save after this step; see :meth:`dcp_plugin.Checkpointer.due`."""
+        if self._answered is not None and self._answered[0] == step:
+            return self._answered[1]
+        self.step_ended(saving)
+        if self._began is None:
+            self._began = self._since = self.clock()
+        self._answered = step, False
+        if self._wanted is not None:
+            self._calls += 1
+            if self._calls > self._meeting:
+                self._answered = step, self._meet(step, saving, ranks())
+        return self._answered[1]
+
+    def _meet(self, step: int, saving: bool, ranks: Ranks) -> bool:
+        at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide(saving)))
+        if at != step:
+            raise CheckpointMismatch(f"rank 0 asks whether to save after step {at}, and rank {ranks.rank} after {step}")
+        self._meeting = self._calls + later
+        return bool(due)
+
+    def _decide(self, saving: bool) -> tuple[bool, int]:
+        """On rank 0: whether to save now, and how many calls may pass before the next meeting."""
+        now, step_seconds = self.clock(), self._meter.newest_step_seconds
+        interval = self._interval()
+        left = interval - (now - self._since)
+        due = not saving and left <= max(_SLACK * interval, (step_seconds or 0.0) / 2)
+        if due:
+            self._since, left = now, interval
+        if not step_seconds:
+            return due, 0
+        return due, max(0, int(min(left / 2, _APART_SECONDS) / step_seconds) - 1)
+
+    def _interval(self) -> float:
+        if self._wanted == "auto":
+            return FIRST_SECONDS if (proposed := self.proposal) is None else proposed.seconds
+        assert self._wanted is not None
+        return self._wanted
+
+    def paused(self, seconds: float, saving: bool) -> None:
+        """The training was in a call of the checkpointer; in one that saves, or that waits for a save."""
+        self._meter.paused(seconds, saving)
+        if saving:
+            self._since = self.clock()
+
+    def published(self, event: events.SaveFinished) -> None:
+        """In the thread that saves."""
+        local = event.seconds if event.local_seconds is None else event.local_seconds
+        self._meter.saved(event.blocked_seconds, local)
+        if event.local_seconds is not None and event.tier == "durable":
+            self._drains.append(event.seconds - local)
+        if event.rank != 0 or self._began is None:  # a history is kept for those alone who ask when to save
+            return
+        if self._history is None:
+            self._history = RunHistory(event.path)
+        self._failures = self._history.note(self.clock() - self._began)
+        if (proposed := self.proposal) is not None:
+            self._tell(event, proposed)
+
+    def _tell(self, saved: events.SaveFinished, it: SaveInterval) -> None:
+        told = events.IntervalProposed(saved.path, saved.step, it.seconds, it.steps, it.cost_seconds, it.mtbf_seconds)
+        events.emit(told)
+        if self._events is not None:
+            events.append_json(Path(self._events), told)
+
+    def ended(self, clean: bool) -> None:
+        """The training has ended, or so it seems: another one may follow.
+
+        Args:
+            clean: Not by an error.
+        """
+        history, self._history = self._history, None
+        if history is not None and self._began is not None:
+            history.end(self.clock() - self._began, clean)
+        self._began = self._answered = None
+        self._meter.stopped()
+        self._calls = self._meeting = 0

@@ -1,0 +1,379 @@
+"""How often to save: the formula, what it is fed with, and that all ranks hear the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from dcp_plugin import CheckpointMismatch, SaveInterval, events
+from dcp_plugin.media import WORKSPACE
+from dcp_plugin.paths import Where
+from dcp_plugin.runs import history, interval
+from dcp_plugin.runs.history import RunHistory
+from dcp_plugin.runs.interval import PRIOR_SECONDS, Failures, SaveCost, cheapest_seconds, propose
+from dcp_plugin.saving.pace import CostMeter
+from tests import launch
+from tests.launch import on_ranks
+from tests.slowness import Gate, slow_writes
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
+
+
+# The formula
+
+
+@pytest.mark.parametrize(("mtbf", "published"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
+def test_the_interval_is_the_one_that_daly_has_published(mtbf: float, published: float) -> None:
+    """Figures 3 to 5 of the paper: dumps of 5 minutes."""
+    assert cheapest_seconds(5 * MINUTE, mtbf) / MINUTE == pytest.approx(published, rel=0.01)
+
+
+def test_a_save_that_costs_little_has_youngs_interval() -> None:
+    assert cheapest_seconds(0.5, DAY) == pytest.approx((2 * 0.5 * DAY) ** 0.5, rel=0.01)
+    assert cheapest_seconds(0.0, DAY) == 0.0
+    assert cheapest_seconds(5 * DAY, DAY) == DAY, "whoever needs longer for a save than failures leave"
+
+
+@pytest.mark.parametrize("cost", [0.1, 5.0, 300.0])
+def test_any_other_interval_loses_more(cost: float) -> None:
+    best = propose(SaveCost(cost), Failures())
+    others = [replace(best, seconds=best.seconds * factor) for factor in (0.5, 0.8, 1.25, 2)]
+    assert best.lost_share < min(other.lost_share for other in others)
+
+
+def test_a_job_counts_as_failed_once_a_day_until_it_is_known_better() -> None:
+    assert Failures().mtbf_seconds == PRIOR_SECONDS == DAY
+    assert Failures(9 * DAY, 0).mtbf_seconds == 10 * DAY
+    assert Failures(9 * DAY, 9).mtbf_seconds == DAY
+    assert Failures(99 * DAY, 999).mtbf_seconds == pytest.approx(0.1 * DAY)
+
+
+def test_who_fails_more_often_or_saves_cheaper_saves_more_often() -> None:
+    once = propose(SaveCost(4.0), Failures(), step_seconds=0.5)
+    assert propose(SaveCost(4.0), Failures(DAY, 20), 0.5).seconds < once.seconds
+    assert propose(SaveCost(1.0), Failures(), 0.5).seconds < once.seconds
+    assert propose(SaveCost(3.0, slowed_seconds=1.0), Failures(), 0.5) == once, "a wait or slower steps: it is the same"
+    assert once.steps == round(once.seconds / 0.5)
+    assert propose(SaveCost(4.0), Failures()).steps is None
+
+
+def test_saves_in_the_background_do_not_wait_for_each_other() -> None:
+    assert propose(SaveCost(0.001, flight_seconds=300.0), Failures()).seconds >= 299
+
+
+def test_the_durable_tier_has_a_whole_number_of_saves() -> None:
+    alone = propose(SaveCost(0.5), Failures())
+    assert alone.durable_every == 1
+    tiers = propose(SaveCost(0.5), Failures(), drain=SaveCost(2.0))
+    assert tiers.seconds == alone.seconds
+    best = cheapest_seconds(2.0, DAY / interval.BEYOND_LOCAL)
+    assert tiers.durable_every > 1
+    assert tiers.durable_every * tiers.seconds == pytest.approx(best, abs=tiers.seconds / 2)
+    slow = propose(SaveCost(0.5), Failures(), drain=SaveCost(0.0, flight_seconds=HOUR))
+    assert slow.durable_every * slow.seconds >= HOUR, "one drain is not overtaken by the next"
+    assert propose(SaveCost(5.0), Failures(), drain=SaveCost(0.01)).durable_every == 1
+
+
+# What it is fed with
+
+
+def _measured(saves: int, *, blocked: float, slow: float, in_flight: int) -> CostMeter:
+    """Steps of a second, ten between two saves; in flight they take ``slow`` seconds longer."""
+    meter, now = CostMeter(), 0.0
+    meter.step_ended(now, saving=False)
+    for _ in range(saves):
+        now += blocked
+        meter.paused(blocked, saving=True)
+        meter.saved(blocked, blocked + in_flight * (1 + slow))
+        for step in range(10):
+            now += 1 + slow * (step < in_flight)
+            meter.step_ended(now, saving=step < in_flight - 1)
+    return meter
+
+
+def test_what_a_save_costs_is_what_it_blocks_and_what_steps_take_longer() -> None:
+    meter = _measured(5, blocked=2.0, slow=0.25, in_flight=4)
+    assert meter.step_seconds == pytest.approx(1.0)
+    assert meter.cost is not None
+    assert astuple(meter.cost) == pytest.approx((2.0, 4 * 0.25, 7.0))
+    assert meter.cost.seconds == pytest.approx(3.0)
+
+
+def test_nothing_is_known_before_the_first_save_and_the_first_is_not_believed_for_long() -> None:
+    meter = CostMeter()
+    assert meter.cost is None and meter.step_seconds is None
+    meter.saved(30.0, 40.0)
+    assert meter.cost == SaveCost(30.0, 0.0, 40.0)
+    meter.saved(1.0, 2.0)
+    assert meter.cost == SaveCost(1.0, 0.0, 2.0)
+
+
+def test_waiting_for_an_earlier_save_is_a_cost_of_the_next_one() -> None:
+    meter = CostMeter()
+    meter.step_ended(0.0, saving=True)
+    meter.paused(5.0, saving=False)
+    meter.saved(1.0, 1.0)
+    meter.step_ended(6.0, saving=False)
+    assert meter.cost == SaveCost(6.0, 0.0, 1.0)
+    assert meter.step_seconds == pytest.approx(1.0), "what the wait took is no part of the step"
+
+
+def test_runs_that_ended_without_a_word_are_failures(place: Where) -> None:
+    lost = RunHistory(place / "step-1")
+    assert lost.note(100.0) == Failures(100.0, 0)
+    assert lost.note(250.0) == Failures(250.0, 0)
+    _forget_this_process()
+    clean = RunHistory(place / "step-9")
+    assert clean.note(40.0) == Failures(290.0, 1)
+    clean.end(50.0, clean=True)
+    failed = RunHistory(place / "step-10")
+    assert failed.note(10.0) == Failures(310.0, 1)
+    failed.end(10.0, clean=False)
+    assert RunHistory(place / "step-11").note(0.0) == Failures(310.0, 2)
+
+
+def _forget_this_process() -> None:
+    """As the next process sees what this one has noted."""
+    history._open_here.clear()
+
+
+def test_a_job_that_still_runs_beside_has_not_failed(tmp_path: Path) -> None:
+    other = RunHistory(tmp_path / "step-1")
+    other.note(10.0)
+    mine = RunHistory(tmp_path / "step-2")
+    assert mine.note(1.0) == Failures(11.0, 0)
+    assert other.note(20.0) == Failures(21.0, 0)
+    file = tmp_path / WORKSPACE / history.NAME
+    noted = json.loads(file.read_text())
+    noted["runs"] = [{**run, "pid": os.getppid()} for run in noted["runs"]]  # which lives
+    file.write_text(json.dumps(noted))
+    _forget_this_process()
+    assert RunHistory(tmp_path / "step-3").note(0.0).count == 0
+
+
+def test_the_history_is_bounded_and_what_is_no_history_counts_as_none(tmp_path: Path) -> None:
+    file = tmp_path / WORKSPACE / history.NAME
+    file.parent.mkdir()
+    for rubbish in ("", "[]", '{"runs": 3}', '{"runs": [3, {"run": 1}, {"run": "a", "seconds": -1, "end": "lost"}]}'):
+        file.write_text(rubbish)
+        assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
+    for number in range(100):
+        RunHistory(tmp_path / f"step-{number}").end(1.0, clean=False)
+    assert len(json.loads(file.read_text())["runs"]) == 64
+    assert file.stat().st_size < history._MOST_BYTES
+    file.unlink()
+    os.mkfifo(file)
+    assert RunHistory(tmp_path / "step-1").note(5.0) == Failures(5.0, 0)
+
+
+def test_the_history_is_in_nobodys_way(tmp_path: Path) -> None:
+    with_history = dcp.Checkpointer(keep_last=2, save_interval="auto")
+    for step in range(1, 5):
+        with_history.due(step)
+        with_history.save({"step": step}, tmp_path / f"step-{step}", step)
+    with_history.close()
+    assert os.listdir(tmp_path / WORKSPACE) == [history.NAME]
+    assert sorted(one.path.name for one in dcp.list_checkpoints(tmp_path)) == ["step-3", "step-4"]
+    assert dcp.latest(tmp_path) == tmp_path / "step-4"
+    dcp.save({"step": 9}, tmp_path / "step-9")
+    assert os.listdir(tmp_path / WORKSPACE) == [history.NAME], "the next save sweeps there"
+
+
+def test_who_does_not_ask_has_nothing_beside_the_checkpoints(tmp_path: Path) -> None:
+    checkpointer = dcp.Checkpointer()
+    checkpointer.save({"step": 1}, tmp_path / "step-1")
+    proposed = checkpointer.proposed_interval()
+    assert proposed is not None and proposed.mtbf_seconds == DAY and proposed.steps is None
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+# All ranks hear the same
+
+
+class Clock:
+    """Seconds that pass when a test says so; on rank 1 nothing like those of rank 0."""
+
+    def __init__(self, checkpointer: dcp.Checkpointer) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.now, self._pace = 1000.0 * rank, 1.0 + rank
+        checkpointer.pace.clock = lambda: self.now
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds * self._pace
+
+
+def _steps_that_were_due(checkpointer: dcp.Checkpointer, path: Path, seconds: Callable[[int], float]) -> list[int]:
+    clock, due = Clock(checkpointer), []
+    for step in range(1, 201):
+        clock.after(seconds(step))
+        if checkpointer.due(step):
+            due.append(step)
+            checkpointer.save({"step": step}, path / f"step-{step}", step)
+            checkpointer.wait()
+        assert checkpointer.due(step) == (step in due[-1:]), "asked again for the same step"
+    return due
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@on_ranks(2)
+def test_all_ranks_save_at_the_same_steps_by_the_clock_of_rank_0(tmp_path: Path, async_save: bool) -> None:
+    checkpointer = dcp.Checkpointer(save_interval=50.0, async_save=async_save)
+    due = _steps_that_were_due(checkpointer, tmp_path, lambda step: 1.0)
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, due)
+    assert everybody[0] == everybody[1]
+    assert all(abs(later - before - 50) <= 1 for before, later in itertools.pairwise([1, *due])), due
+    checkpointer.close()
+
+
+def test_few_steps_meet_and_slower_steps_are_noticed(tmp_path: Path) -> None:
+    checkpointer = dcp.Checkpointer(save_interval=50.0)
+    meetings = 0
+    decide = checkpointer.pace._decide
+
+    def counted(saving: bool) -> tuple[bool, int]:
+        nonlocal meetings
+        meetings += 1
+        return decide(saving)
+
+    checkpointer.pace._decide = counted  # type: ignore[method-assign]
+    due = _steps_that_were_due(checkpointer, tmp_path, lambda step: 1.0 if step <= 110 else 2.0)
+    gaps = [later - before for before, later in itertools.pairwise(due)]
+    assert gaps[0] == pytest.approx(50, abs=1)
+    assert gaps[-1] == pytest.approx(25, abs=1)
+    assert max(gaps[1:]) * 1.0 <= 50
+    assert meetings <= 10 * (len(due) + 1)
+    checkpointer.close()
+
+
+@on_ranks(2)
+def test_auto_saves_after_a_minute_and_then_by_what_that_has_cost(tmp_path: Path) -> None:
+    told: list[events.IntervalProposed] = []
+    unsubscribe = events.subscribe(
+        lambda event: told.append(event) if isinstance(event, events.IntervalProposed) else None
+    )
+    checkpointer = dcp.Checkpointer(save_interval="auto", events=str(tmp_path / "events.jsonl"))
+    clock = Clock(checkpointer)
+    first = next(step for step in range(1, 100) if not clock.after(1.0) and checkpointer.due(step))
+    assert first == pytest.approx(61, abs=1)
+    assert checkpointer.proposed_interval() is None
+    checkpointer.save({"step": first}, tmp_path / "step", first)
+    proposed = checkpointer.proposed_interval()
+    assert isinstance(proposed, SaveInterval) and 0 < proposed.seconds < DAY
+    if dist.get_rank() == 0:
+        assert [one.seconds for one in told] == [proposed.seconds]
+        assert proposed.mtbf_seconds == pytest.approx(DAY + 60, abs=1.5)
+        lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        assert [line["event"] for line in lines] == ["saved", "interval"]
+        assert lines[1]["seconds"] == proposed.seconds
+    else:
+        assert told == []
+    again = next(step for step in itertools.count(first + 1) if not clock.after(1.0) and checkpointer.due(step))
+    wanted: list[Any] = [proposed.seconds]
+    dist.broadcast_object_list(wanted, src=0)
+    assert again - first == pytest.approx(wanted[0], rel=0.02, abs=1.5)
+    checkpointer.close()
+    unsubscribe()
+
+
+def test_no_save_is_due_while_one_is_in_flight(tmp_path: Path) -> None:
+    checkpointer, gate = dcp.Checkpointer(async_save=True, save_interval=5.0), Gate()
+    clock = Clock(checkpointer)
+    with slow_writes(gate):
+        gate.close()
+        assert not checkpointer.due(0)
+        handle = checkpointer.save({"weights": torch.ones(3)}, tmp_path / "step-1")
+        clock.after(100.0)
+        assert not checkpointer.due(1)
+        gate.open()
+        handle.wait()
+        clock.after(1.0)
+        assert [checkpointer.due(step) for step in range(2, 9)].count(True) == 1
+    checkpointer.close()
+
+
+def test_steps_that_are_slower_while_a_save_is_in_flight_are_part_of_its_cost(tmp_path: Path) -> None:
+    checkpointer, gate = dcp.Checkpointer(async_save=True), Gate()
+    clock = Clock(checkpointer)
+
+    def steps(numbers: range, seconds: float) -> None:
+        for step in numbers:
+            clock.after(seconds)
+            assert not checkpointer.due(step), "without an interval none is ever due"
+
+    steps(range(10), 1.0)
+    with slow_writes(gate):
+        gate.close()
+        handle = checkpointer.save({"weights": torch.ones(3)}, tmp_path / "step-10")
+        steps(range(10, 20), 3.0)
+        gate.open()
+        handle.wait()
+    steps(range(20, 30), 1.0)
+    proposed = checkpointer.proposed_interval()
+    assert proposed is not None
+    assert proposed.cost_seconds == pytest.approx(10 * 2.0, abs=3.0)
+    assert proposed.steps == pytest.approx(proposed.seconds, rel=0.01)
+    checkpointer.close()
+    assert checkpointer.proposed_interval() == proposed, "what is known stays known"
+
+
+@on_ranks(2)
+def test_ranks_at_different_steps_are_told(tmp_path: Path) -> None:
+    checkpointer = dcp.Checkpointer(save_interval=5.0)
+    if dist.get_rank() == 0:
+        checkpointer.due(7)
+    else:
+        with pytest.raises(CheckpointMismatch, match="rank 0 asks whether to save after step 7, and rank 1 after 8"):
+            checkpointer.due(8)
+    checkpointer.close()
+
+
+# Runs that are killed
+
+
+def _train(root: Path, how: str) -> tuple[str, float, int] | None:
+    """A run of twenty steps of a minute each that ends in one of several ways, or how the next one sees it."""
+    checkpointer = dcp.Checkpointer(async_save=True, save_interval=300.0)
+    clock = Clock(checkpointer)
+    start = dcp.resume_or_init({"step": 0}, root, checkpointer=checkpointer)
+    try:
+        for step in range(20):
+            clock.after(60.0)
+            if checkpointer.due(step):
+                checkpointer.save({"step": step}, root / f"{how}-{step}", step)
+                checkpointer.wait()
+            if how == "killed" and step == 16:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raised" and step == 16:
+                raise RuntimeError("out of memory")
+    except RuntimeError:
+        checkpointer.close()
+        return None
+    checkpointer.close()
+    proposed = checkpointer.proposed_interval()
+    assert proposed is not None
+    return start.how, proposed.mtbf_seconds, dist.get_rank()
+
+
+def test_a_run_that_was_killed_or_raised_is_a_failure_to_the_next_and_one_that_was_closed_is_none(
+    tmp_path: Path,
+) -> None:
+    killed = launch.outcomes_of(_train, 2, tmp_path, "killed")
+    assert {one.exit_code for one in killed} == {-signal.SIGKILL}
+    (how, first, _), _ = launch.run(_train, 2, tmp_path, "closed")
+    assert how == "resumed"
+    assert first == pytest.approx((DAY + 900 + 900) / 2, rel=0.01), "15 minutes of both, and one failure"
+    launch.run(_train, 2, tmp_path, "raised")
+    (_, second, _), _ = launch.run(_train, 2, tmp_path, "closed")
+    assert second == pytest.approx((DAY + 900 + 1140 + 960 + 900) / 3, rel=0.01)
