@@ -8,6 +8,7 @@ publish. With ``async_save`` everything after staging runs in a thread (:mod:`~d
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 import warnings
@@ -446,19 +447,13 @@ class Checkpointer:
             if files is not None:
                 attached = ranks.agree(f"add files to {handle.path}", lambda: kept.add_files(files))
             with collector_paused(), module_cache():
-                gathered = Attempt.of(lambda: self._saving.gather(live))
-                copy = HostCopy(kept.pool(), self._saving.encode)
-                begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
-                if copy.complete:
-                    handle.set_staged()
-                    staged = begun.then(lambda _: copy.finish())
-                    kept.start(self._queue, handle, request, staged, attached, ranks)
-                else:
-                    finish = lambda: self._finish_copy(handle, begun, copy, ranks)  # noqa: E731
-                    kept.start_later(self._queue, handle, request, finish, attached, ranks)
+                self._stage_and_hand_over(kept, handle, live, request, ranks, attached)
         except NoSharedMemory as error:
             if self._kept is not None:
                 self._kept.give_up_pools()
+            for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
+                if earlier.path == handle.path:
+                    earlier.wait_done()
             if self.config.local_dir is not None and self.config.durable_every is None:
                 raise
             if ranks.rank == 0:
@@ -466,9 +461,46 @@ class Checkpointer:
             return False
         except Exception as error:
             raise_as_failed_save(error, handle.path)
+        finally:
+            if attached is not None:  # it has another name by now if it was handed over, or will have
+                self._drop_if_left(handle, attached)
         if not self.config.async_save:
-            handle.wait()
+            ranks.agree(f"save {handle.path}", handle.wait)
         return True
+
+    def _drop_if_left(self, handle: SaveHandle, attached: Path) -> None:
+        if handle not in self._queue.handles:
+            shutil.rmtree(attached, ignore_errors=True)
+
+    def _stage_and_hand_over(
+        self,
+        kept: KeptSaves,
+        handle: SaveHandle,
+        live: LiveState,
+        request: SaveRequest,
+        ranks: Ranks,
+        attached: Path | None,
+    ) -> None:
+        lazy = self._lazy
+        gathered = Attempt.of(lambda: self._saving.gather(live))
+        pool = Attempt.of(kept.pool)  # which may fail on one rank alone
+        copy = HostCopy(pool.value or HostPool(), self._saving.encode)
+        begun = gathered.then(lambda it: pool.then(lambda _: copy.begin(it, live.objects() if lazy else [])).get())
+        later = not copy.complete
+        if self.config.staging == "lazy":  # all ranks go on in this thread, or all in another
+            try:
+                step = f"stage {handle.path}"
+                later = ranks.combine(step, lambda: begun.then(lambda _: later).get(), any)
+            except BaseException:
+                copy.release()
+                raise
+        if later:
+            finish = lambda: self._finish_copy(handle, begun, copy, ranks)  # noqa: E731
+            kept.start_later(self._queue, handle, request, finish, attached, ranks)
+        else:
+            handle.set_staged()
+            staged = begun.then(lambda _: copy.finish())
+            kept.start(self._queue, handle, request, staged, attached, ranks)
 
     def _kept_saves(self, path: Where, ranks: Ranks) -> KeptSaves:
         if self._kept is None:

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import NoSharedMemory, SaveFailed
+from dcp_plugin.errors import NoSharedMemory, RankFailure, SaveFailed
 from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks
@@ -46,6 +46,8 @@ class _Job:
     name: str
     key: bytes
     nodes: int
+    first: str
+    """The node of rank 0."""
 
 
 class KeeperClient:
@@ -68,16 +70,17 @@ class KeeperClient:
         self._attached: Channel | None = None
         self._info: dict[str, Any] | None = None
         self._is_attached = threading.Event()
-        self._failure: Exception | None = None
+        self._failure: SaveFailed | None = None
         self._coordinator: Peer | None = None
 
         def prepare() -> str:
             self.spool = Spool.of(self._root, config.local_dir)
+            self.spool.enter()
             self.spool.put("root", str(self._root).encode())
             return node_of(Path(config.local_dir or self.spool.folder))
 
         def met(nodes: list[str]) -> _Job:
-            return _Job(_this_job, new_key(), len(set(nodes)))
+            return _Job(f"{_this_job}-{os.getpid()}", new_key(), len(set(nodes)), nodes[0])
 
         self._node = ""
 
@@ -85,7 +88,14 @@ class KeeperClient:
             self._node = prepare()
             return self._node
 
-        self._job = ranks.combine(f"find the keepers for {root}", tell, met)
+        try:
+            self._job = ranks.combine(f"find the keepers for {root}", tell, met)
+        except BaseException:
+            if hasattr(self, "spool"):
+                self.spool.leave()
+            raise
+        self.beside_rank_zero = self._job.first == self._node
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._stay, name="dcp-keeper", daemon=True)
         self._thread.start()
 
@@ -101,13 +111,15 @@ class KeeperClient:
         while not self._closing:
             try:
                 channel = self._open()
+                self._attached = channel
                 try:
                     self._info = self._ask(channel, "attach", *self._who())
                 except SaveFailed as error:
                     self._failure = error
                     self._is_attached.set()
                     return
-                self._attached = channel
+                if self._info is None:
+                    raise ConnectionAbortedError("it has just ended")
                 self._is_attached.set()
                 while not self._closing:
                     channel.timeout(None)
@@ -115,18 +127,18 @@ class KeeperClient:
                         self._last_news = number
                         if self.rank == 0 or self._job.nodes > 1:
                             logger.warning("keeper of rank %d: %s", self.rank, text)
-            except (OSError, EOFError) as error:
+            except NoSharedMemory as error:
+                self._failure = error
+                self._is_attached.set()
+                return
+            except Exception as error:
                 self._is_attached.clear()
                 if self._is_closing():
                     return
                 deaths += 1
                 self._last_news = 0
                 logger.warning("the keeper of rank %d has died (%s); another one goes on", self.rank, error)
-                time.sleep(min(5.0, 0.1 * 2**deaths))
-            except NoSharedMemory as error:
-                self._failure = error
-                self._is_attached.set()
-                return
+                time.sleep(min(5.0, 0.1 * 2 ** min(deaths, 10)))
 
     def _is_closing(self) -> bool:
         return self._closing
@@ -191,7 +203,12 @@ class KeeperClient:
         if not self._is_attached.wait(_START_SECONDS):
             raise SaveFailed(f"the keeper of rank {self.rank} does not answer: see {self.spool.folder}/start.log")
         if self._failure is not None:
-            raise SaveFailed(str(self._failure)) from self._failure
+            raise type(self._failure)(str(self._failure)) from self._failure
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the keeper is there now."""
+        return self._is_attached.is_set() and self._failure is None
 
     # Saves
 
@@ -228,11 +245,16 @@ class KeeperClient:
 
         try:
             self._coordinator = ranks.combine(f"hand over the save of {path}", give, go)
+        except RankFailure:  # nobody knows whether rank 0 has got everything, and then it is written
+            raise
         except Exception:
-            self.spool.drop(f"{token}.{self.rank}.job", f"{token}.{self.rank}.files")
+            self._take_back(token)
             raise
         if self.rank == 0:
             threading.Thread(target=self._poke, args=(token,), name="dcp-keeper", daemon=True).start()
+
+    def _take_back(self, token: str) -> None:
+        self.spool.drop(f"{token}.go", f"{token}.{self.rank}.job", f"{token}.{self.rank}.files")
 
     def _poke(self, token: str) -> None:
         with suppress(OSError, EOFError, SaveFailed):
@@ -247,7 +269,12 @@ class KeeperClient:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = _POLL if deadline is None else min(_POLL, max(0.0, deadline - time.monotonic()))
-            found = cast(End | bool, self._call("wait", token, stage, left, wait=left))
+            try:
+                found = cast(End | bool, self._call("wait", token, stage, left, wait=left))
+            except SaveFailed:
+                if self._failure is not None:  # the keeper is another training's, and would find it there some day
+                    self._take_back(token)
+                raise
             if found is not False or (deadline is not None and time.monotonic() >= deadline):
                 return found
 
@@ -270,13 +297,16 @@ class KeeperClient:
         Args:
             all_over: The training has ended as it should: the keeper need not wait for it.
         """
+        if os.getpid() != self._process:
+            return  # forked: the connection is the parent's, too
         self._closing = True
-        channel, self._attached = self._attached, None
-        if channel is not None:
-            channel.close()
-            with suppress(OSError, EOFError), connect(self.spool.socket, b"", _ANSWER) as last:
-                self._ask(last, "detach", all_over)
+        if self._attached is not None:
+            self._attached.close()
         self._thread.join(_ANSWER)
+        if self._attached is not None:
+            with suppress(OSError, EOFError, SaveFailed), connect(self.spool.socket, b"", _ANSWER) as last:
+                self._ask(last, "detach", all_over)
+        self.spool.leave()
 
 
 def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:

@@ -41,6 +41,8 @@ logger = logging.getLogger("dcp_plugin.keeper")
 
 _AT_ONCE = 64
 """Nodes that are asked at the same time."""
+_MOST_TRIES = 5
+"""Keepers that may die with one save in flight before it is given up: it may be what kills them."""
 _WITHOUT_TRAINING = 30.0
 """Seconds for which another node is asked again when the training is dead: nobody will start its keeper anew."""
 
@@ -61,6 +63,8 @@ class Save:
     local: bool = False
     ended: bool = False
     error: Exception | None = None
+    hopeless: bool = False
+    """Whether several keepers have died with it."""
 
     @property
     def token(self) -> str:
@@ -134,22 +138,46 @@ class Coordinator:
         self._numbers: dict[str, int] = {}
         self._last_time = 0.0
         self._lock = threading.Lock()
+        self._publishing = threading.Lock()
+        self._published = self._node.published()
+        """By path: the newest save that was published there."""
         self._writing = Line("write", self._write)
         self._replicating = Line("replicate", self._replicate)
         self._draining = Line("drain", self._drain)
 
-    def begin(self, token: str) -> None:
-        """All ranks have handed a save over. May be called twice."""
+    def begin(self) -> None:
+        """Take what all ranks have handed over since the last call, in the order in which they have."""
         with self._lock:
-            if token in self._known:
-                return
-            self._known.add(token)
-        data = self._node.spool.get(f"{token}.go")
-        if data is None or self._node.known(token).end is not None:
-            return
-        go: Go = pickle.loads(data)
-        job = self._node.job(token, 0)
-        self._writing.add(Save(go, job, time.monotonic(), go.nodes()))
+            tokens = [name.removesuffix(".go") for name in self._node.spool.names(".go")]
+            fresh = [token for token in tokens if token not in self._known]
+            self._known = set(tokens)
+            for token in fresh:
+                try:
+                    self._begin(token)
+                except Exception as error:  # nothing that is in a file may keep the keeper from the others
+                    logger.exception("%s cannot be begun", token)
+                    failure = SaveFailed(f"what was handed over cannot be read ({type(error).__name__}: {error})")
+                    self._node.end(token, self._node.ranks_of(token), End(False, False, failure))
+                    self._node.spool.drop(f"{token}.go", f"{token}.0.job")
+
+    def _begin(self, token: str) -> None:
+        spool = self._node.spool
+        go: Go = pickle.loads(spool.get(f"{token}.go") or b"")
+        save = Save(go, self._node.job(token, 0), time.monotonic(), go.nodes())
+        end = self._node.known(token).end
+        if end is None:
+            tries = int(spool.get(f"{token}.tries") or 0)
+            spool.put(f"{token}.tries", str(tries + 1).encode())
+            save.hopeless = tries >= _MOST_TRIES
+            self._writing.add(save)
+        elif end.local and not end.published and end.error is None:  # the keeper before could have drained it yet
+            step = self._node.steps(save.job).find(token)
+            if step is not None:
+                save.record, save.local, save.ended, self._newest = step.record, True, True, save
+
+    def leads(self, token: str) -> bool:
+        """Whether a save was begun here."""
+        return token in self._known
 
     @property
     def busy(self) -> bool:
@@ -163,9 +191,14 @@ class Coordinator:
                 end = self._node.known(token).end
                 return token in self._draining.tokens() or (end is not None and end.published)
             self._newest = None
+        try:
             self._on_all(newest, "reopen", lambda node: ())
-            newest.ended = False
-            self._draining.add(newest)
+        except Exception:
+            with self._lock:
+                self._newest = self._newest or newest
+            raise
+        newest.ended = False
+        self._draining.add(newest)
         return True
 
     # Asking the nodes
@@ -222,6 +255,8 @@ class Coordinator:
 
     def _write(self, save: Save) -> None:
         try:
+            if save.hopeless:
+                raise SaveFailed(f"{_MOST_TRIES} keepers have died with it")
             if save.job.config.local_dir is None:
                 self._write_to_path(save)
                 return
@@ -233,9 +268,18 @@ class Coordinator:
                 self._say(f"{save.path} is not kept in local_dir, but goes straight to its path: {error}")
                 self._write_to_path(save)
                 return
+            self._free(save)
             self._replicating.add(save)
         except Exception as error:
             self._fail(save, error)
+
+    def _free(self, save: Save) -> None:
+        """Let ranks have their host copies back. Only now: as long as one node may not have written its part, the save
+        may have to be written once more, to another place."""
+        try:
+            self._on_all(save, "free", lambda node: ())
+        except Exception as error:  # they are told when it is complete
+            self._say(f"a node does not hear that {save.path} is written: {error}")
 
     def _write_to_path(self, save: Save) -> None:
         head = save.job.head
@@ -244,16 +288,25 @@ class Coordinator:
         publication.save_id = head.save_id
         try:
             self._refuse_to_replace_a_base(save.path)
-            directory, options = publication.reserve(), save.job.options
-            parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory, options))
+            directory = publication.reserve(head.among_other_files)
+            parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory))
             save.parts = {rank: part for told in parts for rank, part in told.items()}
             index = self._index(save, publication.file_sizes())
-            publication.publish(index, self._facts(save))
+            self._publish(save, lambda: publication.publish(index, self._facts(save)))
         except BaseException:
             publication.discard()
             raise
         self._prune(save)
         self._end(save, End(published=True, local=False))
+
+    def _publish(self, save: Save, publish: Callable[[], Any]) -> None:
+        """A save that went straight to its path may have overtaken an older one to the same."""
+        path = str(save.path)
+        with self._publishing:
+            if self._published.get(path, "") > save.token:
+                raise SaveFailed(f"a newer save has been published at {path}, and is not replaced by an older one")
+            publish()
+            self._published[path] = save.token
 
     @staticmethod
     def _refuse_to_replace_a_base(path: Where) -> None:
@@ -295,9 +348,11 @@ class Coordinator:
 
     def _next_number(self, save: Save) -> int:
         """It goes on from that of the training before: one that dies often is to reach the durable storage, too."""
-        root = str(resolved(save.path.parent))
+        root, steps = str(resolved(save.path.parent)), self._node.steps(save.job)
+        if (known := steps.find(save.token)) is not None:  # a keeper has died with it
+            return known.record.number
         if root not in self._numbers:
-            before = self._node.steps(save.job).all()
+            before = steps.all()
             self._numbers[root] = max((step.record.number for step in before), default=0)
         self._numbers[root] += 1
         return self._numbers[root]
@@ -401,7 +456,7 @@ class Coordinator:
         try:
             retried(
                 lambda: self._drain_once(save),
-                lambda: 0.0 if self._is_overtaken(save) else self._patience(save),
+                lambda: 0.0 if self._is_overtaken(save) else save.job.config.timeout,
                 self._say,
                 f"to bring {save.path} to its path",
             )
@@ -423,15 +478,19 @@ class Coordinator:
         publication.save_id = record.save_id
         try:
             self._refuse_to_replace_a_base(save.path)
-            directory = publication.reserve()
+            if not save.parts:  # a keeper before has written it
+                parts = self._on_all(save, "write", lambda node: (self._ranks(node), None))
+                save.parts = {rank: part for told in parts for rank, part in told.items()}
+            head = save.job.head
+            directory = publication.reserve(head is not None and head.among_other_files)
             renamed = directory.stem if publication.medium.keeps_names else ""
             self._on_all(
                 save,
                 "drain",
-                lambda node: (node[0].rank, save.names_of(node), directory, save.job.options, renamed),
+                lambda node: (node[0].rank, save.names_of(node), directory, renamed),
             )
             index = self._index_of(save, renamed)
-            publication.publish(index, self._facts(save), record.time)
+            self._publish(save, lambda: publication.publish(index, self._facts(save), record.time))
         except SaveFailed as error:
             publication.discard()
             if isinstance(error.__cause__, OSError):
@@ -470,7 +529,7 @@ class Coordinator:
 
     def _end(self, save: Save, end: End) -> None:
         save.ended = True
-        end = replace(end, seconds=time.monotonic() - save.began)
+        end = replace(end, seconds=time.monotonic() - save.began, path=str(save.path), error=_plain(end.error))
         path = save.path if end.published else None
         try:
             self._on_all(save, "end", lambda node: (self._ranks(node), self._told(save, node, end), path))
@@ -478,7 +537,7 @@ class Coordinator:
             logger.warning("not all nodes could be told how the save of %s has ended: %s", save.path, error)
             here = save.nodes[0]
             self._node.end(save.token, self._ranks(here), self._told(save, here, end), path)
-        if end.published or not end.local:
+        if end.published or not end.local or end.error is not None:
             self._drop(save)
 
     @staticmethod
@@ -491,3 +550,10 @@ class Coordinator:
         """Nobody needs to know any more how it was handed over."""
         if save is not None:
             self._node.spool.drop(f"{save.token}.go", f"{save.token}.0.job")
+
+
+def _plain(error: Exception | None) -> Exception | None:
+    """As one that any process can read."""
+    if error is None or isinstance(error, CheckpointError):
+        return error if error is None else type(error)(str(error))
+    return SaveFailed(f"{type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ import pickle
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +29,7 @@ from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import PartWriter, RankDirectory, WrittenPart
-from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, is_memory, put_file
+from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, is_inside, is_memory, put_file
 from dcp_plugin.tiers.wire import Address, Channel, connect
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -44,6 +45,14 @@ class NodeDisk(LocalDisk):
     """The ``local_dir`` of a node. Names of data files are of one save, as they are in object stores."""
 
     keeps_names = True
+
+
+FileIdentity = tuple[int, int, int, int]
+
+
+def _identity(found: os.stat_result) -> FileIdentity:
+    """Of a file that is not written to any more. The number of an inode alone may be that of a newer file by now."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass
@@ -79,10 +88,10 @@ class Node:
     _known: dict[str, _Known] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _busy: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
-    _drained: dict[tuple[int, int], Linkable] = field(default_factory=dict)
-    """By device and inode of a local data file: the same in the last durable checkpoint."""
-    _sent: dict[tuple[Address, int, int], tuple[str, str]] = field(default_factory=dict)
-    """By neighbour, device and inode: the save and the name under which it has the file."""
+    _drained: dict[FileIdentity, Linkable] = field(default_factory=dict)
+    """By local data file: the same in the last durable checkpoint."""
+    _sent: dict[tuple[Address, FileIdentity], tuple[str, str]] = field(default_factory=dict)
+    """By neighbour and local data file: the save and the name under which it has the file."""
     _kept: dict[Path, LocalSteps] = field(default_factory=dict)
     """By folder: where saves of this keeper are, if they are to go on to the durable storage, too."""
 
@@ -112,6 +121,8 @@ class Node:
             How it has ended; True if it has come to the stage; False if neither within so many seconds.
         """
         one = self.known(token)
+        if one.end is None and not self.ranks_of(token):
+            raise SaveFailed(f"nothing is known of the save {token} any more: what was handed over is gone")
         with self._changed:
             self._changed.wait_for(lambda: one.end is not None or bool(getattr(one, stage)), seconds)
             return one.end if one.end is not None else bool(getattr(one, stage))
@@ -134,13 +145,29 @@ class Node:
         tokens = sorted({name.split(".")[0] for name in self.spool.names(".job")})
         return [token for token in tokens if self.known(token).end is None]
 
+    def ranks_of(self, token: str) -> list[int]:
+        """The ranks of this node that have handed over their part of a save."""
+        names = [name.split(".") for name in self.spool.names(".job")]
+        return [int(rank) for one, rank, _ in names if one == token]
+
     def _once(self, token: str, what: str) -> threading.Lock:
         with self._changed:
             return self._busy.setdefault((token, what), threading.Lock())
 
+    def published(self) -> dict[str, str]:
+        """By path, the newest save there, of those whose end is known."""
+        ended = {name.removesuffix(".end"): name for name in self.spool.names(".end")}
+        found: dict[str, str] = {}
+        for token, name in ended.items():
+            with suppress(Exception):  # of another version
+                end: End = pickle.loads(self.spool.get(name) or b"")
+                if end.published:
+                    found[end.path] = token
+        return found
+
     # What the coordinator asks for
 
-    def write(self, token: str, ranks: Sequence[int], directory: Where | None, options: Any = None) -> dict[int, Part]:
+    def write(self, token: str, ranks: Sequence[int], directory: Where | None) -> dict[int, Part]:
         """Write what these ranks of the node have handed over.
 
         Args:
@@ -149,13 +176,16 @@ class Node:
         Raises:
             SaveFailed, OSError: It could not be written.
         """
-        with self._once(token, "write"):
-            with ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write") as pool:
-                where = None if directory is None else reached(directory, options)
-                written = pool.map(lambda rank: self._write(token, rank, where), ranks)
-                parts = dict(zip(ranks, written, strict=True))
-            self._tell(token, written=True)
-            return parts
+        threads = ThreadPoolExecutor(max(1, len(ranks)), thread_name_prefix="keeper-write")
+        with self._once(token, "write"), threads as pool:
+            written = pool.map(lambda rank: self._write(token, rank, directory), ranks)
+            return dict(zip(ranks, written, strict=True))
+
+    def free(self, token: str) -> None:
+        """All nodes have written their parts where they stay: the host copies here are not needed any more, and may
+        have other bytes from now on."""
+        self.spool.put(f"{token}.free", b"")
+        self._tell(token, written=True)
 
     def _write(self, token: str, rank: int, directory: Where | None) -> Part:
         name = f"{token}.{rank}.part"
@@ -164,6 +194,10 @@ class Node:
             if noted == str(directory or ""):
                 return part  # type: ignore[no-any-return]
         job, began = self.job(token, rank), time.monotonic()
+        if self.spool.get(f"{token}.free") is not None:
+            raise SaveFailed(f"{job.path} cannot be written once more: its host copy is in use for another save")
+        if directory is not None:
+            directory = reached(directory, job.options)
         medium: Medium
         if directory is None:
             folder = self.steps(job).make(token)
@@ -245,7 +279,7 @@ class Node:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)
-            identity = (address, found.st_dev, found.st_ino)
+            identity = address, _identity(found)
             channel.send(("put", (token, name, found.st_size, self._sent.get(identity))))
             answer, needed = channel.receive()
             if answer == "ok" and needed:
@@ -261,9 +295,10 @@ class Node:
 
     def put(self, channel: Channel, token: str, name: str, size: int, same_as: tuple[str, str] | None) -> None:
         """Take a file of another node's part; the bytes come through the channel unless this node has them already."""
-        ranks = [int(one.split(".")[1]) for one in self.spool.names(".job") if one.startswith(f"{token}.")]
+        ranks = self.ranks_of(token)
         steps = self.steps(self.job(token, ranks[0])) if ranks else None
-        if steps is None or not steps.folder_of(token).is_dir() or ("/" in name and ".." in name.split("/")):
+        outside = not is_inside(name) or not is_inside("/".join(same_as or (token, name)))
+        if steps is None or not steps.folder_of(token).is_dir() or outside:
             channel.send(("error", SaveFailed(f"this node does not take part in the save {token}")))
             return
         target = steps.folder_of(token) / name
@@ -272,7 +307,7 @@ class Node:
             if _has(target, size) or (same_as is not None and _linked(steps.folder / "/".join(same_as), target, size)):
                 channel.send(("ok", False))
                 return
-            half = target.with_name(f".{name.replace('/', '_')}.half")
+            half = target.with_name(f".{uuid.uuid4().hex}.half")  # the same may be on its way a second time
             _make_room(half, size)
         except OSError as error:
             channel.send(("error", error))
@@ -281,9 +316,10 @@ class Node:
         try:
             _receive_file(channel, half, size)
             os.replace(half, target)
-        except OSError as error:
+        except BaseException as error:
             half.unlink(missing_ok=True)
-            channel.send(("error", error))
+            if isinstance(error, OSError):
+                channel.send(("error", error))
             raise
         channel.send(("ok", False))
 
@@ -300,14 +336,14 @@ class Node:
         step.mark_complete(run)
         gone = steps.keep(job.config.local_keep, {*needed, token})
         self._sent = {key: known for key, known in self._sent.items() if known[0] not in gone}
-        steps.sweep({*needed, *self.in_flight()})
+        steps.sweep(lambda: {*needed, *self.in_flight()})
         for name in self.spool.names(".job"):  # of those that have ended locally, and could have been drained yet
             older = name.split(".")[0]
             if older < token and older not in needed and self.known(older).end is not None:
-                self.spool.drop(name)
-        self._tell(token, local=True)
+                self.spool.drop(name, f"{name.removesuffix('.job')}.part")
+        self._tell(token, written=True, local=True)
 
-    def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, options: Any, renamed: str) -> None:
+    def drain(self, token: str, rank: int, names: Sequence[str], directory: Where, renamed: str) -> None:
         """Copy files of this node's part to the durable storage; link those that are there already.
 
         Args:
@@ -317,19 +353,22 @@ class Node:
         Raises:
             OSError, SaveFailed: The storage refuses.
         """
-        job = self.job(token, rank)
-        directory = reached(directory, options)
+        with self._once(token, "drain"):  # one that was asked for again may be under way still
+            self._drain(self.job(token, rank), names, directory, renamed)
+
+    def _drain(self, job: RankJob, names: Sequence[str], directory: Where, renamed: str) -> None:
+        token, directory = job.token, reached(directory, job.options)
         folder = self.steps(job).folder_of(token)
         medium = medium_of(directory, job.config.direct_io)
         medium.join(directory, job.path)
         pace = Pace(job.config.drain_bandwidth)
         data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
-        homes: dict[tuple[int, int], tuple[Linkable, str]] = {}
+        homes: dict[FileIdentity, tuple[Linkable, str]] = {}
 
         def copy(name: str) -> None:
             there = name.replace(f"-{token}", f"-{renamed}") if renamed else name
             found = os.stat(folder / name)
-            identity = found.st_dev, found.st_ino
+            identity = _identity(found)
             if (known := self._drained.get(identity)) is not None:
                 with suppress(CannotLink):
                     homes[identity] = known.link_to(directory / there), there
@@ -354,11 +393,16 @@ class Node:
         self.spool.put(f"{token}.end", pickle.dumps(end))
         self._tell(token, end=end, written=True, local=end.local)
         for rank in ranks:
-            self.spool.drop(f"{token}.{rank}.part", f"{token}.{rank}.files")
-            if rank and (end.published or not end.local):  # else it may be brought to its path yet
-                self.spool.drop(f"{token}.{rank}.job")
+            self.spool.drop(f"{token}.{rank}.files")
+            if end.published or not end.local or end.error is not None:  # else it may be brought to its path yet
+                self.spool.drop(f"{token}.{rank}.part", *([f"{token}.{rank}.job"] if rank else []))
+        self.spool.drop(f"{token}.free", f"{token}.tries")
+        with self._changed:
+            for what in [what for what in self._busy if what[0] == token]:
+                del self._busy[what]
         for old in self.spool.names(".end")[:-_MOST_ENDS]:
             self.spool.drop(old)
+            self._known.pop(old.removesuffix(".end"), None)
 
     def leave_memory(self) -> None:
         """The training has ended as it should: what is in memory and durable has no use any more."""

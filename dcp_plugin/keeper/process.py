@@ -8,9 +8,12 @@ ends it as well. Whatever it leaves undone is said in ``keeper.log``, and taken 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import pickle
+import select
 import shutil
 import signal
 import socket
@@ -19,13 +22,14 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
 from dcp_plugin.keeper.node import Node
-from dcp_plugin.keeper.spool import SLAB, Peer, Spool
+from dcp_plugin.keeper.spool import End, Peer, Spool
 from dcp_plugin.tiers.wire import Address, Channel, Server, connect, own_address
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -33,9 +37,10 @@ logger = logging.getLogger("dcp_plugin.keeper")
 _TICK = 0.5
 _MOST_NEWS = 1000
 _MOST_LOG = 1 << 20
+_MOST_KEYS = 8
 _NEVER_CALLED = 60.0
 """Seconds after the death of the training in which the coordinator of a save has to ask for this node's part."""
-_ASKED = {"write", "take", "replicate", "complete", "drain", "end", "forget", "reopen", "drain_newest"}
+_ASKED = {"write", "free", "take", "replicate", "complete", "drain", "end", "forget", "reopen", "drain_newest"}
 """What other keepers may ask a :class:`~dcp_plugin.keeper.node.Node` for."""
 
 
@@ -46,6 +51,27 @@ class _Client:
     rank: int
     job: str
     pid: int
+    process: int | None
+    """What tells when it dies, also if processes that it has forked hold the connection open; None: it cannot be seen
+    from here."""
+
+    def has_died(self) -> bool:
+        if self.process is None:
+            return False
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+@dataclass
+class _Left:
+    """A save whose ranks on this node are gone, and which this keeper does not lead."""
+
+    client: str
+    leads: bool
+    limit: float
+    """Seconds in which whoever leads it has to ask for something."""
+    heard: float
 
 
 class Keeper:
@@ -66,7 +92,9 @@ class Keeper:
         self._has_news = threading.Condition()
         self._keys: dict[str, bytes] = {}
         self._tcp: Server | None = None
-        self._last_heard = time.monotonic()
+        self._left: dict[str, _Left] = {}
+        self._gone: Path | None = None
+        self._lock_file = os.stat(spool.folder / "keeper.lock")
         _log_to(spool.folder / "keeper.log")
         self.node = Node(spool)
         self.coordinator = Coordinator(self.node, lambda: bool(self._clients), self.say)
@@ -84,23 +112,20 @@ class Keeper:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_soon)
-        server = Server(self.spool.socket, {}, self._serve_rank)
         logger.info("keeper %d of %s", os.getpid(), self.spool.folder)
-        for name in self.spool.names(".go"):  # of a keeper that died
-            with suppress(CheckpointError):
-                self.coordinator.begin(name.split(".")[0])
+        for gone in self.spool.folder.parent.glob(".*.gone"):  # of one that was killed while it deleted them
+            shutil.rmtree(gone, ignore_errors=True)
+        self._listen_as_before()
+        server = Server(self.spool.socket, {}, self._serve_rank)
         while not self._is_over():
             time.sleep(_TICK)
         server.close()
         if self._tcp is not None:
             self._tcp.close()
-        left = self.node.in_flight()
-        if left:
-            logger.error("ended with %s in flight", ", ".join(left))
-        else:
+        if self._gone is not None:
             if self._told_goodbye:
                 self.node.leave_memory()
-            shutil.rmtree(self.spool.folder, ignore_errors=True)
+            shutil.rmtree(self._gone, ignore_errors=True)
         logging.shutdown()
         return 0
 
@@ -108,25 +133,67 @@ class Keeper:
         self._to_end = True
 
     def _is_over(self) -> bool:
+        try:
+            if not os.path.samestat(os.stat(self.spool.folder / "keeper.lock"), self._lock_file):
+                return self._is_deleted()
+        except FileNotFoundError:
+            return self._is_deleted()
+        try:
+            self._look_around()
+        except Exception:  # a disk that is full, for one: it must not end what others wait for
+            logger.exception("a look around has failed")
         with self._lock:
             if self._clients:
                 return False
             alone = time.monotonic() - self._alone_since
-        if self.coordinator.busy:
-            return False
-        if self.node.in_flight():
-            quiet = min(alone, time.monotonic() - self._last_heard)
-            return quiet > _NEVER_CALLED
-        with self._lock:
-            if self._clients:
+            if self.coordinator.busy or self.node.in_flight():
                 return False
-            self._give_back_slabs()
-            self._ended = self._told_goodbye or self._to_end or alone > self._linger
+            if not (self._told_goodbye or self._to_end or alone > self._linger):
+                return False
+            self._gone = self.spool.take_away()
+            self._ended = self._gone is not None
             return self._ended
 
-    def _give_back_slabs(self) -> None:
-        """Those of ranks that are gone: who comes back makes its own."""
-        self.spool.drop(*(name for name in os.listdir(self.spool.folder) if name.startswith(SLAB)))
+    def _is_deleted(self) -> bool:
+        """Somebody has deleted the spool. Nobody can reach this keeper any more; the ranks will start another."""
+        logger.error("%s was deleted", self.spool.folder)
+        return True
+
+    def _look_around(self) -> None:
+        with self._lock:
+            dead = [channel for channel, client in self._clients.items() if client.has_died()]
+        for channel in dead:
+            channel.close()  # which ends the thread that serves it
+        self.coordinator.begin()
+        in_flight = self.node.in_flight()
+        self._give_up_left(in_flight)
+        self.spool.tidy_up({self._of(token).client for token in in_flight})
+
+    def _give_up_left(self, in_flight: list[str]) -> None:
+        """End what nobody will ask for any more: the training has died before all had handed over, or the node that
+        leads the save is gone."""
+        self._left = {token: left for token, left in self._left.items() if token in in_flight}
+        for token in in_flight:
+            left = self._of(token)
+            if self.coordinator.leads(token) or self.spool.is_used_by(left.client):
+                left.heard = time.monotonic()
+            elif left.leads or time.monotonic() - left.heard > left.limit:
+                logger.warning("%s is given up: the training has died before all ranks had handed it over", token)
+                error = SaveFailed("the training has died before all ranks had handed it over")
+                local = self.node.known(token).local
+                self.node.end(token, self.node.ranks_of(token), End(False, local, error))
+                self.spool.drop(f"{token}.0.job")
+
+    def _of(self, token: str) -> _Left:
+        if token not in self._left:
+            try:
+                job = self.node.job(token, self.node.ranks_of(token)[0])
+                limit = _NEVER_CALLED + (job.config.timeout if self.spool.get(f"{token}.free") is not None else 0.0)
+                left = _Left(job.client, job.beside_rank_zero, limit, time.monotonic())
+            except Exception:  # it cannot be read, or has just ended
+                left = _Left("", False, 0.0, time.monotonic())
+            self._left[token] = left
+        return self._left[token]
 
     # Ranks of this node
 
@@ -137,21 +204,24 @@ class Keeper:
                 what, args = channel.receive()
                 try:
                     answer: Any = ("ok", getattr(self, f"_on_{what}")(channel, *args))
-                except (CheckpointError, OSError) as error:
-                    answer = ("error", error)
+                except Exception as error:
+                    answer = ("error", _as_failure(error))
                 channel.send(answer)
         finally:
             with self._lock:
-                if self._clients.pop(channel, None) is not None and not self._clients:
+                client = self._clients.pop(channel, None)
+                if client is not None and not self._clients:
                     self._alone_since = time.monotonic()
+            if client is not None and client.process is not None:
+                os.close(client.process)
 
     def _on_attach(
         self, channel: Channel, rank: int, job: str, pid: int, key: bytes, linger: float, reachable: bool
-    ) -> dict[str, Any]:
-        """A rank of a training is there, until the connection ends."""
+    ) -> dict[str, Any] | None:
+        """A rank of a training is there, until the connection ends. None: this keeper has just ended."""
         with self._lock:
             if self._ended:
-                raise ConnectionAbortedError("this keeper has just ended")
+                return None
             others = {one.job for one in self._clients.values()} - {job}
             if others and job:
                 pids = sorted(one.pid for one in self._clients.values() if one.job != job)
@@ -159,12 +229,30 @@ class Keeper:
                     f"another training on {socket.gethostname()} (pid {', '.join(map(str, pids))}) saves to the same "
                     f"folder of checkpoints with the same local_dir: give one of them another"
                 )
-            self._clients[channel] = _Client(rank, job, pid)
-            self._told_goodbye, self._linger, self._keys[job] = False, linger, key
-            if reachable and self._tcp is None:
-                self._tcp = self._listen()
+            self._clients[channel] = _Client(rank, job, pid, _process_of(channel))
+            self._told_goodbye, self._linger = False, linger
+            if reachable:
+                self._add_key(job, key)
+                self._tcp = self._tcp or self._listen()
         address = self._tcp.address if self._tcp else ("127.0.0.1", 0)
         return {"address": address, "host": socket.gethostname(), "pid": os.getpid()}
+
+    def _add_key(self, job: str, key: bytes) -> None:
+        if self._keys.get(job) != key:
+            self._keys.pop(job, None)
+            self._keys[job] = key
+            for old in list(self._keys)[:-_MOST_KEYS]:
+                del self._keys[old]
+            self.spool.put("keeper.keys", pickle.dumps(self._keys))
+
+    def _listen_as_before(self) -> None:
+        """In place of a keeper that died, for others that lead what it had in flight."""
+        try:
+            if self.node.in_flight() and (noted := self.spool.get("keeper.keys")) is not None:
+                self._keys.update(pickle.loads(noted))
+                self._tcp = self._listen()
+        except Exception:
+            logger.exception("other keepers cannot reach this one")
 
     def _listen(self) -> Server:
         """At the address of the keeper before, if there was one: other keepers may be about to ask it."""
@@ -195,7 +283,7 @@ class Keeper:
             return fresh()
 
     def _on_go(self, channel: Channel, token: str) -> None:
-        self.coordinator.begin(token)
+        self.coordinator.begin()
 
     def _on_wait(self, channel: Channel, token: str, stage: str, seconds: float) -> Any:
         return self.node.wait(token, stage, seconds)
@@ -230,7 +318,8 @@ class Keeper:
         channel.timeout(None)
         while True:
             what, args = channel.receive()
-            self._last_heard = time.monotonic()
+            if args and args[0] in self._left:
+                self._left[args[0]].heard = time.monotonic()
             if what == "put":
                 self.node.put(channel, *args)
                 continue
@@ -239,16 +328,29 @@ class Keeper:
                     raise SaveFailed(f"a keeper does not {what}")
                 asked = self.coordinator if what == "drain_newest" else self.node
                 answer: Any = ("ok", getattr(asked, what)(*args))
-            except (CheckpointError, OSError) as error:
-                answer = ("error", error)
+            except OSError as error:  # which may pass
+                answer = ("error", OSError(error.errno or errno.EIO, error.strerror or str(error), error.filename))
+            except Exception as error:
+                answer = ("error", _as_failure(error))
             channel.send(answer)
 
 
-def _log_to(path: Path) -> None:
+def _as_failure(error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    if not isinstance(error, OSError):
+        logger.error("a request has failed", exc_info=error)
+    return SaveFailed(f"the keeper on {socket.gethostname()} cannot do that: {type(error).__name__}: {error}")
+
+
+def _process_of(channel: Channel) -> int | None:
     with suppress(OSError):
-        if path.stat().st_size > _MOST_LOG:
-            path.replace(path.with_suffix(".log.old"))
-    handler = logging.FileHandler(path)
+        return os.pidfd_open(channel.peer_pid)
+    return None
+
+
+def _log_to(path: Path) -> None:
+    handler = RotatingFileHandler(path, maxBytes=_MOST_LOG, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger("dcp_plugin")
     root.addHandler(handler)

@@ -8,11 +8,14 @@
 ``keeper.sock``             where it answers ranks of this node
 ``keeper.address``          where it answered other nodes, so that its successor does, too
 ``keeper.log``              what it says
-``slab-…``                  the host copy of one rank, mapped by that rank and by the keeper
+``<client>.client``         locked by a rank as long as it may put something here
+``slab-<client>-…``         the host copy of one rank, mapped by that rank and by the keeper
 ``<token>.<rank>.job``      what a rank hands over: a :class:`RankJob`
 ``<token>.<rank>.files/``   files that a framework puts beside the tensors
 ``<token>.go``              on the node of rank 0: all ranks have handed over; a :class:`Go`
-``<token>.<rank>.part``     this node has written what the rank handed over: the host copy is free
+``<token>.<rank>.part``     this node has written what the rank handed over
+``<token>.free``            all nodes have: host copies may have other bytes by now
+``<token>.tries``           how many keepers have begun with it
 ``<token>.end``             how a save has ended
 ==========================  ===========================================================================================
 
@@ -27,10 +30,12 @@ import mmap
 import os
 import pickle
 import shutil
+import struct
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,16 +46,19 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.columns import Column
-from dcp_plugin.paths import ObjectPath, StoreOptions, Where, as_path
+from dcp_plugin.paths import ObjectPath, StoreOptions, Where
 from dcp_plugin.storage.writer import Facts, WrittenPart
 from dcp_plugin.tensors import WholeItem
 from dcp_plugin.tiers.steps import key_of
 from dcp_plugin.tiers.wire import Address
+from dcp_plugin.types import VERSION
 
 _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
 """Bytes of the path of a Unix socket."""
 SLAB = "slab-"
+_SOCKET = "keeper.sock"
+_CLIENT = ".client"
 
 
 def base_directory() -> Path:
@@ -59,7 +67,7 @@ def base_directory() -> Path:
     Raises:
         NoSharedMemory: It cannot be made, or others can write to it.
     """
-    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -86,23 +94,73 @@ class Spool:
 
     folder: Path
     slabs: list[Slab] = field(default_factory=list)
+    client: str = ""
+    """Stands for this side of it, if it is a rank's; see :meth:`enter`."""
+    _held: int | None = None
 
     @classmethod
     def of(cls, root: Where, local_dir: str | None) -> Spool:
         """The spool of a folder of checkpoints (:func:`~dcp_plugin.paths.resolved`) on this node, made if need be."""
-        folder = base_directory() / key_of(as_path(f"{root}|{local_dir or ''}"))
+        folder = base_directory() / key_of(f"{root}|{local_dir or ''}|{VERSION}|{torch.__version__}")
+        if len(str(folder / _SOCKET).encode()) > _MOST_SOCKET_NAME:
+            raise NoSharedMemory(f"the name of {folder} is too long for a socket in it: set TMPDIR to a shorter one")
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise NoSharedMemory(f"{folder} cannot be made: {error}") from error
         return cls(folder)
 
+    def enter(self) -> None:
+        """Have no keeper remove the folder, or a host copy of this rank, until :meth:`leave` or the end of the process.
+
+        A POSIX lock: processes that are forked from this one do not inherit it, and may live on. Raises NoSharedMemory.
+        """
+        self.client = uuid.uuid4().hex[:12]
+        try:
+            with _door(self.folder.parent):
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._held = os.open(self.folder / f"{self.client}{_CLIENT}", flags, 0o600)
+                fcntl.lockf(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise NoSharedMemory(f"{self.folder} cannot be used: {error}") from error
+
+    def leave(self) -> None:
+        if self._held is not None:
+            self.drop(f"{self.client}{_CLIENT}")
+            os.close(self._held)
+            self._held = None
+
+    def is_used_by(self, client: str) -> bool:
+        """Whether the rank of a host copy or of a job is alive, and has not left."""
+        return _locked_by(self.folder / f"{client}{_CLIENT}") is not None
+
+    def tidy_up(self, needed: Collection[str]) -> None:
+        """In the keeper: delete what ranks that are gone have left, but host copies of the clients in ``needed``."""
+        for name in self.names(_CLIENT):
+            if not self.is_used_by(name.removesuffix(_CLIENT)):
+                self.drop(name)
+        for name in self.names(""):
+            client = name.split("-")[1] if name.startswith(SLAB) else None
+            if client is not None and client not in needed and not self.is_used_by(client):
+                self.drop(name)
+
+    def take_away(self) -> Path | None:
+        """In the keeper: where the folder is from now on, to be deleted; None if a rank uses it, or is about to."""
+        gone = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.gone")
+        with _door(self.folder.parent):
+            if any(self.is_used_by(name.removesuffix(_CLIENT)) for name in self.names(_CLIENT)):
+                return None
+            with suppress(FileNotFoundError):
+                os.rename(self.folder, gone)
+        return gone
+
     @classmethod
     def below(cls, root: Where) -> list[Spool]:
         """The spools of folders of checkpoints at or below ``root``."""
         start, found = str(root).rstrip("/"), []
         try:
-            folders = sorted(base_directory().iterdir())
+            folders = sorted(one for one in base_directory().iterdir() if one.name[0] != ".")
         except (NoSharedMemory, OSError):
             return []
         for folder in folders:
@@ -113,9 +171,7 @@ class Spool:
 
     @property
     def socket(self) -> str:
-        path = str(self.folder / "keeper.sock")
-        assert len(path.encode()) < _MOST_SOCKET_NAME, "the folder has a short name"
-        return path
+        return str(self.folder / _SOCKET)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all. Raises OSError."""
@@ -154,34 +210,30 @@ class Spool:
         """Become the keeper: the descriptor to hold as long as it lives. None: there is one."""
         descriptor = os.open(self.folder / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
             return None
-        if os.fstat(descriptor).st_nlink == 0:  # the one before has just removed it, with the folder
+        if not self.has_lock(descriptor):  # the one before has just removed it, with the folder
             os.close(descriptor)
             return None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return descriptor
 
-    def is_kept(self) -> bool:
-        """Whether a keeper is alive."""
+    def has_lock(self, descriptor: int) -> bool:
+        """Whether what :meth:`lock` has given is what others find: not if the folder was deleted by somebody."""
         with suppress(OSError):
-            descriptor = os.open(self.folder / "keeper.lock", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-            finally:
-                os.close(descriptor)
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.folder / "keeper.lock"))
         return False
 
+    def is_kept(self) -> bool:
+        """Whether a keeper is alive."""
+        return self.pid() is not None
+
     def pid(self) -> int | None:
-        """Of the keeper that is or was alive."""
-        with suppress(OSError, ValueError):
-            return int((self.folder / "keeper.lock").read_text())
-        return None
+        """Of the keeper that is alive."""
+        return _locked_by(self.folder / "keeper.lock")
 
     # Host copies
 
@@ -191,7 +243,7 @@ class Spool:
         Raises:
             NoSharedMemory: There is not that much.
         """
-        name = f"{SLAB}{rank}-{uuid.uuid4().hex[:8]}"
+        name = f"{SLAB}{self.client}-{rank}-{uuid.uuid4().hex[:8]}"
         path = self.folder / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -217,6 +269,11 @@ class Spool:
         self.slabs = [slab for slab in self.slabs if slab.memory.data_ptr() in addresses]
         self.drop(*(slab.name for slab in gone))
 
+    def is_there(self, memory: torch.Tensor) -> bool:
+        """Whether a keeper would find a host copy: not if somebody has deleted it, as systemd's ``RemoveIPC`` does."""
+        place = self.place_of(memory)
+        return place is not None and (self.folder / place[0]).exists()
+
     def place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
         """The slab that a tensor is in, and from which byte on."""
         address = tensor.data_ptr()
@@ -233,6 +290,40 @@ class Spool:
             return _mapped(descriptor, os.fstat(descriptor).st_size, populate=False)
         finally:
             os.close(descriptor)
+
+
+_inside = threading.Lock()
+
+
+@contextmanager
+def _door(base: Path) -> Iterator[None]:
+    """One process at a time comes to a spool or takes one away. Raises OSError."""
+    with _inside:
+        (base / ".door").mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(base / ".door" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+_FLOCK = struct.Struct("hhqqi4x")
+"""The kernel's ``struct flock``: type, whence, start, length, pid."""
+
+
+def _locked_by(path: Path) -> int | None:
+    """The process that has locked a file; None if none has, or it is this one. It is not locked to find out: that would
+    keep the lock from who wants it at this moment, and a process forked meanwhile would hold it."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        finally:
+            os.close(descriptor)
+        return None if kind == fcntl.F_UNLCK else int(pid)
+    return None
 
 
 def _mapped(descriptor: int, nbytes: int, populate: bool = True) -> torch.Tensor:
@@ -313,6 +404,8 @@ class Head:
     empty: list[str]
     facts: Facts
     save_id: str
+    among_other_files: bool
+    """Whether the path may be a directory with other things in it, which stay."""
 
 
 @dataclass(frozen=True)
@@ -331,6 +424,10 @@ class RankJob:
     """A checkpoint that was loaded since the last save: what the next one may link from."""
     options: dict[str, Any] | None
     """How the store of the path is reached: a pickle of the others has nothing of it."""
+    client: str = ""
+    """Of the spool: who has staged it."""
+    beside_rank_zero: bool = True
+    """Whether rank 0 is on this node, and with it who leads the save."""
     head: Head | None = None
 
     @property
@@ -402,5 +499,6 @@ class End:
     error: Exception | None = None
     seconds: float = 0.0
     """From the handing over."""
+    path: str = ""
     bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """By rank: bytes written, and bytes linked instead."""

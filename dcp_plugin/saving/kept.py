@@ -8,6 +8,7 @@ save, since ranks would hear of it at different times and the training is to go 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 import uuid
@@ -54,6 +55,7 @@ class KeptSaves:
         self._config, self._pipeline = config, pipeline
         self.client = KeeperClient(config, root, ranks)
         self._pools = [_Pool(self.client) for _ in range(pools)]
+        self._process = os.getpid()
         self._count = 0
         self._newest: tuple[str, SaveHandle] | None = None
 
@@ -65,6 +67,8 @@ class KeptSaves:
     def is_free(self) -> bool:
         """Whether the next save need not wait for its host copy."""
         token = self._next().token
+        if token is not None and not self.client.is_attached:
+            return False
         return token is None or self.client.wait(token, "written", 0.0) is not False
 
     def _next(self) -> _Pool:
@@ -76,6 +80,8 @@ class KeptSaves:
         if pool.token is not None:
             self.client.wait(pool.token, "written")
             pool.token = None
+        if not all(self.client.spool.is_there(memory) for memory in pool.memory.slabs):
+            pool.memory.free()
         return pool.memory
 
     def give_up_pools(self) -> None:
@@ -115,6 +121,7 @@ class KeptSaves:
             CheckpointError: On every rank: it was not handed over.
         """
         token = self.hand_over(request, staged, attached, ranks)
+        self._newest = token, handle
         handle.set_handed_over()
         timed = request
         if self._config.async_save:
@@ -139,6 +146,7 @@ class KeptSaves:
                 token = self.hand_over(timed, staged, attached, ranks)
             except Exception as error:
                 self._pipeline.abort(error, timed, ranks.rank)
+            self._newest = token, handle
             handle.set_handed_over()
             return self.follow(token, handle, timed, staged.get().copy_seconds)
 
@@ -156,15 +164,26 @@ class KeptSaves:
         self._release()
         planned = self._pipeline.plan(request, staged, ranks, lambda: (request.path, Path(new_token())))
         token = planned.directory.directory.name
-        job = Attempt.of(lambda: self._job(token, request, staged.get(), planned, ranks))
-        self.client.hand_over(request.path, token, job, attached, ranks)
-        events.emit(events.SaveStarted(request.path, request.step))
+        with_files = attached is not None
+        job = Attempt.of(lambda: self._job(token, request, staged.get(), planned, ranks, with_files))
         pool = self._next()
+        try:
+            self.client.hand_over(request.path, token, job, attached, ranks)
+        except BaseException:  # Ctrl-C, for one: a keeper may write from this memory all the same
+            pool.memory.free()
+            raise
         pool.token, self._count = token, self._count + 1
+        events.emit(events.SaveStarted(request.path, request.step))
         return token
 
     def _job(
-        self, token: str, request: SaveRequest, staged: StagedState, planned: PlannedState, ranks: Ranks
+        self,
+        token: str,
+        request: SaveRequest,
+        staged: StagedState,
+        planned: PlannedState,
+        ranks: Ranks,
+        with_files: bool,
     ) -> RankJob:
         planned.refuse_another_path(request.path)
         loaded, self._pipeline.last_loaded = self._pipeline.last_loaded, None
@@ -181,6 +200,8 @@ class KeptSaves:
             frozen=planned.frozen,
             loaded=None if loaded is None else str(loaded),
             options=options,
+            client=self.client.spool.client,
+            beside_rank_zero=self.client.beside_rank_zero,
         )
         if (plan := planned.plan.global_plan) is None:
             return job
@@ -191,6 +212,7 @@ class KeptSaves:
             empty=planned.empty,
             facts=self._pipeline.facts(request, staged, planned, ranks.size),
             save_id=str(uuid.uuid4()),
+            among_other_files=with_files,
         )
         return replace(job, head=head)
 
@@ -202,7 +224,6 @@ class KeptSaves:
         Raises:
             CheckpointError: It has failed.
         """
-        self._newest = token, handle
         local = None
         try:
             if self._config.local_dir is not None:
@@ -266,7 +287,9 @@ class KeptSaves:
         self._pipeline.tell(handle.finished)
 
     def close(self) -> None:
-        """Give back the host copies, and leave the keeper."""
+        """Give back the host copies, and leave the keeper. Nothing in a forked process, which has neither."""
+        if os.getpid() != self._process:
+            return
         for pool in self._pools:
             pool.memory.free()
         self._release()

@@ -15,9 +15,10 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -148,14 +149,21 @@ def put_file(folder: Path, name: str, data: bytes) -> None:
         raise
 
 
-def key_of(root: Where) -> str:
+def key_of(root: Where | str) -> str:
     """What stands for a directory of checkpoints in ``local_dir`` and in names of sockets."""
-    return hashlib.blake2b(str(root).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(str(root).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def new_token() -> str:
     """Stands for a save; sorts by time."""
-    return f"{time.time_ns():016x}{uuid.uuid4().hex[:8]}"
+    global _last_token
+    with _one_token:
+        _last_token = max(time.time_ns(), _last_token + 1)  # the clock may be set back
+        return f"{_last_token:016x}{uuid.uuid4().hex[:8]}"
+
+
+_last_token = 0
+_one_token = threading.Lock()
 
 
 @dataclass
@@ -255,12 +263,17 @@ class LocalSteps:
                 gone.append(token)
         return gone
 
-    def sweep(self, needed: Collection[str]) -> None:
-        """Delete what saves that were not completed have left."""
-        known = {step.record.token for step in self.all()}
+    def sweep(self, needed: Callable[[], Collection[str]]) -> None:
+        """Delete what saves that were not completed have left.
+
+        Args:
+            needed: The tokens of those under way, asked for after a look at what is there: another may begin meanwhile.
+        """
         with suppress(OSError):
-            for entry in os.scandir(self.folder):
-                if entry.name not in known and entry.name not in needed and not _not_ours(Path(entry.path)):
+            there = list(os.scandir(self.folder))
+            known = {*needed(), *(step.record.token for step in self.all())}
+            for entry in there:
+                if entry.name not in known and not _not_ours(Path(entry.path)):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     def remove(self, token: str) -> None:

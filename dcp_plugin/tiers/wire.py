@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ _LENGTH = struct.Struct("!Q")
 _NUMBER = 32
 _MOST_MESSAGE = 1 << 32
 _HANDSHAKE_SECONDS = 20.0
+_PAUSE = 0.05
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """After about 30 seconds of a dead link, what waits on it fails."""
 
@@ -56,6 +58,12 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.timeout(None)
+
+    @property
+    def peer_pid(self) -> int:
+        """Of the process that has connected to this Unix socket; 0 if it cannot be seen from here."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[0])
 
     @property
     def own_host(self) -> str:
@@ -216,12 +224,14 @@ class Server:
     def __init__(self, address: Address, keys: Mapping[Any, bytes], serve: Callable[[Channel], None]) -> None:
         self._keys, self._serve = keys, serve
         self._open: set[socket.socket] = set()
+        self._closed = False
         if isinstance(address, str):
             self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             with suppress(FileNotFoundError):
                 os.unlink(address)
             self._listening.bind(address)
             os.chmod(address, 0o600)
+            self._made = os.stat(address)
             self._listening.listen(128)
             self.address: Address = address
         else:
@@ -235,11 +245,11 @@ class Server:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.EINTR):
-                    continue
-                return
-            threading.Thread(target=self._answer, args=(connection,), name="dcp-serve", daemon=True).start()
+                threading.Thread(target=self._answer, args=(connection,), name="dcp-serve", daemon=True).start()
+            except (OSError, RuntimeError):  # no more descriptors, no more threads: that passes
+                if self._closed:
+                    return
+                time.sleep(_PAUSE)
 
     def _answer(self, connection: socket.socket) -> None:
         self._open.add(connection)
@@ -269,6 +279,7 @@ class Server:
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
+        self._closed = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -276,8 +287,9 @@ class Server:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if isinstance(self.address, str):
-            with suppress(OSError):
-                os.unlink(self.address)
+            with suppress(OSError):  # unless another server has taken its place
+                if os.path.samestat(os.stat(self.address), self._made):
+                    os.unlink(self.address)
 
 
 def own_address(towards: str | None = None) -> str:
