@@ -22,7 +22,7 @@ from typing import Any
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, decoded, reached
+from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
 from dcp_plugin.media import CannotLink, Linkable, Medium, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
 from dcp_plugin.paths import Where, as_path, resolved
@@ -209,7 +209,7 @@ class Node:
         reuse = self._reuse_of(job, local=directory is None)
         writer = PartWriter(job.where, medium, job.config.io_threads, job.config.checksum, reuse)
         try:
-            items = list(decoded(job.items, self.spool))
+            items = list(job.items.decoded(self.spool))
         except OSError as error:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
         written = writer.write(items, to, job.frozen)

@@ -37,9 +37,11 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -47,11 +49,14 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.columns import Column
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where
+from dcp_plugin.planning.global_plan import Share
+from dcp_plugin.planning.local_inventory import LocalInventory
+from dcp_plugin.planning.save import RankPlan, data_of, items_of
 from dcp_plugin.storage.writer import Facts, WrittenPart
 from dcp_plugin.tensors import WholeItem
 from dcp_plugin.tiers.steps import key_of
 from dcp_plugin.tiers.wire import Address
-from dcp_plugin.types import VERSION
+from dcp_plugin.types import VERSION, Flat
 
 _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
@@ -272,15 +277,15 @@ class Spool:
     def is_there(self, memory: torch.Tensor) -> bool:
         """Whether a keeper would find a host copy: not if somebody has deleted it, as systemd's ``RemoveIPC`` does."""
         place = self.place_of(memory)
-        return place is not None and (self.folder / place[0]).exists()
+        return place is not None and (self.folder / self.slabs[place[0]].name).exists()
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """The slab that a tensor is in, and from which byte on."""
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The number of the slab that a tensor is in, and from which byte on."""
         address = tensor.data_ptr()
-        for slab in self.slabs:
+        for number, slab in enumerate(self.slabs):
             start = address - slab.memory.data_ptr()
             if start >= 0 and start + tensor.nbytes <= slab.memory.nbytes:
-                return slab.name, start
+                return number, start
         return None
 
     def map(self, name: str) -> torch.Tensor:
@@ -332,22 +337,6 @@ def _mapped(descriptor: int, nbytes: int, populate: bool = True) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class _InSlab:
-    """Where the bytes of a tensor are. Offset in bytes, strides in elements."""
-
-    slab: str
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def tensor(self, slab: torch.Tensor) -> torch.Tensor:
-        count = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        flat = slab[self.offset : self.offset + count * self.dtype.itemsize].view(self.dtype)
-        return flat.as_strided(self.shape, self.strides)
-
-
-@dataclass(frozen=True)
 class _EncodedItem(WholeItem):
     """A tensor that ``torch.save`` has written."""
 
@@ -357,39 +346,70 @@ class _EncodedItem(WholeItem):
         return self.data
 
 
-Item = tuple[WriteItem, Any]
-"""What to write, and a :class:`_InSlab`, or the bytes of a value, or a tensor that is elsewhere."""
+@dataclass(frozen=True)
+class Items:
+    """What a rank writes, without the bytes that are in shared memory: a few columns for any number of items."""
+
+    share: Share
+    inventory: LocalInventory
+    """What the items are follows from these two, as in :func:`dcp_plugin.planning.save.items_of`."""
+    slabs: list[str]
+    slab: Column
+    """By item, the number of the slab where its bytes are, one after the other; -1 if they are in ``others``."""
+    offset: Column
+    """By item, where in the slab they begin."""
+    others: dict[int, Any]
+    """By number of the item: the bytes of a value, a tensor that is elsewhere, or one that ``torch.save`` has
+    written."""
+
+    @classmethod
+    def of(cls, plan: RankPlan, state: Flat, spool: Spool) -> Items:
+        names = [slab.name for slab in spool.slabs]
+        slab, offset = np.full(len(plan.items), -1, np.int32), np.zeros(len(plan.items), np.int64)
+        others: dict[int, Any] = {}
+        for number, item in enumerate(plan.items):
+            data: Any = data_of(item, state)
+            place = None
+            if isinstance(data, torch.Tensor):
+                if not _is_plain(data):
+                    data = _Whole(WholeItem.of(data).encode())
+                elif data.numel() and data.is_contiguous() and _is_box(data, item):
+                    place = spool.place_of(data)
+            if place is None:
+                others[number] = data
+            else:
+                slab[number], offset[number] = place
+        return cls(plan.share, plan.inventory, names, slab, offset, others)
+
+    def decoded(self, spool: Spool) -> Iterator[tuple[WriteItem, Any]]:
+        """The items and their bytes, in the keeper. Raises OSError if a host copy is gone."""
+        used = np.unique(self.slab)
+        slabs = {number: spool.map(self.slabs[number]) for number in used.tolist() if number >= 0}
+        places = zip(self.slab.tolist(), self.offset.tolist(), strict=True)
+        for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
+            data = self.others.get(number)
+            if slab >= 0:
+                assert item.tensor_data is not None, "values are not in slabs"
+                dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+                data = slabs[slab][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            elif isinstance(data, _Whole):
+                data = _EncodedItem(torch.zeros(1), len(data.data), data.data)
+            yield item, data
 
 
-def encoded(items: Sequence[tuple[WriteItem, Any]], spool: Spool) -> list[Item]:
-    """What a rank hands over, without the bytes that are in shared memory."""
-    result: list[Item] = []
-    for item, data in items:
-        if isinstance(data, torch.Tensor) and type(data) is torch.Tensor and data.numel():
-            if (place := spool.place_of(data)) is not None:
-                data = _InSlab(*place, data.dtype, tuple(data.shape), data.stride())
-        elif isinstance(data, torch.Tensor) and not _is_plain(data):
-            whole = WholeItem.of(data).encode()
-            data = ("whole", whole)
-        result.append((item, data))
-    return result
+@dataclass(frozen=True)
+class _Whole:
+    data: bytes
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
-def decoded(items: Sequence[Item], spool: Spool) -> Iterator[tuple[WriteItem, Any]]:
-    """The same in the keeper. Raises OSError if a host copy is gone."""
-    slabs: dict[str, torch.Tensor] = {}
-    for item, data in items:
-        if isinstance(data, _InSlab):
-            if data.slab not in slabs:
-                slabs[data.slab] = spool.map(data.slab)
-            data = data.tensor(slabs[data.slab])
-        elif isinstance(data, tuple):
-            data = _EncodedItem(torch.zeros(1), len(data[1]), data[1])
-        yield item, data
+def _is_box(tensor: torch.Tensor, item: WriteItem) -> bool:
+    """Whether a tensor is what its item says."""
+    said = item.tensor_data
+    return said is not None and said.properties.dtype == tensor.dtype and said.chunk.sizes == tensor.shape
 
 
 @dataclass(frozen=True)
@@ -417,7 +437,7 @@ class RankJob:
     path: Where
     step: int | None
     config: CheckpointConfig
-    items: list[Item]
+    items: Items
     frozen: frozenset[str]
     """Keys of tensors that the training does not mean to change."""
     loaded: str | None

@@ -20,9 +20,9 @@ from dcp_plugin import events
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
-from dcp_plugin.keeper.spool import End, Head, RankJob, encoded
+from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.paths import ObjectPath, Where
-from dcp_plugin.planning.save import data_of, in_table_order
+from dcp_plugin.planning.save import in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.saving.job import PlannedState, SavePipeline, SaveRequest, StagedState
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
@@ -187,7 +187,6 @@ class KeptSaves:
     ) -> RankJob:
         planned.refuse_another_path(request.path)
         loaded, self._pipeline.last_loaded = self._pipeline.last_loaded, None
-        items = [(item, data_of(item, planned.state)) for item in planned.plan.items]
         path = request.path
         options = dict(path.options.items()) if isinstance(path, ObjectPath) and path.options else None
         job = RankJob(
@@ -196,7 +195,7 @@ class KeptSaves:
             path=path,
             step=request.step,
             config=replace(self._config, storage_options=None),
-            items=encoded(items, self.client.spool),
+            items=Items.of(planned.plan, planned.state, self.client.spool),
             frozen=planned.frozen,
             loaded=None if loaded is None else str(loaded),
             options=options,
