@@ -20,8 +20,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from typer.testing import CliRunner
 
 import dcp_plugin as dcp
+from dcp_plugin.cli.app import app
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import DATA_SUFFIX, INDEX, SUMMARY
 from dcp_plugin.ranks import Ranks
@@ -104,6 +106,12 @@ def test_a_save_that_only_the_node_has_is_found_by_the_path_that_it_would_have(s
     start = dcp.resume_or_init(resumed, saved.parent, local_dir=str(tmp_path / "local"))
     assert (start.how, start.path, start.step) == ("resumed", saved, 1)
     same(resumed, state_of(1))
+
+
+def test_the_command_line_lists_it_too(saved: Path, tmp_path: Path) -> None:
+    shutil.rmtree(saved.parent)
+    shown = CliRunner().invoke(app, ["list", str(saved.parent), "--local-dir", str(tmp_path / "local")])
+    assert shown.exit_code == 0 and "in local_dir alone" in shown.output
 
 
 def test_what_is_there_is_read_and_the_rest_comes_from_the_path(saved: Path, tmp_path: Path) -> None:
@@ -245,7 +253,7 @@ def test_the_newest_complete_saves_are_kept_and_debris_is_swept(tmp_path: Path) 
         LocalStep(folder, record).write()
     steps.make("t5")
     assert steps.keep(2, needed={"t1"}) == ["t0"]
-    steps.sweep(needed={})
+    steps.sweep(lambda: [])
     assert [step.record.token for step in steps.all()] == ["t1", "t2", "t3", "t4"]  # t4: not complete, but newer
     assert not steps.folder_of("t5").exists()
 

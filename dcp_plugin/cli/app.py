@@ -108,21 +108,28 @@ def verify_command(path: _PATH, storage_option: _OPTIONS = None) -> None:
 
 
 @app.command("list")
-def list_command(root: _ROOT, storage_option: _OPTIONS = None) -> None:
+def list_command(
+    root: _ROOT,
+    local_dir: Annotated[
+        str | None, typer.Option(help="As the runs have it: what is in this host's alone is listed, too.")
+    ] = None,
+    storage_option: _OPTIONS = None,
+) -> None:
     """The checkpoints at or below a directory or URL, oldest first."""
     with _told():
         where = _where(root, storage_option)
         kind = _kind(where)
-        if kind != "folder":
+        if kind != "folder" and (kind or local_dir is None):
             _fail(f"{where} is a file; inspect looks into one." if kind else f"{where}: nothing is there.")
-        found = list_checkpoints(where)
+        found = list_checkpoints(where, local_dir=local_dir)
     if not found:
         typer.echo(f"{where}: no checkpoint is there, or below.")
         return
     table = Table("checkpoint", "step", "state")
     for state in found:
         step = "" if state.step is None else str(state.step)
-        table.add_row(str(state.path), step, "committed" if state.committed else state.reason)
+        committed = "committed" if state.tier == "durable" else "in local_dir alone"
+        table.add_row(str(state.path), step, committed if state.committed else state.reason)
     _console().print(table)
 
 
