@@ -133,6 +133,8 @@ class KeeperClient:
                 return
             except Exception as error:
                 self._is_attached.clear()
+                if self._attached is not None:
+                    self._attached.close()
                 if self._is_closing():
                     return
                 deaths += 1
@@ -182,16 +184,22 @@ class KeeperClient:
 
         Args:
             wait: Seconds that the answer may take by what is asked for.
+
+        Raises:
+            SaveFailed: It refuses, or no keeper answers within ``timeout`` seconds.
         """
+        deadline = time.monotonic() + self._config.timeout + wait
         while True:
             self._ready()
             try:
                 with connect(self.spool.socket, b"", _ANSWER) as channel:
                     channel.timeout(_ANSWER + wait)
                     return self._ask(channel, what, *args)
-            except (OSError, EOFError):
+            except (OSError, EOFError) as error:
                 if self._closing:
                     raise
+                if time.monotonic() > deadline:
+                    raise SaveFailed(f"the keeper of rank {self.rank} does not answer ({error})") from error
                 time.sleep(0.1)
 
     def _ready(self) -> None:

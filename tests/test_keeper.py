@@ -1,0 +1,331 @@
+"""The keeper: what was handed over is written, with the bytes that it had then, whoever dies; and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp_plugin as dcp
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.keeper.client import start_keeper
+from dcp_plugin.keeper.coordinator import Coordinator
+from dcp_plugin.keeper.node import Node
+from dcp_plugin.keeper.spool import End, Go, Spool
+from dcp_plugin.tiers.steps import new_token
+from dcp_plugin.tiers.wire import Channel
+
+_SECONDS = 100.0
+
+_TRAINING = """
+import os, signal, sys, torch, dcp_plugin as dcp
+if __name__ == "__main__":
+    root, local, dies_at = sys.argv[1:]
+    tiers = dict(local_dir=local) if local else dict(writer="process")
+    checkpointer = dcp.Checkpointer(async_save=True, keeper_linger=0.5, **tiers)
+    checkpointer.save({"weights": torch.arange(1000.0)}, f"{root}/step-1", step=1).wait()
+    print("saved", flush=True)
+    if os.fork() == 0:  # as a worker of a data loader, which does not hear of the death of the training
+        os.setsid()
+        print("worker", os.getpid(), flush=True)
+        os.close(1)
+        os.close(2)
+        signal.pause()
+        os._exit(0)
+    if dies_at:
+        from dcp_plugin.keeper.spool import Spool
+        put = Spool.put
+        def dying(self, name, data):
+            if name.endswith(dies_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+            put(self, name, data)
+        Spool.put = dying
+    checkpointer.save({"weights": torch.arange(1000.0) + 1}, f"{root}/step-2", step=2)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _weights(path: Path) -> torch.Tensor:
+    state = {"weights": torch.zeros(1000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        stock.load(state, checkpoint_id=str(path))
+    return state["weights"]
+
+
+def _wait(reached: object, what: str) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not reached():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def _killed_training(tmp_path: Path, local: str, dies_at: str = "") -> Spool:
+    """The spool of a training that was killed, while a process that it had forked lives on."""
+    script = tmp_path / "train.py"
+    script.write_text(_TRAINING)
+    root = tmp_path / "run"
+    with (tmp_path / "said").open("w+") as said:
+        ended = subprocess.run(
+            [sys.executable, str(script), str(root), local, dies_at], stdout=said, stderr=said, timeout=_SECONDS
+        )
+        said.seek(0)
+        lines = said.read()
+    assert ended.returncode == -signal.SIGKILL, lines
+    worker = int(lines.partition("worker ")[2].split()[0])
+    try:
+        spool = Spool.of(root.resolve(), local or None)
+        _wait(lambda: not spool.is_kept(), f"the keeper lives on: {lines}")
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    return spool
+
+
+def test_what_a_save_has_returned_for_is_published_after_a_kill_and_the_keeper_ends(tmp_path: Path) -> None:
+    spool = _killed_training(tmp_path, "")
+    assert torch.equal(_weights(tmp_path / "run/step-2"), torch.arange(1000.0) + 1)
+    _wait(lambda: not (spool.folder / "root").exists(), f"{spool.folder} was not removed")
+    spool.folder.rmdir()  # which Spool.of has made
+
+
+def test_a_training_that_dies_while_it_hands_over_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    spool = _killed_training(tmp_path, "", dies_at=".go")
+    assert not (tmp_path / "run/step-2").exists()
+    assert torch.equal(_weights(tmp_path / "run/step-1"), torch.arange(1000.0))
+    _wait(lambda: not (spool.folder / "root").exists(), f"{spool.folder} was not removed")
+    spool.folder.rmdir()
+
+
+@dataclass
+class _HandedOver:
+    """A save that no keeper has begun with: a copy of its spool."""
+
+    spool: Spool
+    token: str
+    state: dict[str, torch.Tensor]
+
+    def copied(self, to: Path) -> _HandedOver:
+        shutil.copytree(self.spool.folder, to)
+        return replace(self, spool=Spool(to))
+
+    def as_saved_to(self, path: Path, local_dir: Path | None, token: str = "", fill: float | None = None) -> str:
+        """Put it into the spool as another save."""
+        token = token or new_token()
+        job = Node(self.spool).job(self.token, 0)
+        local = None if local_dir is None else str(local_dir)
+        config = replace(job.config, local_dir=local, writer="process", timeout=5.0)
+        items = job.items
+        if fill is not None:
+            items = [(item, torch.full((1000,), fill) if item.tensor_data else data) for item, data in items]
+        job = replace(job, token=token, path=path, config=config, items=items)
+        go: Go = pickle.loads((self.spool.folder / f"{self.token}.go").read_bytes())
+        self.spool.put(f"{token}.0.job", job.encode())
+        self.spool.put(f"{token}.go", replace(go, token=token).encode())
+        return token
+
+    def alone(self) -> None:
+        self.spool.drop(f"{self.token}.go", f"{self.token}.0.job")
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[_HandedOver, list[str]]:
+    """One training through the deaths of its keeper; and what was wrong with it."""
+    root = tmp_path_factory.mktemp("training")
+    wrong: list[str] = []
+    checkpointer = dcp.Checkpointer(async_save=True, writer="process", when_busy="queue", keeper_linger=1.0)
+    checkpointer.save({"weights": torch.arange(1000.0)}, root / "step-1", step=1).wait()
+    spool = Spool.of(root.resolve(), None)
+    first = spool.pid()
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    state = {"weights": torch.arange(1000.0) + 2}
+    handle = checkpointer.save(state, root / "step-2", step=2)
+    token = spool.names(".go")[-1].removesuffix(".go")
+    copy = tmp_path_factory.mktemp("spool") / "copy"
+    shutil.copytree(spool.folder, copy, ignore=shutil.ignore_patterns("keeper.*", "*.end", "*.client"))
+    state["weights"] += 1
+    os.kill(first, signal.SIGKILL)  # with a save in flight
+    handle.wait()
+    if not torch.equal(_weights(root / "step-2"), torch.arange(1000.0) + 2):
+        wrong.append("step-2 has other bytes than were handed over")
+    second = spool.pid()
+    assert second is not None and second != first
+    os.kill(second, signal.SIGKILL)  # idle
+    try:
+        checkpointer.save(state, root / "step-3", step=3).wait()
+    except SaveFailed as error:
+        wrong.append(str(error))
+    third = spool.pid()
+    checkpointer.close()
+    again = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=1.0)  # while that keeper ends
+    try:
+        again.save(state, root / "step-4", step=4).wait()
+    except SaveFailed as error:
+        wrong.append(str(error))
+    again.close()
+    _wait(lambda: not spool.is_kept(), f"the keeper lives on, after {third}")
+    if any(spool.names("")):
+        wrong.append(f"{spool.names('')} are left")
+    return _HandedOver(Spool(copy), token, {"weights": torch.arange(1000.0) + 2}), wrong
+
+
+@pytest.fixture
+def handed_over(training: tuple[_HandedOver, list[str]], tmp_path: Path) -> _HandedOver:
+    return training[0].copied(tmp_path / "spool")
+
+
+def test_a_training_goes_on_through_deaths_and_ends_of_its_keeper(training: tuple[_HandedOver, list[str]]) -> None:
+    assert training[1] == []
+
+
+def _coordinator(spool: Spool) -> tuple[Coordinator, Node, list[str]]:
+    node, said = Node(spool), list[str]()
+    return Coordinator(node, lambda: True, said.append), node, said
+
+
+def _ended(node: Node, token: str) -> End:
+    end = node.wait(token, "end", _SECONDS)
+    assert isinstance(end, End), f"{token} has not ended"
+    return end
+
+
+def test_a_host_copy_is_free_only_when_the_save_is_never_written_from_it_again(
+    handed_over: _HandedOver, tmp_path: Path
+) -> None:
+    token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
+    node = Node(handed_over.spool)
+    node.write(token, [0], None)
+    assert node.wait(token, "written", 0.0) is False
+    node.free(token)
+    assert node.wait(token, "written", 0.0) is True
+    Node(handed_over.spool).write(token, [0], None)  # another keeper, which finds it written
+    with pytest.raises(SaveFailed, match="in use for another save"):
+        node.write(token, [0], tmp_path)
+
+
+def test_a_save_for_which_local_dir_has_no_room_at_the_end_goes_to_its_path(
+    handed_over: _HandedOver, tmp_path: Path
+) -> None:
+    token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
+    handed_over.alone()
+    coordinator, node, said = _coordinator(handed_over.spool)
+    (node.steps(node.job(token, 0)).make(token) / "dcp_plugin.index").mkdir()  # as if there were no room for it
+    coordinator.begin()
+    end = _ended(node, token)
+    assert end.published and not end.local and "goes straight to its path" in said[0]
+    assert torch.equal(_weights(tmp_path / "run/a"), handed_over.state["weights"])
+
+
+def test_an_older_save_does_not_replace_a_newer_one_that_has_overtaken_it(
+    handed_over: _HandedOver, tmp_path: Path
+) -> None:
+    older, newer = (handed_over.as_saved_to(tmp_path / "run/a", None, fill=value) for value in (1.0, 2.0))
+    handed_over.alone()
+    late = handed_over.spool.folder / f"{older}.go"
+    late.rename(tmp_path / "late")
+    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator.begin()
+    assert _ended(node, newer).published
+    (tmp_path / "late").rename(late)
+    coordinator, node, _ = _coordinator(handed_over.spool)  # of a keeper that has only what is in files
+    coordinator.begin()
+    assert "is not replaced by an older one" in str(_ended(node, older).error)
+    assert torch.equal(_weights(tmp_path / "run/a"), torch.full((1000,), 2.0))
+
+
+def test_saves_begin_in_the_order_in_which_they_were_handed_over(handed_over: _HandedOver, tmp_path: Path) -> None:
+    tokens = [handed_over.as_saved_to(tmp_path / "run/a", None, fill=float(value)) for value in range(4)]
+    handed_over.alone()
+    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator.begin()
+    assert all(_ended(node, token).published for token in tokens)
+    assert torch.equal(_weights(tmp_path / "run/a"), torch.full((1000,), 3.0))
+
+
+def test_a_file_that_took_the_place_of_a_drained_one_is_not_taken_for_it(
+    handed_over: _HandedOver, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    first = handed_over.as_saved_to(tmp_path / "run/a", local, fill=1.0)
+    second = handed_over.as_saved_to(tmp_path / "run/b", local, fill=2.0)
+    node = Node(handed_over.spool)
+    folders = []
+    for token in (first, second):
+        files = node.write(token, [0], None)[0].files
+        folders.append((node.steps(node.job(token, 0)).folder_of(token), next(iter(files))))
+    (old, old_name), (new, new_name) = folders
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    node.drain(first, 0, [old_name], tmp_path / "a", "x")
+    data = (new / new_name).read_bytes()
+    (new / new_name).unlink()
+    with (old / old_name).open("r+b") as file:  # a new file with the inode of the old one
+        file.write(data)
+    (old / old_name).rename(new / new_name)
+    node.drain(second, 0, [new_name], tmp_path / "b", "x")
+    [copied] = (tmp_path / "b").glob("*.distcp")
+    assert copied.read_bytes() == data
+
+
+def test_what_cannot_be_read_ends_and_keeps_nobody_waiting(handed_over: _HandedOver) -> None:
+    handed_over.spool.put(f"{handed_over.token}.0.job", b"of another version")
+    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator.begin()
+    end = _ended(node, handed_over.token)
+    assert isinstance(end.error, SaveFailed) and not end.published
+    assert node.in_flight() == []
+    with pytest.raises(SaveFailed, match="nothing is known"):
+        node.wait("f" * 24, "end", _SECONDS)
+
+
+def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> None:
+    handed_over.spool.put(f"{handed_over.token}.tries", b"5")
+    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator.begin()
+    assert "keepers have died with it" in str(_ended(node, handed_over.token).error)
+
+
+def test_a_neighbour_can_put_nothing_beside_the_folder_of_a_save(handed_over: _HandedOver, tmp_path: Path) -> None:
+    token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
+    node = Node(handed_over.spool)
+    node.steps(node.job(token, 0)).make(token)
+    ours, theirs = map(Channel, socket.socketpair())
+    with ours, theirs:
+        for name in ("../x", "/tmp/x", "..", "a/../../x"):
+            node.put(theirs, token, name, 4, None)
+            answer, error = ours.receive()
+            assert answer == "error" and isinstance(error, SaveFailed), name
+        node.put(theirs, token, "x", 4, ("../..", "y"))
+        assert ours.receive()[0] == "error"
+
+
+def test_a_keeper_whose_spool_somebody_has_deleted_ends(handed_over: _HandedOver, tmp_path: Path) -> None:
+    handed_over.alone()
+    process = start_keeper(handed_over.spool, 600.0)
+    assert process is not None
+    _wait(lambda: (handed_over.spool.folder / "keeper.sock").exists(), "no keeper has come")
+    shutil.rmtree(handed_over.spool.folder)
+    assert process.wait(_SECONDS) == 0
+
+
+def test_the_parts_of_all_nodes_in_one_folder_are_a_checkpoint(handed_over: _HandedOver, tmp_path: Path) -> None:
+    token = handed_over.as_saved_to(tmp_path / "run/a", tmp_path / "local")
+    handed_over.alone()
+    coordinator, node, _ = _coordinator(handed_over.spool)
+    coordinator.begin()
+    assert node.wait(token, "local", _SECONDS)
+    folder = node.steps(node.job(token, 0)).folder_of(token)
+    assert torch.equal(_weights(folder), handed_over.state["weights"])
+    assert _ended(node, token).published
