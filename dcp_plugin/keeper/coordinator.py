@@ -137,6 +137,8 @@ class Coordinator:
         self._runs: dict[tuple[str, bytes], str] = {}
         self._numbers: dict[str, int] = {}
         self._last_time = 0.0
+        self._newest_token, self._members = "", set[str]()
+        """The nodes of the training, as its newest save has them: nobody waits for one that is not among them."""
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._published = self._node.published()
@@ -165,6 +167,8 @@ class Coordinator:
         go: Go = pickle.loads(spool.get(f"{token}.go") or b"")
         save = Save(go, self._node.job(token, 0), time.monotonic(), go.nodes())
         end = self._node.known(token).end
+        if token > self._newest_token:  # they are numbered by the time
+            self._newest_token, self._members = token, {peer.node for peer in go.peers}
         if end is None:
             tries = int(spool.get(f"{token}.tries") or 0)
             spool.put(f"{token}.tries", str(tries + 1).encode())
@@ -213,9 +217,10 @@ class Coordinator:
             Exception: What the first node has raised.
         """
 
-        def ask(node: list[Peer]) -> Any:
-            return self._ask(save, node[0], what, call(node))
+        return self._of_all(save, lambda node: self._ask(save, node[0], what, call(node)))
 
+    @staticmethod
+    def _of_all(save: Save, ask: Callable[[list[Peer]], Any]) -> list[Any]:
         if len(save.nodes) == 1:
             return [ask(save.nodes[0])]
         with ThreadPoolExecutor(min(_AT_ONCE, len(save.nodes)), thread_name_prefix="keeper-ask") as pool:
@@ -237,7 +242,10 @@ class Coordinator:
                 return channel.receive()
 
         answer, value = retried(
-            ask, lambda: self._patience(save), self._say, f"to {what} {save.path} on {peer.host} (rank {peer.rank})"
+            ask,
+            lambda: self._patience(save) if peer.node in self._members else 0.0,
+            self._say,
+            f"to {what} {save.path} on {peer.host} (rank {peer.rank})",
         )
         if answer == "error":
             raise value
@@ -484,11 +492,7 @@ class Coordinator:
             head = save.job.head
             directory = publication.reserve(head is not None and head.among_other_files)
             renamed = directory.stem if publication.medium.keeps_names else ""
-            self._on_all(
-                save,
-                "drain",
-                lambda node: (node[0].rank, save.names_of(node), directory, renamed),
-            )
+            self._of_all(save, lambda node: self._drain_part(save, node, directory, renamed))
             index = self._index_of(save, renamed)
             self._publish(save, lambda: publication.publish(index, self._facts(save), record.time))
         except SaveFailed as error:
@@ -499,6 +503,20 @@ class Coordinator:
         except BaseException:
             publication.discard()
             raise
+
+    def _drain_part(self, save: Save, node: list[Peer], directory: Where, renamed: str) -> None:
+        """By the node itself; where it does not answer any more, by one that has a copy of its part."""
+        at, count = save.nodes.index(node), len(save.nodes)
+        copies = min(save.job.config.replicas, count - 1)
+        for step in range(copies + 1):
+            holder = save.nodes[(at + step) % count][0]
+            try:
+                args = holder.rank, save.names_of(node), directory, renamed
+                self._ask(save, holder, "drain", args)
+                return
+            except (OSError, EOFError):
+                if step == copies or holder.node in self._members:
+                    raise
 
     def _index_of(self, save: Save, renamed: str) -> CheckpointIndex:
         """The index as it was written locally, with the names that the files have at the path."""

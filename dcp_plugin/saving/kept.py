@@ -127,7 +127,7 @@ class KeptSaves:
         if self._config.async_save:
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
         seconds = staged.get().copy_seconds
-        queue.start(handle, lambda: None, lambda _: self.follow(token, handle, timed, seconds))
+        queue.start(handle, lambda: None, lambda _: self.follow(token, handle, timed, seconds), in_keeper=True)
 
     def start_later(
         self,
@@ -150,7 +150,7 @@ class KeptSaves:
             handle.set_handed_over()
             return self.follow(token, handle, timed, staged.get().copy_seconds)
 
-        queue.start(handle, finish, write)
+        queue.start(handle, finish, write, in_keeper=True)
 
     def hand_over(self, request: SaveRequest, staged: Attempt[StagedState], attached: Path | None, ranks: Ranks) -> str:
         """Plan, and give the save to the keepers. Collective.

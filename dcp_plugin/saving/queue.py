@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -291,11 +292,17 @@ class SaveQueue:
             finally:
                 self._beginning = None
 
-    def start(self, handle: SaveHandle, copy: Callable[[], T], write: Callable[[T], events.SaveFinished]) -> None:
+    def start(
+        self,
+        handle: SaveHandle,
+        copy: Callable[[], T],
+        write: Callable[[T], events.SaveFinished],
+        in_keeper: bool = False,
+    ) -> None:
         """Run ``copy`` and, when the saves before have ended, ``write`` with what it returned, in a thread.
 
         ``copy`` ends with :meth:`SaveHandle.set_staged`. A failure of it is a part of what it returns: ``write``
-        raises it together with all ranks.
+        raises it together with all ranks. ``in_keeper``: once it is handed over, it goes on without this process.
 
         If this raises, Ctrl-C for one, either the save is among :attr:`handles` and goes on, or neither runs.
         """
@@ -318,7 +325,7 @@ class SaveQueue:
                 logger.error("the background save of %s failed: %s", handle.path, failure)
                 handle.set_failed(failure)
 
-        thread = threading.Thread(target=run, name=THREAD)
+        thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # what is to wait is in wait_at_exit
         _wait_when_the_program_ends()
         try:
             self._saves.append((handle, thread))
@@ -367,7 +374,16 @@ class SaveQueue:
         self._saves.clear()
 
     def wait_at_exit(self) -> None:
-        """The program ends, and nobody has waited for the saves in flight."""
+        """The program ends, and nobody has waited for the saves in flight.
+
+        If it ends by an error, another rank may have died, and this one is to be started again soon: it does not wait
+        for what keepers do without it.
+        """
+        if hasattr(sys, "last_value"):
+            for handle in self.handles:
+                handle.wait_turn()
+            if any(not handle.done() for handle in self.handles):
+                return
         for handle in self.handles:
             if self.warns_at_exit and not handle.done():
                 logger.warning(
