@@ -327,7 +327,7 @@ def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_KEEPERS}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with open(spool.folder / "start.log", "ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "dcp_plugin.keeper", str(spool.folder), str(linger)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -336,6 +336,12 @@ def start_keeper(spool: Spool, linger: float) -> subprocess.Popen[bytes] | None:
             cwd="/",
             env=environment,
         )
+    _started[:] = [*(one for one in _started if one.poll() is None), process]
+    return process
+
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Held, so that those that have ended are reaped, and nobody is warned of one that goes on, as it is meant to."""
 
 
 _NOT_FOR_KEEPERS = ("PYTHONSTARTUP", "PYTHONINSPECT", "LD_PRELOAD")
