@@ -430,7 +430,7 @@ class Coordinator:
         self._drop(before)
         if drained:
             self._draining.add(save)
-            self._give_way(save)
+            self._make_room(save)
         elif save.error is not None:
             self._fail(save, save.error)
         else:
@@ -453,10 +453,19 @@ class Coordinator:
             f"to copy {save.path} to other nodes",
         )
 
-    def _give_way(self, save: Save) -> None:
-        """Saves that wait for the durable storage longer than they can be kept."""
+    def _make_room(self, save: Save) -> None:
+        """Saves that wait for the durable storage longer than they can be kept give way."""
         for old in self._draining.overtaken(save.job.config.local_keep):
-            self._fail(old, SaveFailed(f"{old.path} was not brought there: newer saves have overtaken it in local_dir"))
+            self._give_way(old, "newer saves have overtaken it in local_dir")
+
+    def _give_way(self, save: Save, why: str) -> None:
+        """A save does not come to its path, and a newer one will. The training has lost nothing that it waits for."""
+        if not save.local:
+            self._fail(save, SaveFailed(f"{save.path} was not brought to its path: {why}"))
+            return
+        self._say(f"{save.path} is in local_dir, and was not brought to its path: {why}")
+        self._end(save, End(published=False, local=True))
+        self._drop(save)
 
     # Drain
 
@@ -473,7 +482,10 @@ class Coordinator:
         except DurabilityUnknown as error:
             self._end(save, End(published=True, local=save.local, error=error))
         except Exception as error:
-            self._fail(save, error)
+            if self._is_overtaken(save):
+                self._give_way(save, str(error))
+            else:
+                self._fail(save, error)
 
     def _is_overtaken(self, save: Save) -> bool:
         return len(self._draining.waiting) >= save.job.config.local_keep

@@ -373,6 +373,8 @@ class Node:
                 with suppress(CannotLink):
                     homes[identity] = known.link_to(directory / there), there
                     return
+            if isinstance(directory, Path):  # half of it may be there, of a node that is gone
+                (directory / there).unlink(missing_ok=True)
             _copy_file(folder / name, medium, directory, there, pace, job.config.io_threads)
             homes[identity] = medium.linkable(directory / there), there
 
