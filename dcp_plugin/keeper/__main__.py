@@ -1,17 +1,33 @@
-"""Runs a keeper: ``python -m dcp_plugin.keeper SPOOL``. It is started by the ranks of a node, see
+"""Runs a keeper: ``python -m dcp_plugin.keeper SPOOL LINGER``. It is started by the ranks of a node, see
 :mod:`dcp_plugin.keeper.client`."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
+
+def _is_first(folder: Path) -> bool:
+    """Whether no other keeper is alive. Every rank may start one: those that are too late end before they import torch.
+
+    The descriptor stays open, since to close any of a file gives up the lock of its process.
+    """
+    try:
+        descriptor = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__" and _is_first(Path(sys.argv[1])):
     from dcp_plugin.keeper.spool import Spool
 
     spool = Spool(Path(sys.argv[1]))
     held = spool.lock()
-    if held is not None:  # else another one was quicker
+    if held is not None:
         from dcp_plugin.keeper.process import Keeper
 
         sys.exit(Keeper(spool, float(sys.argv[2])).run())
