@@ -73,9 +73,7 @@ Samples = dict[str, list[Sample]]
 def on_ranks(world: int, function: Callable[..., Samples], *args: Any) -> Samples:
     """``function(*args)`` on every rank of a new process group (none for one rank); the samples of all together."""
     results = CONTEXT.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         CONTEXT.Process(target=_rank, args=(results, rank, world, port, function, args), daemon=True)
         for rank in range(world)
@@ -97,15 +95,26 @@ def on_ranks(world: int, function: Callable[..., Samples], *args: Any) -> Sample
 
 
 def _rank(results: Any, rank: int, world: int, port: int, function: Callable[..., Samples], args: Any) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     try:
-        if world > 1:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+        meet(rank, world, port)
         results.put((rank, function(*args), ""))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def meet(rank: int, world: int, port: int, address: str = "127.0.0.1") -> None:
+    """Make this process a rank: one of several, or one without a process group."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 
 
 def interleaved(

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "numpy", "isal", "safetensors", "torch_checkpointing")
+PACKAGES = ("torch", "numpy", "isal", "safetensors", "torch_checkpointing", "dlrover", "nvidia-resiliency-ext")
 _BUSY = 0.5
 """Runnable processes per core, beside our own, from which on a figure is not to be trusted."""
 
