@@ -126,7 +126,7 @@ class KeyColumns:
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """For each number of dimensions: the keys (numbers), all their chunks (numbers), and the boxes of these as an
         array of chunks, offsets or sizes, dimensions."""
-        for ndim in np.unique(self.columns["ndim"]).tolist():
+        for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
             slots = np.flatnonzero(self.columns["ndim"] == ndim)
             counts = np.diff(self.chunk_starts)[slots]
             boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]

@@ -383,8 +383,7 @@ class Items:
 
     def decoded(self, spool: Spool) -> Iterator[tuple[WriteItem, Any]]:
         """The items and their bytes, in the keeper. Raises OSError if a host copy is gone."""
-        used = np.unique(self.slab)
-        slabs = {number: spool.map(self.slabs[number]) for number in used.tolist() if number >= 0}
+        slabs = {number: spool.map(self.slabs[number]) for number in set(self.slab.tolist()) - {-1}}
         places = zip(self.slab.tolist(), self.offset.tolist(), strict=True)
         for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
             data = self.others.get(number)
