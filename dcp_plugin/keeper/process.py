@@ -222,9 +222,9 @@ class Keeper:
         with self._lock:
             if self._ended:
                 return None
-            others = {one.job for one in self._clients.values()} - {job}
-            if others and job:
-                pids = sorted(one.pid for one in self._clients.values() if one.job != job)
+            alive = [one for there, one in self._clients.items() if not (one.has_died() or there.is_closed())]
+            pids = sorted(one.pid for one in alive if one.job != job)  # not of one that was killed just now
+            if pids and job:
                 raise SaveFailed(
                     f"another training on {socket.gethostname()} (pid {', '.join(map(str, pids))}) saves to the same "
                     f"folder of checkpoints with the same local_dir: give one of them another"

@@ -59,7 +59,7 @@ class Recovery:
         surveyor = self._surveyor
 
         def open_nearest() -> Opened:
-            self._files = surveyor.files(chosen, survey.key, self._path)
+            self._files = surveyor.files(chosen, self._path)
             return open_files(self._path, self._files, self._base)
 
         return open_nearest

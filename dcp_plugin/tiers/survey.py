@@ -67,8 +67,21 @@ class _Held:
     node: str
     host: str
     address: Address | None
+    key: bytes
+    """Of its server: one rank may ask another before that has heard what is decided."""
     steps: list[tuple[Record, frozenset[str]]]
     problems: list[str]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A node that has something of a save."""
+
+    host: str
+    address: Address | None
+    """Where a rank of it answers, to who has the key."""
+    key: bytes
+    files: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,8 @@ class Survivor:
     """A save that can be put together."""
 
     record: Record
-    holders: dict[str, tuple[str, Address | None, frozenset[str]]]
-    """By node: the name of its host, where it answers, and the files that it has."""
+    holders: dict[str, Holder]
+    """By node."""
     durable: bool
     """Whether it is at its path, too."""
 
@@ -90,7 +103,6 @@ class Survey:
     """Newest first."""
     passed_over: list[str]
     """What cannot be put together or is not believed, in words."""
-    key: bytes = b""
 
 
 @dataclass
@@ -106,7 +118,7 @@ class Surveyor:
     config: CheckpointConfig
     root: Where
     _server: Server | None = None
-    _keys: dict[int, bytes] = field(default_factory=dict)
+    _key: bytes = field(default_factory=new_key)
 
     def __post_init__(self) -> None:
         assert self.config.local_dir is not None
@@ -129,10 +141,10 @@ class Surveyor:
         found, problems = steps_below(self._local_dir, resolved(self.root))
         self._steps = {step.record.token: step for step in found}
         if self._steps and self.ranks.size > 1 and self._server is None:
-            self._server = Server((own_address(), 0), self._keys, lambda channel: serve_files(channel, self._find))
+            self._server = Server((own_address(), 0), {0: self._key}, lambda channel: serve_files(channel, self._find))
         told = [(step.record, frozenset(step.there())) for step in self._steps.values()]
         address = self._server.address if self._server else None
-        return _Held(self._node, socket.gethostname(), address, told, problems)
+        return _Held(self._node, socket.gethostname(), address, self._key, told, problems)
 
     def _find(self, folder: str, name: str) -> Path | None:
         """A file that another rank asks for: only what the record of a save names."""
@@ -147,7 +159,7 @@ class Surveyor:
             for record, there in one.steps:
                 known = by_token.setdefault(record.token, Survivor(record, {}, False))
                 if known.record.index_sha256 == record.index_sha256:
-                    known.holders.setdefault(one.node, (one.host, one.address, there))
+                    known.holders.setdefault(one.node, Holder(one.host, one.address, one.key, there))
         survivors = []
         for found in sorted(by_token.values(), key=lambda one: one.record.time, reverse=True):
             record = found.record
@@ -161,13 +173,13 @@ class Surveyor:
             if at_path is not None and not is_durable and at_path.time > record.time:
                 passed_over.append(f"{name}: what is at its path is newer")
                 continue
-            have = frozenset[str]().union(*(files for _, _, files in found.holders.values()))
+            have = frozenset[str]().union(*(holder.files for holder in found.holders.values()))
             lost = sorted(record.files.keys() - have)
             if lost and not is_durable and not (of_one_node and record.complete):
                 passed_over.append(f"{name}: no node that is left has {some(lost, 3)}")
             else:
                 survivors.append(Survivor(record, found.holders, is_durable))
-        return Survey(survivors, passed_over, new_key())
+        return Survey(survivors, passed_over)
 
     def _summary_of(self, record: Record) -> Summary | None:
         """What is at the path of a save; None if nothing is, or it cannot be read now."""
@@ -193,17 +205,16 @@ class Surveyor:
                 self._runs[str(root)] = None
         return self._runs[str(root)]
 
-    def files(self, survivor: Survivor, key: bytes, path: Where) -> NearestFiles:
-        """The files of a save, for this rank. The other ranks may ask for what this node has from now on."""
-        self._keys[0] = key
+    def files(self, survivor: Survivor, path: Where) -> NearestFiles:
+        """The files of a save, for this rank."""
         record = survivor.record
         places: list[Place] = []
         others: list[OtherNode] = []
-        for node, (host, address, there) in survivor.holders.items():
+        for node, one in survivor.holders.items():
             if node == self._node:
-                places.append(OwnFolder(self._steps[record.token].folder, there))
-            elif address is not None:
-                others.append(OtherNode(f"node {host}", there, address, key, record.token))
+                places.append(OwnFolder(self._steps[record.token].folder, one.files))
+            elif one.address is not None:
+                others.append(OtherNode(f"node {one.host}", one.files, one.address, one.key, record.token))
         turn = self.ranks.rank % len(others) if others else 0
         places += [*others[turn:], *others[:turn]]  # so that not all ranks ask the same node first
         if survivor.durable:

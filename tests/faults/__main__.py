@@ -5,6 +5,7 @@ Other campaigns have arguments of their own (``--help``)::
     python -m tests.faults beside    # readers beside a writer
     python -m tests.faults flips     # damage to files
     python -m tests.faults fuzz      # hostile files
+    python -m tests.faults keepers   # saves by keepers: kills, hosts lost, memory full, links and stores that fail
     python -m tests.faults stores    # kills at requests to an object store
     python -m tests.faults soak      # many lives of a training: kills, resumes on other ranks, readers beside it
 """
@@ -15,13 +16,20 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from tests.faults import beside, flips, fuzz, mounts, soak, stores
+from tests.faults import beside, flips, fuzz, keepers, mounts, soak, stores
 from tests.faults.scenes import SCENES
 from tests.faults.sweep import after_power_loss, sweep
 from tests.faults.test_calls import FAULTS
 from tests.faults.victims import NO_EXCHANGE, NO_LINKS, Victims
 
-CAMPAIGNS = {"beside": beside.main, "flips": flips.main, "fuzz": fuzz.main, "soak": soak.main, "stores": stores.main}
+CAMPAIGNS = {
+    "beside": beside.main,
+    "flips": flips.main,
+    "fuzz": fuzz.main,
+    "keepers": keepers.main,
+    "soak": soak.main,
+    "stores": stores.main,
+}
 
 
 def _runs(victims: Victims, scene: str, every: int) -> Iterator[tuple[str, Iterator[object]]]:

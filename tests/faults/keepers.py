@@ -1,0 +1,388 @@
+"""Faults of trainings whose saves keepers write: processes, hosts, memory, disks, links and stores that fail.
+
+Trainings live on hosts of :mod:`tests.hosts`; a life is :func:`tests.faults.kept.live`. What has to hold: a save whose
+call has returned survives the death of the training; a step that a rank was told to be complete locally survives as
+many lost hosts as it has copies; what is loaded is what was saved, byte by byte; the training never stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import re
+import select
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dcp_plugin as dcp
+from tests.faults.kept import ALL, Life, live, noted
+from tests.host_process import Process, Ranks
+from tests.hosts import Host, Hosts, hosts
+
+CALLS = {"": 16_000, "/keeper/": 270}
+"""Of functions of ours in five saves, about: of all modules, and of those that hand over to the keeper."""
+
+
+@dataclass
+class Training:
+    """Lives of one training on hosts, and what it was told."""
+
+    hosts: Hosts
+    folder: Path
+    config: dict[str, Any]
+    layout: str = "fsdp2"
+    results: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    said: str = ""
+    """All three of the life before."""
+    told: dict[str, int] = field(default_factory=dict)
+    """The newest step of which a rank was told so: ``"returned"``, ``"local"``, ``"durable"``."""
+    _count: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def root(self) -> Path:
+        return self.hosts.shared.path / "run"
+
+    def life(self, **what: Any) -> Life:
+        notes = self.folder / f"life-{next(self._count)}"
+        notes.mkdir()
+        config = {"local_dir": str(self.hosts[0].memory / "local"), "keeper_linger": 60.0, "timeout": 60.0}
+        return Life(str(self.root), notes, **{"layout": self.layout, "config": {**config, **self.config}, **what})
+
+    def start(self, life: Life, on: Sequence[int] | None = None, ranks_per_host: int = 1) -> Ranks:
+        return self.hosts.launch(live, life, on=on, ranks_per_host=ranks_per_host)
+
+    def run(self, life: Life, on: Sequence[int] | None = None, ranks_per_host: int = 1, **does: Any) -> list[str]:
+        """A life to its end; what is wrong. ``does`` is what its commands mean."""
+        return self.end(life, self.start(life, on, ranks_per_host), does)
+
+    def end(self, life: Life, ranks: Ranks, does: Mapping[str, Callable[[], object]] | None = None) -> list[str]:
+        """Wait until all ranks have ended. If one was to be killed, the others are then, as launchers do it."""
+        self._obey(life, ranks, dict(does or {}))
+        first = [ranks[life.dies[0]]] if life.dies is not None and life.dies[0] != ALL else []
+        for rank in [*first, *ranks]:
+            if rank.wait(120) and life.dies is not None:
+                for other in ranks:
+                    other.kill()
+        wrong = self.learn(life)
+        meant = life.dies is not None or not life.ends
+        for rank in ranks:
+            said = rank.log.read_text()
+            alone = meant and any(text in said for text in ("RankFailure", "closed by peer", "reset by peer"))
+            if rank.returncode not in ((0, -9) if meant else (0,)) and not alone:
+                wrong.append(f"{rank.log.name}: {rank.returncode}: {said[-3000:]}")
+        self.said = "".join(rank.log.read_text() for rank in ranks)
+        self.results = [rank.result() for rank in ranks] if not any(rank.returncode for rank in ranks) else []
+        if self.results and (error := self.results[0]["error"]) is not None:
+            wrong.append(f"close: {error}")
+        return wrong
+
+    @staticmethod
+    def _obey(life: Life, ranks: Ranks, does: dict[str, Callable[[], object]]) -> None:
+        while does and is_alive(ranks[0]):
+            for name in [name for name in does if (life.notes / name).exists()]:
+                does.pop(name)()
+                (life.notes / f"{name}.done").touch()
+
+    def wait_for_keepers(self) -> None:
+        """Until none is left, which they are not for long with ``keeper_linger=0``."""
+        for host in self.hosts:
+            while host.processes():
+                time.sleep(0.01)
+
+    def learn(self, life: Life) -> list[str]:
+        """From what a life has noted; what is wrong with what it has resumed."""
+        wrong, before = [], dict(self.told)
+        self.notes = noted(life.notes)
+        for one in self.notes:
+            if "resumed" in one:
+                if one["resumed"] < before.get(self.promised, 0):
+                    wrong.append(f"resumed {one}, and before {before}")
+                if not one["equal"]:
+                    wrong.append(f"bytes differ: {one}")
+                if "durable" in one["sources"] and not self.from_durable:
+                    wrong.append(f"read from the durable storage: {one}")
+            for what in ("returned", "local", "durable"):
+                if what in one:
+                    self.told[what] = max(self.told.get(what, 0), one[what])
+        return wrong
+
+    promised = "returned"
+    """What of what was told has to be there in the next life."""
+    from_durable = False
+    """Whether the next life may read from there."""
+
+
+def is_alive(process: Process) -> bool:
+    """Asked again at once: what comes first, a command or its end."""
+    return not select.select([process._descriptor], [], [], 0.01)[0]
+
+
+@contextmanager
+def training(
+    number: int, folder: Path, layout: str = "fsdp2", memory: str = "512M", **config: Any
+) -> Iterator[Training]:
+    with hosts(number, folder, memory=memory) as h:
+        yield Training(h, folder, config, layout)
+
+
+def killed(folder: Path, count: int, seed: int, **config: Any) -> Iterator[list[str]]:
+    """Ranks killed at moments by chance, one or all; each life resumes what the one before has left."""
+    chance = random.Random(seed)
+    with training(2, folder, **config) as trained:
+        for _ in range(count):
+            victim = chance.choice([ALL, 0, 1])
+            counted = chance.choice(list(CALLS))
+            life = trained.life(dies=(victim, chance.randrange(1, CALLS[counted])), counted=counted, saves=12)
+            yield trained.run(life)
+        yield trained.run(trained.life())
+
+
+def after_save(folder: Path, count: int, **config: Any) -> Iterator[list[str]]:
+    """All ranks are killed when the last save has returned; keepers that wait for nobody publish it and end."""
+    with training(2, folder, keeper_linger=0.0, **config) as trained:
+        trained.from_durable = not config.get("local_dir", True)
+        for _ in range(count):
+            wrong = trained.run(trained.life(saves=3, ends=False))
+            trained.wait_for_keepers()
+            newest = dcp.latest(trained.root)
+            if newest is None or int(newest.name.rpartition("-")[2]) != trained.told["returned"]:
+                wrong.append(f"published is {newest}, and {trained.told} were told")
+            yield wrong
+        yield trained.run(trained.life(saves=0))
+
+
+def lost(folder: Path, numbers: Sequence[int], seed: int) -> Iterator[list[str]]:
+    """So many of three hosts are lost with memory and disk: a neighbour has what one had, else the path has."""
+    chance = random.Random(seed)
+    with training(3, folder, "fsdp2@3", replicas=1, durable_every=3) as trained:
+        for number in numbers:
+            gone = chance.sample(range(3), number)
+            wrong = trained.run(trained.life(saves=5, ends=False, waits="end"))
+            for one in gone:
+                trained.hosts[one].lose()
+            trained.promised, trained.from_durable = ("local", False) if number == 1 else ("durable", True)
+            wrong += trained.run(trained.life(saves=1))
+            for one in trained.results:  # what was at its path alone is not told by place
+                if number == 1 and one["rank"] in gone and set(one["sources"]) <= {"this node"}:
+                    wrong.append(f"{gone} lost, and {one['sources']}")
+            yield wrong
+            trained.told = {"local": trained.results[0]["step"] + 1} if trained.results else {}
+            trained.promised, trained.from_durable = "local", True
+
+
+def reshaped(folder: Path, layouts: Sequence[tuple[str, Sequence[int], int]]) -> Iterator[list[str]]:
+    """A host less, and other layouts, ``(layout, hosts, ranks on each)``: each loads what the first one has saved."""
+    with training(3, folder, "fsdp2@3", replicas=1, durable_every=None) as trained:
+        yield trained.run(trained.life(saves=3, ends=False, waits="local"))
+        trained.hosts[2].lose()
+        for layout, on, ranks_per_host in layouts:
+            wrong = trained.run(trained.life(saves=0, layout=layout), on, ranks_per_host)
+            yield wrong + [f"{layout}: {one}" for one in trained.results if one["step"] != 3]
+
+
+def without_keepers(folder: Path, count: int, seed: int, **config: Any) -> Iterator[list[str]]:
+    """Keepers are killed at moments by chance while the training goes on."""
+    chance = random.Random(seed)
+    with training(2, folder, **config) as trained:
+        for _ in range(count):
+            at = tuple(sorted(chance.sample(range(1, 9 * CALLS[""] // 5), 3)))
+            wrong = trained.run(trained.life(saves=10, kills_keeper=at))
+            yield wrong + unfinished(trained)
+        yield trained.run(trained.life(saves=0))
+
+
+def unfinished(trained: Training, but: Sequence[int] = ()) -> list[str]:
+    """Saves of the life before that did not end as they should."""
+    return [
+        f"step {step}: {end}"
+        for one in trained.results
+        for step, end in one["ends"].items()
+        if end not in ("local", "durable") and step not in but
+    ]
+
+
+def full(folder: Path, what: str) -> list[str]:
+    """The ``"memory"`` or the ``"disk"`` of a host, where ``local_dir`` is, fills up for some saves."""
+    with training(2, folder, replicas=1, durable_every=2, local_keep=1) as trained:
+        host = trained.hosts[1]
+        place, fill = (host.memory, host.fill_memory) if what == "memory" else (host.disk, host.fill_disk)
+        trained.config["local_dir"] = str(place / "local")
+        life = trained.life(saves=8, commands={3: "fill", 6: "free"}, waits="end")
+        wrong = trained.run(life, fill=fill, free=host.free) + unfinished(trained)
+        if "No space left" not in trained.said:
+            wrong.append(f"nothing of it is said: {trained.said}")
+        return wrong + not_local(trained, 6) + trained.run(trained.life(saves=1))
+
+
+def not_local(trained: Training, start: int) -> list[str]:
+    """Saves from some on that were never complete locally in the life before."""
+    local = {one.get("local") for one in trained.notes}
+    steps = [int(step) for one in trained.results for step in one["ends"]]
+    return [f"step {step} was not complete locally" for step in steps if step >= start and step not in local]
+
+
+def slow(folder: Path) -> list[str]:
+    """A link gets slow while copies go over it, and is so when a host reads what it has lost."""
+    with training(2, folder, replicas=1, durable_every=2) as trained:
+        host = trained.hosts[1]
+        life = trained.life(saves=6, commands={2: "slow", 5: "mend"}, ends=True)
+        wrong = trained.run(life, slow=lambda: host.slow(4), mend=host.mend) + unfinished(trained)
+        wrong += trained.run(trained.life(saves=3, ends=False, waits="local"))
+        host.lose()
+        host.slow(4)
+        return wrong + trained.run(trained.life(saves=1)) + unfinished(trained)
+
+
+def cut(folder: Path, stage: str) -> list[str]:
+    """The cable is out while the keepers of a dead training copy, and in again when one has noticed."""
+    with training(2, folder, replicas=1, durable_every=1, keeper_linger=0.0) as trained:
+        life = trained.life(saves=3, commands={4: "cut"}, ends=False)
+        wrong = trained.run(life, cut=trained.hosts[1].cut)
+        if stage == "noticed":
+            _await_word(trained.hosts[0], "is tried again")
+        trained.hosts[1].mend()
+        trained.wait_for_keepers()
+        newest = dcp.latest(trained.root)
+        if newest is None or newest.name != f"step-{trained.told['returned']}":
+            wrong.append(f"published is {newest}, and {trained.told} were told")
+        return wrong + trained.run(trained.life(saves=1))
+
+
+def _await_word(host: Host, word: str) -> None:
+    """Until a keeper of a host, if one lives, has said so."""
+    spools = host.at(host.memory)
+    while host.processes():
+        if any(word in log.read_text() for log in spools.glob("dcp_plugin-*/*/keeper.log")):
+            return
+        time.sleep(0.05)
+
+
+def store_down(folder: Path) -> list[str]:
+    """The shared folder is away for some saves, and comes back."""
+    with training(2, folder, replicas=1, durable_every=1, local_keep=3) as trained:
+        away = trained.hosts.shared
+        life = trained.life(saves=8, commands={3: "away", 7: "back"}, waits="local")
+        wrong = trained.run(life, away=away.take_away, back=away.give_back)
+        wrong += [one for one in unfinished(trained) if "newer" not in one] + not_local(trained, 1)
+        newest = dcp.latest(trained.root)
+        if newest is None or newest.name != "step-8":
+            wrong.append(f"published is {newest}")
+        trained.from_durable = True  # a training that has ended leaves nothing in memory
+        return wrong + trained.run(trained.life(saves=0))
+
+
+def stale(folder: Path, what: str) -> list[str]:
+    """What is in the memory of hosts is of another run, another user, or another version: passed over, and told."""
+    with training(2, folder, replicas=1, durable_every=1) as trained:
+        wrong = trained.run(trained.life(saves=3, ends=False, waits="end"))
+        trained.from_durable = True
+        for host in trained.hosts:
+            local = host.at(host.memory / "local")
+            if what == "run" and host.number == 0:
+                shutil.rmtree(trained.root)
+                trained.told.clear()
+            elif what == "user":
+                for path in (*local.glob("*"), *local.glob("*/*")):
+                    os.chown(path, 12345, 12345)
+            elif what == "format":
+                for path in local.glob("*/*/dcp_plugin.node"):
+                    path.write_bytes(re.sub(rb'"format": \d+', b'"format": 0', path.read_bytes()))
+        wrong += trained.run(trained.life(saves=2))
+        words = {"run": "another run", "user": "another user", "format": "another version"}
+        if words[what] not in trained.said:
+            wrong.append(f"not told: {trained.said}")
+        expected = 0 if what == "run" else 3
+        wrong += [f"{one}" for one in trained.results if one["step"] != expected or one["sources"].get("this node")]
+        return wrong + unfinished(trained)
+
+
+def leaks(folder: Path, lives: int, seed: int) -> list[str]:
+    """What keepers hold after many lives, killed ones among them; and what is left when the last one has ended."""
+    chance = random.Random(seed)
+    with training(2, folder, replicas=1, durable_every=5) as trained:
+        held: list[dict[str, int]] = []
+        wrong: list[str] = []
+        for number in range(lives):
+            at = chance.choice([ALL, 0, 1]), chance.randrange(CALLS["/keeper/"] // 2, CALLS["/keeper/"])
+            life = trained.life(saves=6, dies=None if number % 4 == 0 else at, counted="/keeper/", ends=False)
+            wrong += trained.run(life)
+            if found := [one["holds"] for one in trained.notes if "holds" in one]:
+                held.append({name: max(one.get(name, 0) for one in found) for name in found[0]})
+        allowed = {
+            "files of a spool": 140,
+            "fd of a keeper": 4,
+            "task of a keeper": 4,
+            "fd of a rank": 2,
+            "task of a rank": 2,
+        }
+        early = held[min(1, len(held) - 1)]
+        for name, count in held[-1].items():
+            if count > early.get(name, 0) + allowed[name]:
+                wrong.append(f"{name}: {count}, and at first {early}")
+        wrong += trained.run(trained.life(saves=1, config={**trained.life().config, "keeper_linger": 0.0}))
+        trained.wait_for_keepers()
+        for host in trained.hosts:
+            left = [path for path in host.at(host.memory).rglob("*") if path.is_file() and ".door" not in path.parts]
+            wrong += [f"left in memory: {path}" for path in left]
+        return wrong
+
+
+def _campaign(count: int, seed: int) -> dict[str, Callable[[Path], Iterable[list[str]]]]:
+    chance = random.Random(seed)
+    few = max(1, count // 20)
+    losses = [chance.choice([1, 1, 2]) for _ in range(few)]
+    pairs, fours = [("tp", (0, 1), 1), ("ddp", (0, 1), 1)], [("fsdp2_tp", (0, 1), 2), ("fsdp2_hsdp", (0, 1), 2)]
+    return {
+        "ranks killed": lambda folder: killed(folder, count // 2, seed, replicas=1, durable_every=5),
+        "ranks killed, no durable storage": lambda folder: killed(folder, count - count // 2, seed, durable_every=None),
+        "killed after save": lambda folder: after_save(folder, few),
+        "killed after save, no local_dir": lambda folder: after_save(folder, few, local_dir=None, writer="process"),
+        "hosts lost": lambda folder: lost(folder, losses, seed),
+        "a host fewer, other layouts": lambda folder: reshaped(folder, [*pairs, *fours]),
+        "keepers killed": lambda folder: without_keepers(folder, few, seed, replicas=1, durable_every=3),
+        "memory full": lambda folder: [full(folder, "memory")],
+        "disk full": lambda folder: [full(folder, "disk")],
+        "link slow": lambda folder: [slow(folder)],
+        "link cut": lambda folder: [cut(folder, "at once")],
+        "link cut until that is noticed": lambda folder: [cut(folder, "noticed")],
+        "durable storage down": lambda folder: [store_down(folder)],
+        "of another run": lambda folder: [stale(folder, "run")],
+        "of another user": lambda folder: [stale(folder, "user")],
+        "of another version": lambda folder: [stale(folder, "format")],
+        "leaks": lambda folder: [leaks(folder, max(8, count // 4), seed)],
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults keepers", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="kills of ranks; of the others, in proportion")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="those with this in their names")
+    chosen = parser.parse_args(arguments)
+    wrong = 0
+    for name, run in _campaign(chosen.count, chosen.seed).items():
+        if chosen.only not in name:
+            continue
+        folder, began, results = Path(tempfile.mkdtemp(prefix="dcp-keepers-")), time.monotonic(), []
+        try:
+            for one in run(folder):
+                results.append(one)
+                print(*one, sep="\n", end="\n" if one else "", flush=True)
+        except Exception as error:
+            results.append([f"{type(error).__name__}: {error}"])
+            print(results[-1][0])
+        bad = sum(map(bool, results))
+        print(f"{name}: {len(results)} times, {bad} wrong, {time.monotonic() - began:.0f} s", flush=True)
+        wrong += bad
+        if not bad:
+            shutil.rmtree(folder, ignore_errors=True)
+    return bool(wrong)

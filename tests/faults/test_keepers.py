@@ -1,0 +1,76 @@
+"""What a training with keepers lives through, at moments that are the same in each run; more by the campaign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import keepers
+from tests.host_process import why_no_namespaces
+
+pytestmark = pytest.mark.ranks
+apart = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
+
+
+def _nothing_wrong(found: Iterable[list[str]], times: int) -> None:
+    results = list(found)
+    assert len(results) == times
+    assert [wrong for wrong in results if wrong] == []
+
+
+def test_ranks_that_are_killed_resume_from_memory(tmp_path: Path) -> None:
+    _nothing_wrong(keepers.killed(tmp_path, 5, seed=2, replicas=1, durable_every=5), 6)
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local_dir", "process"])
+def test_what_save_has_returned_for_is_published_without_the_training(tmp_path: Path, local: bool) -> None:
+    config = {} if local else {"local_dir": None, "writer": "process"}
+    _nothing_wrong(keepers.after_save(tmp_path, 1, **config), 2)
+
+
+def test_a_neighbour_has_what_a_lost_host_had_and_the_durable_storage_what_two_had(tmp_path: Path) -> None:
+    _nothing_wrong(keepers.lost(tmp_path, [1, 2], seed=1), 2)
+
+
+def test_a_host_fewer_and_other_layouts_load_every_byte(tmp_path: Path) -> None:
+    layouts = [("tp", (0, 1), 1), ("ddp", (0, 1), 1), ("fsdp2_tp", (0, 1), 2), ("fsdp2_hsdp", (0, 1), 2)]
+    _nothing_wrong(keepers.reshaped(tmp_path, layouts), 5)
+
+
+def test_a_training_goes_on_when_its_keepers_are_killed(tmp_path: Path) -> None:
+    _nothing_wrong(keepers.without_keepers(tmp_path, 1, seed=5, replicas=1, durable_every=3), 2)
+
+
+@apart
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_a_training_goes_on_when_a_host_has_no_room(tmp_path: Path, what: str) -> None:
+    assert keepers.full(tmp_path, what) == []
+
+
+@apart
+@pytest.mark.parametrize(
+    "fault",
+    [keepers.slow, lambda folder: keepers.cut(folder, "at once"), keepers.store_down],
+    ids=["slow link", "cut link", "store down"],
+)
+def test_what_fails_for_a_while_is_caught_up_with(tmp_path: Path, fault: Callable[[Path], list[str]]) -> None:
+    assert fault(tmp_path) == []
+
+
+@apart
+@pytest.mark.long
+def test_a_cut_that_is_noticed_is_caught_up_with(tmp_path: Path) -> None:
+    assert keepers.cut(tmp_path, "noticed") == []
+
+
+@pytest.mark.parametrize("what", ["run", "user"])
+def test_memory_of_something_else_is_passed_over_and_told(tmp_path: Path, what: str) -> None:
+    assert keepers.stale(tmp_path, what) == []
+
+
+@apart
+@pytest.mark.long
+def test_nothing_is_left_after_many_lives(tmp_path: Path) -> None:
+    assert keepers.leaks(tmp_path, 11, seed=1) == []
