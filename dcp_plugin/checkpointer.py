@@ -12,7 +12,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tiers.recovery import Recovery
-from dcp_plugin.tiers.survey import Surveyor
+from dcp_plugin.tiers.survey import Surveyor, forget, path_of
 from dcp_plugin.types import CheckpointState, LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -112,6 +113,7 @@ class Checkpointer:
         owners: Iterable[Any] = (),
         aliases: Aliases | None = None,
         kinds: Mapping[str, str] | None = None,
+        durable: bool = False,
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -128,6 +130,7 @@ class Checkpointer:
             aliases: More keys for stock loaders, see there too.
             kinds: Which names of ``state`` are state dicts of a ``"module"`` or an ``"optimizer"``, so that a load
                 finds them under other names, as it does those of live objects.
+            durable: With ``local_dir``: bring this save to its path, whatever ``durable_every`` says.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -153,6 +156,7 @@ class Checkpointer:
             ranks = self._meet_again(self._may_go_on)
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
             request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
+            request = replace(request, with_files=files is not None, durable=durable)
             live = LiveState(state, kinds or {}, list(owners))
             if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
                 self.pace.paused(time.monotonic() - began, saving=True)
@@ -210,6 +214,28 @@ class Checkpointer:
             self._saving.loaded(state, report, loading.opened, ranks)
             return report
 
+    @contextmanager
+    def shown(self, path: PathLike) -> Iterator[None]:
+        """While the block runs, all that looks at ``path`` in this process finds the checkpoint there, also if only
+        nodes have it in their ``local_dir``: for integrations that look at it before they load it. Collective.
+
+        Raises:
+            RankFailure: As :meth:`load`.
+        """
+        if self.config.local_dir is None:
+            yield
+            return
+        with self._queue.call(f"look at {path}"):
+            ranks = self._meet_again()
+            where = as_path(path, self.config.storage_options)
+            if self._kept is None:
+                settle_before_restart(self.config, where.parent, ranks)
+            with Recovery(ranks, self.config, where) as recovery:
+                for handle in self._queue.handles:
+                    handle.wait_recoverable()
+                with recovery.shown():
+                    yield
+
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """The saves at or below ``root`` that can be loaded although nothing is at their paths: from ``local_dir`` of
         the nodes. First, keepers of a training before finish what that has handed over. Collective.
@@ -250,7 +276,8 @@ class Checkpointer:
         return found > 0
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint, after the save in flight if that is writing it. Call it on one rank.
+        """Delete a checkpoint, with what nodes have of it in ``local_dir``, after the save in flight if that is writing
+        it. Call it on one rank: with ``local_dir``, on rank 0.
 
         Raises:
             CheckpointError: A subscriber of that save's events calls it.
@@ -260,6 +287,11 @@ class Checkpointer:
             if handle.path == where:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
+        if self.config.local_dir is not None:
+            if self._kept is not None:
+                self._kept.client.forget(path_of(where))
+            else:
+                forget(self.config.local_dir, where)
         catalog.remove(where)
 
     def wait(self) -> None:
@@ -275,6 +307,34 @@ class Checkpointer:
             take_off_hooks()
             self.pace.paused(time.monotonic() - began, saving=False)
             Attempt(None, first_untold(ended)).get()
+
+    def wait_until_kept(self) -> None:
+        """Wait until what was saved survives this training: with ``local_dir``, until it is complete there, and while
+        it is on its way to its path. Integrations wait for no more before they go on.
+
+        Raises:
+            SaveFailed: As :meth:`wait`; not with ``local_dir``, where a save that fails is told in the log, and raised
+                by :meth:`wait`: ranks hear of it at different times, and the training is to go on.
+        """
+        if self.config.local_dir is None:
+            self.wait()
+            return
+        with self._queue.call("wait"):
+            for handle in self._queue.handles:
+                handle.wait_recoverable()
+            take_off_hooks()
+
+    def bring_newest(self) -> None:
+        """Bring the newest save to its path, if it is in ``local_dir`` alone; :meth:`close` does, too. Not with
+        ``durable_every=None``.
+
+        Raises:
+            SaveFailed: As :meth:`wait`.
+        """
+        with self._queue.call("bring the newest save to its path"):
+            self.wait()
+            if self._kept is not None:
+                self._kept.bring_newest()
 
     def due(self, step: int) -> bool:
         """Whether to save now, by ``save_interval``: the same answer on every rank. Collective: after each step.

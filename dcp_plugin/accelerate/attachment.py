@@ -112,11 +112,14 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: This save failed, or an earlier one in the background; on every rank.
         """
-        self.wait()
+        self._checkpointer.wait_until_kept()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         project = self._project()
-        path = self._decide(project.next_path) if project is not None else _through_link(self._given(output_dir))
+        if project is not None:
+            path = self._decide(lambda: project.next_path(self.config.local_dir))
+        else:
+            path = _through_link(self._given(output_dir))
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
@@ -136,7 +139,7 @@ class Attachment(BaseAttachment):
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
         handle = self._checkpointer.save(state, path, files=before, views=views)
         if project is not None and accelerator.is_main_process:
-            handle.on_published(lambda event: project.rotate())
+            handle.on_published(lambda event: project.rotate(event, self._checkpointer.remove))
         accelerator.project_configuration.iteration += 1
         return str(path)
 
@@ -155,11 +158,20 @@ class Attachment(BaseAttachment):
             TypeError: There is no such ``map_location``, or another keyword argument.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
         """
-        self.wait()
+        self._checkpointer.wait_until_kept()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         project = self._project()
+        if project is not None:
+            project = project.with_local(self._checkpointer)
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
+        with self._checkpointer.shown(path):
+            self._load_state(path, load_kwargs, load_model_func_kwargs)
+        if project is not None:
+            project.continue_numbering()
+
+    def _load_state(self, path: Where, load_kwargs: dict[str, Any] | None, load_model_func_kwargs: Any) -> None:
+        accelerator = self._accelerator
         given = {"strict": True, "map_location": None, **load_model_func_kwargs}
         strict, map_location = bool(given.pop("strict")), given.pop("map_location")
         if map_location not in (None, "cpu", "on_device"):
@@ -179,8 +191,6 @@ class Attachment(BaseAttachment):
             self._load(path, training, taken, strict)
         if training.sharded:
             self._run_load_hooks({}, path)
-        if project is not None:
-            project.continue_numbering()
 
     def resume_or_init(
         self,
@@ -215,6 +225,10 @@ class Attachment(BaseAttachment):
         self.wait()
         project = self._project() if root is None else None
         given: Where = Path() if project is not None else self._given(root)
+        if project is not None:
+            project = project.with_local(self._checkpointer)
+        elif resume != "never":
+            options = replace(options, local=self._checkpointer.surviving(given))
 
         def find(damaged: Collection[Where]) -> Where | None:
             if project is not None and resume in ("auto", "must"):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dcp_plugin.errors import (
     SaveFailed,
     UnsafeCheckpoint,
 )
+from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import METADATA, exists, has_traces
 from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.integration.local_copy import local_copy
@@ -41,6 +42,7 @@ from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
+from dcp_plugin.tiers.survey import held
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -48,6 +50,7 @@ _STOCK_MODEL, _STOCK_OPTIMIZER = "model", "optimizer"
 _MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY = "pytorch_model_fsdp_{}", "optimizer_{}"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _PREFIX = "checkpoint_"
+_NUMBERED = re.compile(rf"{_PREFIX}(\d+)")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
@@ -221,6 +224,8 @@ class Project:
 
     config: ProjectConfiguration
     storage_options: StorageOptions | None = field(default=None, repr=False)
+    local: tuple[Where, ...] = ()
+    """What can be loaded although nothing is there."""
 
     @classmethod
     def of(cls, accelerator: Accelerator, storage_options: StorageOptions | None) -> Project | None:
@@ -228,18 +233,23 @@ class Project:
         config = accelerator.project_configuration
         return cls(config, storage_options) if config.automatic_checkpoint_naming else None
 
+    def with_local(self, checkpointer: Checkpointer) -> Project:
+        """With what survives in ``local_dir`` of the nodes alone. Collective."""
+        found = [self._root / state.path.name for state in checkpointer.surviving(self._root)]
+        return replace(self, local=tuple(path for path in found if _NUMBERED.fullmatch(path.name)))
+
     def __post_init__(self) -> None:
         if self.config.project_dir is not None:
             as_path(self.config.project_dir)  # here, not in the first save
 
-    def next_path(self) -> Where:
+    def next_path(self, local_dir: str | None = None) -> Where:
         """Where the next automatic save goes.
 
         Raises:
             SaveFailed: There is something already, and this run does not continue it.
         """
         path = self._root / f"{_PREFIX}{self.config.iteration}"
-        if medium_of(path).kind(path):
+        if medium_of(path).kind(path) or (local_dir is not None and held(local_dir, path)):
             raise SaveFailed(
                 f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
                 f"with accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
@@ -256,7 +266,7 @@ class Project:
             CheckpointNotFound: There is none.
         """
         paths = [path for path in reversed(self._paths()) if path not in without]
-        found, refused = catalog.first_usable(paths, _require_complete)
+        found, refused = catalog.first_usable(paths, self._require_complete)
         for error in refused:
             logger.warning("passing over %s", error)
         if found is None:
@@ -275,27 +285,32 @@ class Project:
 
     def continue_numbering(self) -> None:
         """After a load, number the next save after all that are there: also after those of a branch that was left."""
-        if numbers := [number for number, _ in catalog.numbered(self._root, _PREFIX)]:
-            self.config.iteration = numbers[-1] + 1
+        if paths := self._paths():
+            self.config.iteration = _number_of(paths[-1]) + 1
 
-    def rotate(self) -> None:
-        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed."""
-        if self.config.total_limit is not None:
+    def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = catalog.remove) -> None:
+        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. How many are in
+        ``local_dir`` alone is ``local_keep``'s to say."""
+        if self.config.total_limit is not None and event.tier == "durable":
             complete = [path for path in self._paths() if not _why_incomplete(path)]
-            catalog.remove_oldest(complete, max(1, self.config.total_limit))
+            catalog.remove_oldest(complete, max(1, self.config.total_limit), delete)
 
     @property
     def _root(self) -> Where:
         return as_path(self.config.project_dir, self.storage_options) / "checkpoints"
 
     def _paths(self) -> list[Where]:
-        return [path for _, path in catalog.numbered(self._root, _PREFIX)]
+        there = [path for _, path in catalog.numbered(self._root, _PREFIX)]
+        return sorted({*there, *self.local}, key=_number_of)
+
+    def _require_complete(self, path: Where) -> Where:
+        if path not in self.local and (reason := _why_incomplete(path)):
+            raise CheckpointIncomplete(f"{path}: {reason}")
+        return path
 
 
-def _require_complete(path: Where) -> Where:
-    if reason := _why_incomplete(path):
-        raise CheckpointIncomplete(f"{path}: {reason}")
-    return path
+def _number_of(path: Where) -> int:
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def _why_incomplete(path: Where) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -160,6 +161,8 @@ class Attachment(BaseAttachment):
         options = StartOptions(resume, init_from, partial, strict, self.config.storage_options)
         if self.fabric is None:
             raise CheckpointError("which Fabric is this? Call attach(fabric), and resume_or_init of what it returns.")
+        if resume != "never":
+            options = replace(options, local=self.checkpointer.surviving(root))
         return options.start(
             self.checkpointer,
             unwrapped(self.fabric, modules_of(state)),
@@ -269,7 +272,7 @@ class FabricAdapter(StrategyAdapter):
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = self.attachment.where(self.strategy.broadcast(path))
-        self.attachment.wait()
+        self.checkpointer.wait_until_kept()
         if self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             # Fabric's own format, or plain torch: in Fabric's own way
             if self.keeps_shards:
@@ -278,7 +281,8 @@ class FabricAdapter(StrategyAdapter):
                 path, state=state, strict=strict, weights_only=weights_only
             )
             return rest
-        return loading.load(self, path, state, strict, weights_only)
+        with self.checkpointer.shown(path):
+            return loading.load(self, path, state, strict, weights_only)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ _START_SECONDS = 120.0
 """In which a keeper has to answer: it imports torch, maybe from a slow file system, beside a training that starts."""
 _POLL = 30.0
 _ANSWER = 60.0
+_FORGET = 60.0
 
 _this_job = uuid.uuid4().hex
 """Stands for the training that this process is rank 0 of."""
@@ -72,6 +73,8 @@ class KeeperClient:
         self._is_attached = threading.Event()
         self._failure: SaveFailed | None = None
         self._coordinator: Peer | None = None
+        self._go: Go | None = None
+        """On rank 0: the last save that was handed over."""
 
         def prepare() -> str:
             self.spool = Spool.of(self._root, config.local_dir)
@@ -245,10 +248,11 @@ class KeeperClient:
             if self._job.nodes > 1:
                 self._ready()
             info = self._info or {"host": "localhost", "address": ("127.0.0.1", 0)}
-            return Peer(self.rank, self._node, info["host"], info["address"])
+            return Peer(self.rank, self._node, info["host"], info["address"], self._config.local_dir or "")
 
         def go(peers: list[Peer]) -> Peer:
-            self.spool.put(f"{token}.go", Go(token, peers, self._job.key).encode())
+            self._go = Go(token, peers, self._job.key)
+            self.spool.put(f"{token}.go", self._go.encode())
             return peers[0]
 
         try:
@@ -291,9 +295,9 @@ class KeeperClient:
         return cast(bool, self._call("drain_newest", token, self._coordinator, self._job.key))
 
     def forget(self, path: Where) -> None:
-        """Delete what this node has of the saves to a path."""
+        """Delete what this node has of the saves to a path; on rank 0, what all nodes have."""
         if self._config.local_dir is not None:
-            self._call("forget", str(path), self._root, self._config.local_dir)
+            self._call("forget", str(path), path.parent, self._config.local_dir, self._go, wait=_FORGET)
 
     def settle(self, seconds: float) -> list[str]:
         """Wait until what was handed over before is where a restart looks for it. The tokens of what is not."""

@@ -205,6 +205,15 @@ class Coordinator:
         self._draining.add(newest)
         return True
 
+    def forget(self, path: str) -> None:
+        """What was saved to a path is deleted: it is not brought there any more."""
+        with self._lock:
+            gone = self._newest
+            if gone is None or str(path_of(gone.path)) != path:
+                return
+            self._newest = None
+        self._drop(gone)
+
     # Asking the nodes
 
     def _on_all(self, save: Save, what: str, call: Callable[[list[Peer]], tuple[Any, ...]]) -> list[Any]:
@@ -422,8 +431,9 @@ class Coordinator:
         except Exception as error:
             save.error = save.error or error
             self._say(f"{save.path} is not complete locally: {error}")
-        every = save.job.config.durable_every
-        drained = every is not None and save.number % every == 0
+        head, every = save.job.head, save.job.config.durable_every
+        assert head is not None
+        drained = every is not None and (save.number % every == 0 or head.durable)
         only_local = not drained and save.error is None
         with self._lock:
             before, self._newest = self._newest, save if only_local else None
@@ -491,8 +501,8 @@ class Coordinator:
         return len(self._draining.waiting) >= save.job.config.local_keep
 
     def _drain_once(self, save: Save) -> None:
-        record = save.record
-        assert record is not None, "it was written locally"
+        record, head = save.record, save.job.head
+        assert record is not None and head is not None, "it was written locally"
         config = save.job.config
         publication = Publication(save.path, medium_of(save.path, config.direct_io))
         publication.save_id = record.save_id

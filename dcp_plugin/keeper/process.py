@@ -29,7 +29,7 @@ from typing import Any
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
 from dcp_plugin.keeper.node import Node
-from dcp_plugin.keeper.spool import End, Peer, Spool
+from dcp_plugin.keeper.spool import End, Go, Peer, Spool
 from dcp_plugin.tiers.wire import Address, Channel, Server, connect, own_address
 
 logger = logging.getLogger("dcp_plugin.keeper")
@@ -223,7 +223,8 @@ class Keeper:
             if self._ended:
                 return None
             alive = [one for there, one in self._clients.items() if not (one.has_died() or there.is_closed())]
-            pids = sorted(one.pid for one in alive if one.job != job)  # not of one that was killed just now
+            # Not of one that was killed just now, nor of a process that saves alone.
+            pids = sorted(one.pid for one in alive if one.job not in (job, ""))
             if pids and job:
                 raise SaveFailed(
                     f"another training on {socket.gethostname()} (pid {', '.join(map(str, pids))}) saves to the same "
@@ -299,8 +300,19 @@ class Keeper:
             answer, value = there.receive()
         return answer == "ok" and bool(value)
 
-    def _on_forget(self, channel: Channel, path: str, root: Any, local_dir: str) -> None:
+    def _on_forget(self, channel: Channel, path: str, root: Any, local_dir: str, go: Go | None) -> None:
+        self.coordinator.forget(path)
         self.node.forget("", path, root, local_dir)
+        if go is None:
+            return
+        for peer in [node[0] for node in go.nodes()[1:]]:
+            try:
+                with connect(peer.address, go.key, _TICK * 20) as there:
+                    there.timeout(_TICK * 20)
+                    there.send(("forget", ("", path, root, peer.local_dir)))
+                    there.receive()
+            except (OSError, EOFError) as error:
+                self.say(f"{peer.host} has not deleted what it has of {path} in {peer.local_dir}: {error}")
 
     def _on_settle(self, channel: Channel, seconds: float) -> list[str]:
         """Wait until nothing that was handed over is on its way to where a restart would look for it."""

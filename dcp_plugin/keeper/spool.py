@@ -425,6 +425,8 @@ class Head:
     save_id: str
     among_other_files: bool
     """Whether the path may be a directory with other things in it, which stay."""
+    durable: bool
+    """Whether it goes on to its path whatever ``durable_every`` says."""
 
 
 @dataclass(frozen=True)
@@ -472,6 +474,7 @@ class Peer:
     node: str
     host: str
     address: Address
+    local_dir: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ People and loggers are told of a save on rank 0, in the training's thread, when 
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,9 +55,12 @@ from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.storage.open import summary_of
+from dcp_plugin.tiers.survey import held
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
+
+logger = logging.getLogger("dcp_plugin")
 
 in_existence: weakref.WeakSet[DCPCheckpointIO] = weakref.WeakSet()
 """The plugins of this process: without one, no Trainer needs the callback."""
@@ -67,15 +72,77 @@ class PostCommit:
     ``ModelCheckpoint`` links to a checkpoint, deletes the one that it replaces and tells the loggers as soon as
     ``Trainer.save_checkpoint`` has returned. With a save in the background that is too early: after a crash the link
     would lead nowhere, and neither the new nor the old checkpoint would be there.
+
+    With ``local_dir`` a save may have ended and not be at its path, or have ended while the one before is on its way
+    there. Then links lead to what is at its path, and what is there is deleted when something newer has come, too.
     """
 
     def __init__(self) -> None:
         self._newest: SaveHandle | None = None
         self._due: deque[Callable[[], object]] = deque()
+        self._count = 0
+        """Saves that were followed."""
+        self._links: list[Callable[[], object]] = []
+        """To the newest save, if that is nowhere but in ``local_dir``."""
+        self._removals: deque[tuple[int, Where, Callable[[], object]]] = deque()
+        """What is deleted after the save of that number."""
+        self._only_local: set[Where] = set()
 
     def follow(self, handle: SaveHandle | None) -> None:
         """From now on, actions follow this save; with None they do not wait for any."""
         self._newest = handle
+        self._count, number = self._count + 1, self._count + 1
+        self._links = []
+        if handle is not None:
+            handle.on_published(lambda event: self._ended(number, event))
+
+    def _ended(self, number: int, event: SaveFinished) -> None:
+        durable = event.tier == "durable"
+        if durable:
+            self._only_local.discard(event.path)
+        else:
+            self._only_local.add(event.path)
+        for removal in tuple(self._removals):
+            after, path, remove = removal
+            if after <= number and (durable or path in self._only_local):
+                with suppress(ValueError):  # taken meanwhile
+                    self._removals.remove(removal)
+                    self._only_local.discard(path)
+                    self._due.append(remove)
+
+    def link(self, action: Callable[[], object]) -> None:
+        """Link to the newest save when it is published, before what the link leads to so far is deleted."""
+        newest = self._newest
+        if newest is None:
+            action()
+            return
+
+        def link(event: SaveFinished) -> None:
+            if event.tier == "durable":
+                action()
+            else:
+                self._links.append(action)
+
+        newest.on_published(link, first=True)
+
+    def remove_in_training(self, path: Where, action: Callable[[], object]) -> None:
+        """Delete a checkpoint in :meth:`settle`, when the newest save, or a later one, has ended and is as durable."""
+        if self._newest is None:
+            action()
+            return
+        number = self._count
+        self._removals.append((number, path, action))
+        if self._newest.finished is not None:
+            self._ended(number, self._newest.finished)
+
+    def brought(self) -> None:
+        """The newest save has come to its path after all, if that was possible."""
+        newest = self._newest
+        if newest is not None and newest.finished is not None and newest.finished.tier == "durable":
+            links, self._links = self._links, []
+            for link in links:
+                link()
+            self._ended(self._count, newest.finished)
 
     def forget_failed(self) -> None:
         """The training has been told that the newest save failed: what it does next waits for no save."""
@@ -86,17 +153,13 @@ class PostCommit:
         """Whether ``path`` will be a checkpoint soon."""
         return self._newest is not None and not self._newest.done() and self._newest.path == as_path(path)
 
-    def with_files(self, action: Callable[[], object], first: bool = False) -> None:
-        """Change files when the newest save is published, in the thread that publishes: ``last`` is always the newest.
-
-        Args:
-            action: Runs now if there is nothing to wait for.
-            first: Before what was said earlier: a link, before what it leads to so far is deleted.
-        """
+    def with_files(self, action: Callable[[], object]) -> None:
+        """Change files when the newest save is published, in the thread that publishes; now if there is nothing to wait
+        for."""
         if self._newest is None:
             action()
         else:
-            self._newest.on_published(lambda event: action(), first=first)
+            self._newest.on_published(lambda event: action())
 
     def in_training(self, action: Callable[[SaveFinished], object]) -> None:
         """The same for what only the training's thread may do (loggers): it runs in :meth:`settle`."""
@@ -137,8 +200,9 @@ class Report:
 
     def say(self) -> None:
         linked = f", {_in_words(self.linked)} of it linked," if self.linked else ""
+        where = "" if self.event.tier == "durable" else " in local_dir"
         rank_zero_info(
-            f"Saved {self.event.path}: {_in_words(self.gigabytes)}{linked} in {self.event.seconds:.2f} s "
+            f"Saved {self.event.path}{where}: {_in_words(self.gigabytes)}{linked} in {self.event.seconds:.2f} s "
             f"({_in_words(self.gb_per_second)}/s). The training waited {self.event.blocked_seconds:.2f} s."
         )
 
@@ -235,6 +299,8 @@ class DCPCheckpointIO:
         self._asked: int | None = None
         self.serves_strategy = False
         """Set by a promoted strategy: all ranks save."""
+        self.compares = False
+        """Set while a callback saves that keeps the best: it may name any of its checkpoints at the end."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
@@ -269,11 +335,18 @@ class DCPCheckpointIO:
         Raises:
             SaveFailed: This save failed, or the one before, whose failure was not raised yet.
         """
-        self.wait()
+        self._wait_until_kept()
         files, aliases = (added.write_meta, added.aliases) if added else (None, None)
         self.post_commit.follow(None)
         handle = self.checkpointer(world_size).save(
-            state, path, step, files, owners=owners, aliases=aliases, kinds=layout.kinds_of(state)
+            state,
+            path,
+            step,
+            files,
+            owners=owners,
+            aliases=aliases,
+            kinds=layout.kinds_of(state),
+            durable=self.compares,
         )
         self.post_commit.follow(handle)
         self.post_commit.in_training(self._report)
@@ -330,6 +403,19 @@ class DCPCheckpointIO:
                 raise
         self.post_commit.settle()
 
+    def _wait_until_kept(self) -> None:
+        """:meth:`wait`, but with ``local_dir`` not until what was saved is at its path."""
+        if self.config.local_dir is None:
+            self.wait()
+            return
+        if self._checkpointer is not None:
+            self._checkpointer.wait_until_kept()
+        self.post_commit.settle()
+
+    def has_locally(self, path: PathLike) -> bool:
+        """Whether this node has a save to this path in ``local_dir``."""
+        return self.config.local_dir is not None and bool(held(self.config.local_dir, self.where(path)))
+
     def start(self, model: nn.Module, world_size: int, strict: bool) -> Restart:
         """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
 
@@ -373,7 +459,16 @@ class DCPCheckpointIO:
         """
         self._warn_if_not_promoted()
         where = self.where(path)
-        self.post_commit.with_files(lambda: catalog.remove(where))
+        if self.config.local_dir is None:
+            self.post_commit.with_files(lambda: catalog.remove(where))
+        else:
+            self.post_commit.remove_in_training(where, lambda: self._remove_everywhere(where))
+
+    def _remove_everywhere(self, path: Where) -> None:
+        try:
+            (self._checkpointer or Checkpointer(self.config, solo=True)).remove(path)
+        except (CheckpointError, OSError) as error:  # an old checkpoint does no harm
+            logger.warning("could not delete the old checkpoint %s: %s", path, error)
 
     def teardown(self) -> None:
         """Wait for the save in flight and free what saving needed. The plugin can be used again.
@@ -383,6 +478,10 @@ class DCPCheckpointIO:
         """
         try:
             self.wait()
+            if self._checkpointer is not None and self.config.local_dir is not None:
+                self._checkpointer.bring_newest()
+                self.post_commit.brought()
+                self.post_commit.settle()
         finally:
             checkpointer, self._checkpointer = self._checkpointer, None
             self.post_commit.settle()
@@ -399,8 +498,9 @@ class DCPCheckpointIO:
         return {**self.__dict__, "_checkpointer": None, "post_commit": PostCommit(), "on_saved": None, "_held_back": []}
 
     def _alone(self) -> Checkpointer:
-        """A checkpointer that needs no closing: no process group, no background."""
-        return Checkpointer(self.config, solo=True, async_save=False)
+        """A checkpointer that needs no closing: no process group, no background, no keeper."""
+        alone: dict[str, Any] = {"writer": "thread", "local_dir": None, "replicas": 0, "durable_every": 1}
+        return Checkpointer(self.config, solo=True, async_save=False, **alone)
 
     def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

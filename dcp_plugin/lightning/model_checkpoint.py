@@ -24,7 +24,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +37,17 @@ from dcp_plugin.format import METADATA, SUMMARY
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.lightning_packages import has_base, home_of
+from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.media import Listed, Medium, medium_of
-from dcp_plugin.paths import ObjectPath, PathLike, Where, is_url, text_of
+from dcp_plugin.paths import ObjectPath, PathLike, Where, is_url, resolved, text_of
+from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.storage.open import read_summary
+from dcp_plugin.tiers.survey import held
+from dcp_plugin.types import CheckpointState
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
 """The hooks in which a ``ModelCheckpoint`` saves."""
@@ -124,10 +128,11 @@ def _promoted(base: type[Any]) -> type[Any]:
                 return _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
             if super().file_exists(filepath, trainer):
                 return True
-            if adapter is None or not adapter.io.config.async_save:
+            if adapter is None or not (adapter.io.config.async_save or adapter.io.config.local_dir):
                 return False
-            under_way = trainer.is_global_zero and adapter.io.post_commit.is_under_way(filepath)
-            return bool(adapter.strategy.reduce_boolean_decision(under_way, all=False))
+            io = adapter.io
+            taken = trainer.is_global_zero and (io.post_commit.is_under_way(filepath) or io.has_locally(filepath))
+            return bool(adapter.strategy.reduce_boolean_decision(taken, all=False))
 
     for name in WHERE_IT_SAVES:
         setattr(DCPCheckpoint, name, _saving_in(name, getattr(base, name)))
@@ -141,16 +146,24 @@ def _promoted(base: type[Any]) -> type[Any]:
 
 
 def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
-    """With lazy staging it matters who saves: see :class:`dcp_plugin.lightning.callback.OthersHooks`."""
+    """With lazy staging it matters who saves: see :class:`dcp_plugin.lightning.callback.OthersHooks`. And what
+    keeps the best is to be durable."""
 
     @functools.wraps(original)
     def saving(self: Any, trainer: Any, *args: Any) -> None:
         adapter = _adapter_of(trainer)
-        others = None if adapter is None else adapter.io.others
-        with nullcontext() if others is None else others.of_model_checkpoint(hook):
+        if adapter is None:
             original(self, trainer, *args)
-            if hook == "on_train_batch_end" and adapter is not None and hasattr(self, "dirpath"):
-                _save_when_due(self, trainer, adapter)
+            return
+        io = adapter.io
+        io.compares = getattr(self, "monitor", None) is not None
+        try:
+            with nullcontext() if io.others is None else io.others.of_model_checkpoint(hook):
+                original(self, trainer, *args)
+                if hook == "on_train_batch_end" and hasattr(self, "dirpath"):
+                    _save_when_due(self, trainer, adapter)
+        finally:
+            io.compares = False
 
     return saving
 
@@ -186,7 +199,7 @@ def _link(trainer: Any, target: PathLike, link: PathLike, original: Any) -> None
         return
     there, name = adapter.io.where(target), adapter.io.where(link)
     if trainer.is_global_zero and there != name:
-        adapter.io.post_commit.with_files(lambda: catalog.link(name, there), first=True)
+        adapter.io.post_commit.link(lambda: catalog.link(name, there))
     trainer.strategy.barrier("link to a checkpoint")
 
 
@@ -200,7 +213,7 @@ def _is_taken_on_all_ranks(trainer: Any, io: DCPCheckpointIO, path: Where) -> bo
     taken, failure = False, ""
     if trainer.is_global_zero:
         try:
-            taken = io.post_commit.is_under_way(path) or _is_taken(path)
+            taken = io.post_commit.is_under_way(path) or io.has_locally(path) or _is_taken(path)
         except OSError as error:
             failure = f"cannot see whether {path} is there: {error}. {medium_of(path).advice}"
     taken, failure = trainer.strategy.broadcast((taken, failure))
@@ -227,18 +240,20 @@ def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
 class _Stores:
     """What Lightning has to know of object stores to choose a checkpoint, see :mod:`~dcp_plugin.lightning._lightning`.
 
-    Nothing is asked of one for a trainer without the plugin.
+    And of what is in ``local_dir`` alone, as far as this node has it: Lightning chooses before ranks can talk to each
+    other. Nothing is asked for a trainer without the plugin.
     """
 
     trainer: Any
 
     def concerns(self, path: str) -> bool:
-        return _plugin_of(self.trainer) is not None and is_url(text_of(path))
+        io = _plugin_of(self.trainer)
+        return io is not None and (io.config.local_dir is not None or is_url(text_of(path)))
 
     def newest(self, paths: set[str]) -> str | None:
         io = _plugin_of(self.trainer)
         assert io is not None, "only a trainer with the plugin asks"
-        times = {str(where): time for where in map(io.where, paths) if (time := _time_of(where)) is not None}
+        times = {str(where): time for where in map(io.where, paths) if (time := _time_of(io, where)) is not None}
         return max(times, key=times.__getitem__) if times else None
 
     def numbers(self, folder: str, name: re.Pattern[str], committed: bool) -> list[int]:
@@ -246,8 +261,10 @@ class _Stores:
         assert io is not None, "only a trainer with the plugin asks"
         root = io.where(folder)
         medium = medium_of(root).snapshot(root)
-        there = [(found, one) for one in _entries(root, medium) if (found := name.fullmatch(one.path.name))]
-        usable = [(found, one) for found, one in there if not committed or not _reason_to_pass_over(one.path)]
+        local = [one.path for one in _local_in(io, root)]
+        paths = [*local, *(one.path for one in _entries(root, medium) if one.path not in local)]
+        there = [(found, path) for path in paths if (found := name.fullmatch(path.name))]
+        usable = [(found, path) for found, path in there if not committed or not _reason_to_pass_over(path, local)]
         return [int(found[1]) for found, _ in usable]
 
 
@@ -258,8 +275,21 @@ def _entries(root: Where, medium: Medium) -> list[Listed[Any]]:
         return []
 
 
-def _time_of(path: Where) -> float | None:
+def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
+    """What was saved to a folder and is not there, as far as this node has it. Keepers of a training before are waited
+    for first: they may be about to put it there."""
+    if io.config.has_keeper:
+        settle_before_restart(io.config, folder, Ranks())
+    if io.config.local_dir is None:
+        return []
+    found = catalog.list_local(folder, io.config)
+    return [state for state in found if state.path.parent in (folder, resolved(folder))]
+
+
+def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
     """When a checkpoint, or a file that is one, was made; None if it is not there."""
+    if io.config.local_dir is not None and (steps := held(io.config.local_dir, path)):
+        return steps[-1].record.time
     medium = medium_of(path)
     if is_regular_file(path):
         return medium.open(path.parent).modified(path.name)
@@ -279,11 +309,18 @@ def _find_last(callback: Any, trainer: Any, search: Callable[..., set[str]]) -> 
     if io is None:
         return search(callback, trainer)
     folder = io.where(_lightning.folder_of(callback, trainer))
-    if not isinstance(folder, ObjectPath):
-        return _committed(io, search(callback, trainer))
-    paths = [str(one.path) for one in _entries(folder, medium_of(folder))]
-    found = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
-    return _committed(io, {str(io.where(path)) for path in found})
+    local = _local_in(io, folder) if callback.save_last else []
+    if isinstance(folder, ObjectPath):
+        paths = [str(one.path) for one in _entries(folder, medium_of(folder))]
+        found = _lightning.search_among(callback, paths, lambda: search(callback, trainer))
+        found = {str(io.where(path)) for path in found}
+    else:
+        found = search(callback, trainer)
+    if local:
+        newest = max(local, key=lambda state: state.time)
+        if all((_time_of(io, io.where(path)) or 0.0) < newest.time for path in found):
+            return {str(newest.path)}
+    return _committed(io, found)
 
 
 def _committed(io: DCPCheckpointIO, found: set[str]) -> set[str]:
@@ -316,7 +353,9 @@ def _note_chosen(found: set[str]) -> None:
         note_chosen(path)
 
 
-def _reason_to_pass_over(path: Where) -> str:
+def _reason_to_pass_over(path: Where, local: Collection[Where] = ()) -> str:
+    if path in local:
+        return ""
     if isinstance(path, ObjectPath):
         return "" if is_regular_file(path) else catalog.reason_to_pass_over(path)
     if not path.exists():

@@ -153,7 +153,8 @@ class LightningAdapter(StrategyAdapter):
         weights_only = self.io.weights_only if weights_only is None else weights_only
         self.io.wait()
         if not self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
-            return self._load_directory(path, weights_only)
+            with self.checkpointer.shown(path):
+                return self._load_directory(path, weights_only)
         if self.keeps_shards:
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
             self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)

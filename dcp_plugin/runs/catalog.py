@@ -131,9 +131,12 @@ def _local(root: Where, local_dir: PathLike | None, storage_options: StorageOpti
     """What is in this host's ``local_dir`` alone."""
     if local_dir is None:
         return []
-    config = CheckpointConfig(local_dir=str(local_dir), storage_options=storage_options)
-    surveyor = Surveyor(Ranks(), config, root)
-    return local_states(surveyor.look(of_one_node=True), config)
+    return list_local(root, CheckpointConfig(local_dir=str(local_dir), storage_options=storage_options))
+
+
+def list_local(root: Where, config: CheckpointConfig) -> list[CheckpointState]:
+    """What is in this host's ``local_dir`` and not at its path; what was complete on all nodes is taken to be whole."""
+    return local_states(Surveyor(Ranks(), config, root).look(of_one_node=True), config)
 
 
 def local_states(survey: Survey, config: CheckpointConfig) -> list[CheckpointState]:
@@ -196,7 +199,7 @@ def _time_if_ours(path: Where, medium: Medium) -> float | None:
     return summary.time if summary is not None else None
 
 
-def remove_oldest(paths: Sequence[Where], keep: int) -> None:
+def remove_oldest(paths: Sequence[Where], keep: int, delete: Callable[[Where], None] | None = None) -> None:
     """Delete all but the last ``keep`` of ``paths``, which are sorted from old to new.
 
     What cannot be deleted is logged: the checkpoint that replaces it is published, and an old one does no harm.
@@ -204,7 +207,7 @@ def remove_oldest(paths: Sequence[Where], keep: int) -> None:
     # The newest of them first: a base can go only after the checkpoints that it completes.
     for path in reversed(paths[: max(0, len(paths) - keep)]):
         try:
-            remove(path)
+            (delete or remove)(path)
         except (OSError, CheckpointError) as error:
             logger.warning("could not delete the old checkpoint %s: %s", path, error)
 

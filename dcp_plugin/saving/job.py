@@ -60,6 +60,8 @@ class SaveRequest:
     blocked_seconds: float | None = None  # how long the caller waited; None if until the end
     views: Views = field(default_factory=dict)
     aliases: Aliases = field(default_factory=dict)
+    with_files: bool = False  # whether other things may be at the path already, which stay
+    durable: bool = False
 
     @property
     def path(self) -> Where:

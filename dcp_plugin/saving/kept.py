@@ -164,8 +164,13 @@ class KeptSaves:
         self._release()
         planned = self._pipeline.plan(request, staged, ranks, lambda: (request.path, Path(new_token())))
         token = planned.directory.directory.name
-        with_files = attached is not None
-        job = Attempt.of(lambda: self._job(token, request, staged.get(), planned, ranks, with_files))
+
+        def begin() -> RankJob:
+            planned.refuse_another_path(request.path)
+            events.emit(events.SaveStarted(request.path, request.step))  # a subscriber that raises ends it on all ranks
+            return self._job(token, request, staged.get(), planned, ranks)
+
+        job = Attempt.of(begin)
         pool = self._next()
         try:
             self.client.hand_over(request.path, token, job, attached, ranks)
@@ -173,7 +178,6 @@ class KeptSaves:
             pool.memory.free()
             raise
         pool.token, self._count = token, self._count + 1
-        events.emit(events.SaveStarted(request.path, request.step))
         return token
 
     def _job(
@@ -183,9 +187,7 @@ class KeptSaves:
         staged: StagedState,
         planned: PlannedState,
         ranks: Ranks,
-        with_files: bool,
     ) -> RankJob:
-        planned.refuse_another_path(request.path)
         loaded, self._pipeline.last_loaded = self._pipeline.last_loaded, None
         path = request.path
         options = dict(path.options.items()) if isinstance(path, ObjectPath) and path.options else None
@@ -211,7 +213,8 @@ class KeptSaves:
             empty=planned.empty,
             facts=self._pipeline.facts(request, staged, planned, ranks.size),
             save_id=str(uuid.uuid4()),
-            among_other_files=with_files,
+            among_other_files=request.with_files,
+            durable=request.durable,
         )
         return replace(job, head=head)
 

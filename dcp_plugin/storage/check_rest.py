@@ -40,7 +40,7 @@ def told_beside(medium: Medium, directory: Where, below: str = "") -> dict[str, 
         if one.is_folder:
             found |= told_beside(medium, one.path, f"{name}/")
         elif one.is_file and (below or not name.endswith(DATA_SUFFIX)):
-            found[name] = _told(medium.open(directory), one.path.name)
+            found[name] = told_of(medium.open(directory), one.path.name)
     return found
 
 
@@ -67,13 +67,14 @@ def _check_beside(files: Readable, beside: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the files beside the data files."""
     for name, expected in beside.items():
         try:
-            if _told(files, name) != expected or files.leads_elsewhere(name):
+            if told_of(files, name) != expected or files.leads_elsewhere(name):
                 yield f"{files.where}/{name} is not what was saved with the checkpoint"
         except OSError as error:
             yield f"{files.where}/{name} cannot be read: {error.strerror}"
 
 
-def _told(files: Files, name: str) -> str:
+def told_of(files: Files, name: str) -> str:
+    """As :func:`told_beside` has it of one file."""
     with files.open(name) as file:
         size = files.size(name)
         return hash_of(file.read()) if size <= _MOST_HASHED else f"{size}{_BYTES}"

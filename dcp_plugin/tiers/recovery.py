@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointNotFound
+from dcp_plugin.errors import CheckpointError, CheckpointNotFound
+from dcp_plugin.media import medium_of
+from dcp_plugin.media.elsewhere import Elsewhere, shown_at
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import Opened, open_files
@@ -63,6 +66,24 @@ class Recovery:
             return open_files(self._path, self._files, self._base)
 
         return open_nearest
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While the block runs, what looks at the path finds what survives, if nothing of that save is there.
+        Collective."""
+        self.find()
+        survivor = newest_at(self._survey, self._path) if self._survey is not None else None
+        if survivor is None or survivor.durable:
+            yield
+            return
+        assert self._survey is not None and self._surveyor is not None
+        files = self._surveyor.files(survivor, self._survey.key, self._path)
+        beside: dict[str, str] = {}
+        with suppress(CheckpointError):  # whoever reads it will say so
+            beside = open_files(self._path, files, self._base).index.beside
+        with shown_at(self._path, Elsewhere(files, tuple(files.all_names()), beside, medium_of(self._path))):
+            yield
+            self._ranks.agree(f"end to look at {self._path}", lambda: None)  # nobody needs this node's files any more
 
     @property
     def _base(self) -> Where | None:

@@ -23,7 +23,7 @@ from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.tiers.nearest import DurablePlace, NearestFiles, OtherNode, OwnFolder, Place
-from dcp_plugin.tiers.steps import LocalStep, Record, steps_below
+from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, steps_below
 from dcp_plugin.tiers.wire import Address, Server, new_key, own_address, serve_files
 
 logger = logging.getLogger("dcp_plugin")
@@ -200,6 +200,8 @@ class Surveyor:
         if str(root) not in self._runs:
             try:
                 self._runs[str(root)] = run_of(root) or ""
+                if _is_not_mounted(root):
+                    raise FileNotFoundError(f"nothing is at {root.parent}: is the storage mounted?")
             except (OSError, CheckpointError) as error:
                 passed_over.append(f"{root} cannot be read ({error}): what is local is taken to be of this run")
                 self._runs[str(root)] = None
@@ -256,10 +258,30 @@ def _namespace() -> str:
     return "?"
 
 
+def _is_not_mounted(root: Where) -> bool:
+    """Whether a folder of checkpoints, if it is not there, was probably not emptied: nothing is around it either."""
+    if not isinstance(root, Path) or root.is_dir():
+        return False
+    return not root.parent.is_dir() or not any(root.parent.iterdir())
+
+
 def newest_at(survey: Survey, path: Where) -> Survivor | None:
     """The newest save to one path."""
     names = _names_of(path)
     return next((one for one in survey.survivors if one.record.path in names), None)
+
+
+def held(local_dir: str, path: Where) -> list[LocalStep]:
+    """What this node has of the saves to one path, oldest first."""
+    found, _ = steps_below(Path(local_dir), resolved(path.parent))
+    names = _names_of(path)
+    return [step for step in found if step.record.path in names]
+
+
+def forget(local_dir: str, path: Where) -> None:
+    """Delete what this node has of the saves to one path."""
+    for step in held(local_dir, path):
+        LocalSteps(Path(local_dir), path.parent, key=step.folder.parent.name).remove(step.record.token)
 
 
 def _names_of(path: Where) -> set[str]:

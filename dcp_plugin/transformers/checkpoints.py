@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
+from dcp_plugin.types import CheckpointState
 
 SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_state", "samples_per_step"
 
@@ -154,13 +155,23 @@ class Found:
     has_trainer_state: bool = True
 
 
-def newest(root: PathLike, config: CheckpointConfig) -> Found:
+def newest(root: PathLike, config: CheckpointConfig, local: Collection[CheckpointState] = ()) -> Found | Where:
     """The complete checkpoint of the highest step in a Trainer's output directory.
+
+    Args:
+        local: What can be loaded although nothing is there.
+
+    Returns:
+        What there is; or its path, if it is one of ``local``.
 
     Raises:
         CheckpointNotFound: There is none.
     """
     candidates: list[Where] = [path for _, path in sorted(_candidates(Path(root)), reverse=True)]
+    newest_local = max(local, key=lambda state: state.step or 0, default=None)
+    steps = [step for step, path in _candidates(Path(root)) if not path.name.endswith(".aside")]
+    if newest_local is not None and (newest_local.step or 0) >= max(steps, default=0):
+        return newest_local.path
     found, refused = catalog.first_usable(candidates, lambda path: examine(path, config))
     for path, error in zip(candidates, refused, strict=False):
         warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=2)
@@ -224,7 +235,13 @@ def _has_trainer_state(path: Where) -> bool:
         return exists(unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
 
 
-def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: int | None) -> None:
+def rotate(
+    directory: PathLike,
+    newest: PathLike,
+    best: PathLike | None,
+    limit: int | None,
+    delete: Callable[[Where], None] = catalog.remove,
+) -> None:
     """Delete the oldest checkpoints until ``limit`` are left; torn ones first, never the newest or the best. What is
     set aside as damaged stays, and does not count.
 
@@ -237,7 +254,7 @@ def rotate(directory: PathLike, newest: PathLike, best: PathLike | None, limit: 
     protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
     others = [path for path in present if path not in protected and not (path / DAMAGED).exists()]
     others.sort(key=lambda path: (_is_complete(path), path.stat().st_mtime))
-    catalog.remove_oldest(others, max(0, limit - len(protected)))
+    catalog.remove_oldest(others, max(0, limit - len(protected)), delete)
 
 
 def _candidates(root: Path) -> Iterator[tuple[int, Path]]:

@@ -31,10 +31,11 @@ from transformers.training_args import TrainingArguments
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.integration.random_streams import SavedStreams
-from dcp_plugin.paths import PathLike, as_local, as_path
+from dcp_plugin.paths import PathLike, as_local, as_path, resolved
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
@@ -217,6 +218,7 @@ class TrainerAdapter:
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
         self._said_who_may_write = False
+        self._saved: set[str] = set()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -239,13 +241,25 @@ class TrainerAdapter:
         """The path that the Trainer has to resume from, or None. Rank 0 decides for all."""
         if resume is None or resume is False:
             return None
-        config, output_dir = self._trainer.checkpoint_config, self._trainer.args.output_dir
+        config, output_dir = self._trainer.checkpoint_config, str(self._trainer.args.output_dir)
         ranks = self._checkpointer.ranks
+        chosen: Found | PathLike
         if resume is True:
-            found = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(str(output_dir), config))
-            note_chosen(found.path)
+            root = resolved(Path(output_dir))
+            local = [one for one in self._checkpointer.surviving(output_dir) if one.path.parent == root]
+            chosen = ranks.from_zero("find a checkpoint", lambda: checkpoints.newest(output_dir, config, local))
         else:
-            found = ranks.from_zero(f"open {resume}", lambda: checkpoints.named(resume, config))
+            chosen = resume
+        if isinstance(chosen, Found):
+            note_chosen(chosen.path)
+            return self._resume_from(chosen)
+        path = as_path(chosen, config.storage_options)
+        with self._checkpointer.shown(path):
+            found = ranks.from_zero(f"open {path}", lambda: checkpoints.named(path, config))
+            return self._resume_from(found)
+
+    def _resume_from(self, found: Found) -> str | None:
+        config, ranks = self._trainer.checkpoint_config, self._checkpointer.ranks
         self.found = None if found.stock else found
         if not found.stock and not found.has_trainer_state:  # a new training, with loaded weights
             return None
@@ -258,12 +272,12 @@ class TrainerAdapter:
 
     def finish(self, close: bool = False) -> None:
         """Wait for the save in flight, then push it to the hub if that is wanted; not if it failed."""
-        unpushed, self._unpushed = self._unpushed, None
         if close:
             self._checkpointer.close()
         else:
             self._checkpointer.wait()
-        if unpushed is not None and unpushed.finished is not None:
+        unpushed, self._unpushed = self._unpushed, None
+        if unpushed is not None and unpushed.finished is not None and unpushed.finished.tier == "durable":
             push(self._trainer, os.fspath(unpushed.path))
 
     # Save
@@ -281,8 +295,11 @@ class TrainerAdapter:
         Args:
             save_small_files: The Trainer's own save, which goes into the scratch directory.
         """
-        self.finish()
         trainer = self._trainer
+        if trainer.args.push_to_hub:
+            self.finish()
+        else:
+            self._checkpointer.wait_until_kept()
         step, limit = trainer.state.global_step, trainer.args.save_total_limit
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         with ExitStack() as cleanup:
@@ -295,11 +312,19 @@ class TrainerAdapter:
                 self._note_best(final, staged)
                 if trainer.is_world_process_zero():
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
-            handle = self._checkpointer.save(state, final, step, files=self._files(staged))
+            # Any may turn out to be the best, which is loaded at the end.
+            durable = trainer.args.metric_for_best_model is not None
+            handle = self._checkpointer.save(state, final, step, files=self._files(staged), durable=durable)
+        self._saved.add(final)
         self._complete_copy(handle)
         if trainer.is_world_process_zero():
-            best = trainer.state.best_model_checkpoint
-            handle.on_published(lambda event: checkpoints.rotate(run_dir, final, best, limit))
+            best, delete = trainer.state.best_model_checkpoint, self._checkpointer.remove
+
+            def rotate(event: SaveFinished) -> None:
+                if event.tier == "durable":  # how many are in local_dir alone is local_keep's to say
+                    checkpoints.rotate(run_dir, final, best, limit, delete)
+
+            handle.on_published(rotate)
         self._unpushed = handle if trainer.args.push_to_hub else None
         if handle.done():
             self.finish()
@@ -365,7 +390,7 @@ class TrainerAdapter:
         if not state.best_global_step:
             return
         best = os.path.join(os.path.dirname(final), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if best == final or os.path.exists(best):
+        if best == final or best in self._saved or os.path.exists(best):
             state.best_model_checkpoint = best
             if self._trainer.args.should_save:
                 state.save_to_json(os.fspath(staged / TRAINER_STATE_NAME))
@@ -398,11 +423,12 @@ class TrainerAdapter:
         """Load the best model; returns False, and loads nothing, if stock transformers has saved it."""
         best, config = self._trainer.state.best_model_checkpoint, self._trainer.checkpoint_config
         assert best is not None
-        found = self._checkpointer.ranks.from_zero(
-            "open the best checkpoint", lambda: checkpoints.examine(best, config)
-        )
-        if not found.stock:
-            self._checkpointer.load({MODEL: checkpoints.model_of(self._trainer)}, found.path)
+        with self._checkpointer.shown(best):
+            found = self._checkpointer.ranks.from_zero(
+                "open the best checkpoint", lambda: checkpoints.examine(best, config)
+            )
+            if not found.stock:
+                self._checkpointer.load({MODEL: checkpoints.model_of(self._trainer)}, found.path)
         return not found.stock
 
     def get_batches(self, get: Callable[[], Any]) -> Any:
