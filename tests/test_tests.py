@@ -13,9 +13,10 @@ FILES = {
 }
 CLOCKS = {
     *("tests.launch", "tests.slowness", "tests.conformance.launching", "tests.conformance.__main__"),
-    *("tests.faults.fuzz", "tests.faults.soak", "tests.faults.stores"),
+    *("tests.faults.fuzz", "tests.faults.soak", "tests.faults.stores", "tests.faults.keepers", "tests.test_keeper"),
 }
-"""They end ranks that hang, make delays, tell how long a case took, and go on for so many minutes."""
+"""They end ranks that hang, make delays, tell how long a case took, go on for so many minutes, and look again and again
+at what a process does that nobody can wait for."""
 
 
 def _tests() -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -77,7 +77,7 @@ class Recovery:
             yield
             return
         assert self._survey is not None and self._surveyor is not None
-        files = self._surveyor.files(survivor, self._survey.key, self._path)
+        files = self._surveyor.files(survivor, self._path)
         beside: dict[str, str] = {}
         with suppress(CheckpointError):  # whoever reads it will say so
             beside = open_files(self._path, files, self._base).index.beside

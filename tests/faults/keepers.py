@@ -220,6 +220,7 @@ def full(folder: Path, what: str) -> list[str]:
         wrong = trained.run(life, fill=fill, free=host.free) + unfinished(trained)
         if "No space left" not in trained.said:
             wrong.append(f"nothing of it is said: {trained.said}")
+        trained.from_durable = True  # a training that has ended leaves nothing in memory
         return wrong + not_local(trained, 6) + trained.run(trained.life(saves=1))
 
 

@@ -30,8 +30,11 @@ def test_what_save_has_returned_for_is_published_without_the_training(tmp_path: 
     _nothing_wrong(keepers.after_save(tmp_path, 1, **config), 2)
 
 
-def test_a_neighbour_has_what_a_lost_host_had_and_the_durable_storage_what_two_had(tmp_path: Path) -> None:
-    _nothing_wrong(keepers.lost(tmp_path, [1, 2], seed=1), 2)
+@pytest.mark.parametrize("losses", [[1], pytest.param([1, 2], marks=pytest.mark.long)])
+def test_a_neighbour_has_what_a_lost_host_had_and_the_durable_storage_what_two_had(
+    tmp_path: Path, losses: list[int]
+) -> None:
+    _nothing_wrong(keepers.lost(tmp_path, losses, seed=1), len(losses))
 
 
 def test_a_host_fewer_and_other_layouts_load_every_byte(tmp_path: Path) -> None:
@@ -39,12 +42,13 @@ def test_a_host_fewer_and_other_layouts_load_every_byte(tmp_path: Path) -> None:
     _nothing_wrong(keepers.reshaped(tmp_path, layouts), 5)
 
 
+@pytest.mark.long
 def test_a_training_goes_on_when_its_keepers_are_killed(tmp_path: Path) -> None:
     _nothing_wrong(keepers.without_keepers(tmp_path, 1, seed=5, replicas=1, durable_every=3), 2)
 
 
 @apart
-@pytest.mark.parametrize("what", ["memory", "disk"])
+@pytest.mark.parametrize("what", ["memory", pytest.param("disk", marks=pytest.mark.long)])
 def test_a_training_goes_on_when_a_host_has_no_room(tmp_path: Path, what: str) -> None:
     assert keepers.full(tmp_path, what) == []
 
@@ -52,8 +56,11 @@ def test_a_training_goes_on_when_a_host_has_no_room(tmp_path: Path, what: str) -
 @apart
 @pytest.mark.parametrize(
     "fault",
-    [keepers.slow, lambda folder: keepers.cut(folder, "at once"), keepers.store_down],
-    ids=["slow link", "cut link", "store down"],
+    [
+        pytest.param(keepers.slow, id="slow link", marks=pytest.mark.long),
+        pytest.param(lambda folder: keepers.cut(folder, "at once"), id="cut link", marks=pytest.mark.long),
+        pytest.param(keepers.store_down, id="store down"),
+    ],
 )
 def test_what_fails_for_a_while_is_caught_up_with(tmp_path: Path, fault: Callable[[Path], list[str]]) -> None:
     assert fault(tmp_path) == []
