@@ -89,6 +89,14 @@ MAPS_TO_CPU = """\
 `load_state` without `map_location` loads Accelerate's own files to the CPU first; Accelerate loads them on the device,
 on several GPUs, where for that time they take the memory twice."""
 
+NOT_AT_ITS_PATH = """\
+A save that `durable_every` leaves out is in `local_dir` alone. Lightning's `last` links to what is published, and the
+end of a fit brings the newest there, then links and deletes; until then the files of a run are fewer than with stock.
+`save_total_limit` and `total_limit` count what is at its path; `local_keep` limits the rest. What a `ModelCheckpoint`
+with `monitor` saves, and a Trainer with `metric_for_best_model`, goes to its path whatever `durable_every` says: the
+best must not be lost to newer ones. What has gone wrong with a save on its way there is in the log, and raised by
+`wait` and `close`, not by the next save, since nodes hear of it at different times."""
+
 LAZY_WAITS = """\
 With `staging="lazy"` the state of a save may not be written to through `.data` until it is copied. Under Lightning and
 transformers every hook of somebody else's waits for that; elsewhere such a write is noticed and fails that save."""
@@ -128,5 +136,6 @@ REASONS = {
     "Accelerate: where files are loaded to": MAPS_TO_CPU,
     "What is listed may be deleted": LISTS,
     "Lazy saves and writes through .data": LAZY_WAITS,
+    "With local_dir, what is not at its path yet is not linked or deleted": NOT_AT_ITS_PATH,
     "What stock cannot save or load": BETTER,
 }
