@@ -295,7 +295,7 @@ def stale(folder: Path, what: str) -> list[str]:
                 for path in (*local.glob("*"), *local.glob("*/*")):
                     os.chown(path, 12345, 12345)
             elif what == "format":
-                for path in local.glob("*/*/dcp_plugin.node"):
+                for path in local.rglob("dcp_plugin.node"):
                     path.write_bytes(re.sub(rb'"format": \d+', b'"format": 0', path.read_bytes()))
         wrong += trained.run(trained.life(saves=2))
         words = {"run": "another run", "user": "another user", "format": "another version"}
