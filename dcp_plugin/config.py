@@ -357,7 +357,7 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int | None": ("a whole number or None", lambda value: value is None or _is_int(value)),
     "float": ("a number", _is_number),
     "float | None": ("a number or None", lambda value: value is None or _is_number(value)),
-    'float | Literal["auto"] | None': (
+    "float | Literal['auto'] | None": (
         "a number of seconds, 'auto' or None",
         lambda value: value in ("auto", None) or _is_number(value),
     ),

@@ -276,7 +276,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
 @pytest.mark.parametrize("name", [field.name for field in fields(dcp.CheckpointConfig)])
 def test_a_setting_of_another_type_is_told(name: str) -> None:
     """As text is, which YAML and the environment give for numbers and flags."""
-    for wrong in (1.5j, 30 if name in ("events", "base") else "30"):
+    for wrong in (1.5j, 30 if name in ("events", "base", "local_dir") else "30"):
         # What is in place of storage_options may be a secret.
         shown = f"a {type(wrong).__name__}" if name == "storage_options" else repr(wrong)
         with pytest.raises((TypeError, ValueError), match=rf"^{name} must be .*, got {re.escape(shown)}\.$"):

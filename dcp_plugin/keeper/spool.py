@@ -24,13 +24,13 @@ All names appear whole (written aside and renamed). Pickles in it are of this us
 
 from __future__ import annotations
 
-import fcntl
 import io
 import mmap
 import os
 import pickle
 import shutil
 import struct
+import sys
 import tempfile
 import threading
 import uuid
@@ -58,6 +58,11 @@ from dcp_plugin.tiers.steps import key_of
 from dcp_plugin.tiers.wire import Address
 from dcp_plugin.types import VERSION, Flat
 
+try:
+    import fcntl
+except ImportError:  # not on Linux: whoever wants a keeper is told
+    fcntl = None  # type: ignore[assignment]
+
 _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
 """Bytes of the path of a Unix socket."""
@@ -72,6 +77,8 @@ def base_directory() -> Path:
     Raises:
         NoSharedMemory: It cannot be made, or others can write to it.
     """
+    if fcntl is None:
+        raise NoSharedMemory(f"a keeper needs POSIX file locks, which this platform ({sys.platform}) has not")
     parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:

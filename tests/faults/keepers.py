@@ -290,6 +290,7 @@ def stale(folder: Path, what: str) -> list[str]:
             local = host.at(host.memory / "local")
             if what == "run" and host.number == 0:
                 shutil.rmtree(trained.root)
+                trained.root.mkdir()  # a folder that is gone with all around it may be one that is not mounted
                 trained.told.clear()
             elif what == "user":
                 for path in (*local.glob("*"), *local.glob("*/*")):
