@@ -32,7 +32,8 @@ def test_what_save_has_returned_for_is_published_without_the_training(tmp_path: 
     _nothing_wrong(keepers.after_save(tmp_path, 1, **config), 2)
 
 
-@pytest.mark.parametrize("losses", [[1], pytest.param([1, 2], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("losses", [[1], [1, 2]])
 def test_a_neighbour_has_what_a_lost_host_had_and_the_durable_storage_what_two_had(
     tmp_path: Path, losses: list[int]
 ) -> None:
@@ -51,7 +52,8 @@ def test_a_training_goes_on_when_its_keepers_are_killed(tmp_path: Path) -> None:
 
 
 @apart
-@pytest.mark.parametrize("what", ["memory", pytest.param("disk", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["memory", "disk"])
 def test_a_training_goes_on_when_a_host_has_no_room(tmp_path: Path, what: str) -> None:
     assert keepers.full(tmp_path, what) == []
 
