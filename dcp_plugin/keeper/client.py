@@ -299,10 +299,6 @@ class KeeperClient:
         if self._config.local_dir is not None:
             self._call("forget", str(path), path.parent, self._config.local_dir, self._go, wait=_FORGET)
 
-    def settle(self, seconds: float) -> list[str]:
-        """Wait until what was handed over before is where a restart looks for it. The tokens of what is not."""
-        return cast(list[str], self._call("settle", seconds, wait=seconds))
-
     def close(self, all_over: bool = True) -> None:
         """Leave the keeper.
 

@@ -28,7 +28,7 @@ from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.keeper.node import Node, retried
-from dcp_plugin.keeper.spool import End, Go, Part, Peer, RankJob
+from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.runs import catalog
@@ -61,7 +61,6 @@ class Save:
     """Which save of the run it is, from 1 on."""
     record: Record | None = None
     local: bool = False
-    ended: bool = False
     error: Exception | None = None
     hopeless: bool = False
     """Whether several keepers have died with it."""
@@ -73,6 +72,11 @@ class Save:
     @property
     def path(self) -> Where:
         return self.job.where
+
+    @property
+    def head(self) -> Head:
+        assert self.job.head is not None, "it is rank 0's"
+        return self.job.head
 
     def names_of(self, node: Sequence[Peer]) -> list[str]:
         """The files that the ranks of a node have written."""
@@ -94,10 +98,6 @@ class Line:
         with self._changed:
             self.waiting.append(save)
             self._changed.notify_all()
-
-    def has(self, save: Save) -> bool:
-        with self._changed:
-            return save is self.now or save in self.waiting
 
     def tokens(self) -> list[str]:
         with self._changed:
@@ -177,7 +177,7 @@ class Coordinator:
         elif end.local and not end.published and end.error is None:  # the keeper before could have drained it yet
             step = self._node.steps(save.job).find(token)
             if step is not None:
-                save.record, save.local, save.ended, self._newest = step.record, True, True, save
+                save.record, save.local, self._newest = step.record, True, save
 
     def leads(self, token: str) -> bool:
         """Whether a save was begun here."""
@@ -201,7 +201,6 @@ class Coordinator:
             with self._lock:
                 self._newest = self._newest or newest
             raise
-        newest.ended = False
         self._draining.add(newest)
         return True
 
@@ -299,15 +298,13 @@ class Coordinator:
             self._say(f"a node does not hear that {save.path} is written: {error}")
 
     def _write_to_path(self, save: Save) -> None:
-        head = save.job.head
-        assert head is not None
+        head = save.head
         publication = Publication(save.path, medium_of(save.path, save.job.config.direct_io))
         publication.save_id = head.save_id
         try:
-            self._refuse_to_replace_a_base(save.path)
+            catalog.refuse_to_replace_a_base(save.path)
             directory = publication.reserve(head.among_other_files)
-            parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory))
-            save.parts = {rank: part for told in parts for rank, part in told.items()}
+            self._write_parts(save, directory)
             index = self._index(save, publication.file_sizes())
             self._publish(save, lambda: publication.publish(index, self._facts(save)))
         except BaseException:
@@ -315,6 +312,11 @@ class Coordinator:
             raise
         self._prune(save)
         self._end(save, End(published=True, local=False))
+
+    def _write_parts(self, save: Save, directory: Where | None) -> None:
+        """Have every node write its part, as :meth:`Node.write` does."""
+        parts = self._on_all(save, "write", lambda node: (self._ranks(node), directory))
+        save.parts = {rank: part for told in parts for rank, part in told.items()}
 
     def _publish(self, save: Save, publish: Callable[[], Any]) -> None:
         """A save that went straight to its path may have overtaken an older one to the same."""
@@ -325,20 +327,10 @@ class Coordinator:
             publish()
             self._published[path] = save.token
 
-    @staticmethod
-    def _refuse_to_replace_a_base(path: Where) -> None:
-        if (dependent := catalog.completed_by(path)) is not None:
-            raise SaveFailed(
-                f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
-                f"out. Save to a new name, or delete {dependent} first."
-            )
-
     def _write_locally(self, save: Save) -> None:
         save.number = self._next_number(save)
-        parts = self._on_all(save, "write", lambda node: (self._ranks(node), None))
-        save.parts = {rank: part for told in parts for rank, part in told.items()}
-        head = save.job.head
-        assert head is not None
+        self._write_parts(save, None)
+        head = save.head
         sizes = {name: size for part in save.parts.values() for name, size in part.files.items()}
         index = self._index(save, sizes)
         index.beside = {name: told for part in save.parts.values() for name, told in part.attached.items()}
@@ -375,8 +367,7 @@ class Coordinator:
         return self._numbers[root]
 
     def _index(self, save: Save, sizes: dict[str, int]) -> CheckpointIndex:
-        head = save.job.head
-        assert head is not None
+        head = save.head
         written = [save.parts[rank].written for rank in sorted(save.parts)]
         places = Places.joined([part.places for part in written]).take(head.order)
         index = CheckpointIndex.of(head.table, places, sizes)
@@ -386,8 +377,7 @@ class Coordinator:
 
     @staticmethod
     def _facts(save: Save) -> Facts:
-        head = save.job.head
-        assert head is not None
+        head = save.head
         written = [part.written for part in save.parts.values()]
         items, nbytes = sum(part.items_reused for part in written), sum(part.bytes_reused for part in written)
         reused = {"bytes": nbytes, "items": items, "from": "the checkpoint before"} if items else {}
@@ -431,9 +421,8 @@ class Coordinator:
         except Exception as error:
             save.error = save.error or error
             self._say(f"{save.path} is not complete locally: {error}")
-        head, every = save.job.head, save.job.config.durable_every
-        assert head is not None
-        drained = every is not None and (save.number % every == 0 or head.durable)
+        every = save.job.config.durable_every
+        drained = every is not None and (save.number % every == 0 or save.head.durable)
         only_local = not drained and save.error is None
         with self._lock:
             before, self._newest = self._newest, save if only_local else None
@@ -501,18 +490,16 @@ class Coordinator:
         return len(self._draining.waiting) >= save.job.config.local_keep
 
     def _drain_once(self, save: Save) -> None:
-        record, head = save.record, save.job.head
-        assert record is not None and head is not None, "it was written locally"
+        record = save.record
+        assert record is not None, "it was written locally"
         config = save.job.config
         publication = Publication(save.path, medium_of(save.path, config.direct_io))
         publication.save_id = record.save_id
         try:
-            self._refuse_to_replace_a_base(save.path)
+            catalog.refuse_to_replace_a_base(save.path)
             if not save.parts:  # a keeper before has written it
-                parts = self._on_all(save, "write", lambda node: (self._ranks(node), None))
-                save.parts = {rank: part for told in parts for rank, part in told.items()}
-            head = save.job.head
-            directory = publication.reserve(head is not None and head.among_other_files)
+                self._write_parts(save, None)
+            directory = publication.reserve(save.head.among_other_files)
             renamed = directory.stem if publication.medium.keeps_names else ""
             self._of_all(save, lambda node: self._drain_part(save, node, directory, renamed))
             index = self._index_of(save, renamed)
@@ -568,7 +555,6 @@ class Coordinator:
         self._end(save, End(published=False, local=save.local, error=error))
 
     def _end(self, save: Save, end: End) -> None:
-        save.ended = True
         end = replace(end, seconds=time.monotonic() - save.began, path=str(save.path), error=_plain(end.error))
         path = save.path if end.published else None
         try:

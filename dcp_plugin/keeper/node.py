@@ -64,7 +64,7 @@ class _Known:
     end: End | None = None
 
 
-class Pace:
+class RateLimiter:
     """Lets so many bytes per second pass; None: any number."""
 
     def __init__(self, rate: float | None) -> None:
@@ -361,7 +361,7 @@ class Node:
         folder = self.steps(job).folder_of(token)
         medium = medium_of(directory, job.config.direct_io)
         medium.join(directory, job.path)
-        pace = Pace(job.config.drain_bandwidth)
+        pace = RateLimiter(job.config.drain_bandwidth)
         data = [name for name in names if name.endswith(DATA_SUFFIX) and "/" not in name]
         homes: dict[FileIdentity, tuple[Linkable, str]] = {}
 
@@ -473,7 +473,7 @@ def _receive_file(channel: Channel, path: Path, size: int) -> None:
 
 
 def _copy_file(
-    source: Path, medium: Medium, directory: Where, name: str, pace: Pace, at_once: int, piece: int = _PIECE
+    source: Path, medium: Medium, directory: Where, name: str, pace: RateLimiter, at_once: int, piece: int = _PIECE
 ) -> None:
     size = source.stat().st_size
     with (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, some
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SaveFailed, some
 from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredTensor, StoredValue
@@ -256,6 +256,15 @@ def completed_by(base: Where) -> Where | None:
             if needed and not _is_replaced(checkpoint):
                 return checkpoint
     return None
+
+
+def refuse_to_replace_a_base(path: Where) -> None:
+    """Raises SaveFailed if the checkpoint at a path completes another one, which could not be loaded any more."""
+    if (dependent := completed_by(path)) is not None:
+        raise SaveFailed(
+            f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
+            f"out. Save to a new name, or delete {dependent} first."
+        )
 
 
 def _is_replaced(checkpoint: Where) -> bool:

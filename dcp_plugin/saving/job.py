@@ -385,9 +385,5 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
 
 def _reserve(publication: Publication) -> tuple[Where, Where]:
     """On rank 0: the path of the checkpoint, and the directory in which it is made."""
-    if (dependent := catalog.completed_by(publication.path)) is not None:
-        raise SaveFailed(
-            f"cannot save {publication.path}: the checkpoint there has the frozen parameters that {dependent} leaves "
-            f"out. Save to a new name, or delete {dependent} first."
-        )
+    catalog.refuse_to_replace_a_base(publication.path)
     return publication.path, publication.reserve()

@@ -65,11 +65,6 @@ class Channel:
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", credentials)[0])
 
-    @property
-    def own_host(self) -> str:
-        """The address by which the other end knows this host."""
-        return str(self._socket.getsockname()[0])
-
     def timeout(self, seconds: float | None) -> None:
         """How long each of the following waits may take."""
         self._socket.settimeout(seconds)
