@@ -27,6 +27,7 @@ LAYERS = [
     ("keeper",),
     ("saving",),
     ("checkpointer", "api"),
+    ("tools",),
     ("integration",),
     ("lightning", "fabric", "accelerate", "transformers", "cli", "__main__"),
 ]

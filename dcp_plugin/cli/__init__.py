@@ -1,7 +1,7 @@
 """The command line, ``dcp-plugin``.
 
-Enters: paths and options. Leaves: tables, messages and an exit status. The rule: a command asks the library and prints;
-typer and rich are imported only when it runs.
+Enters: paths and options. Leaves: tables, JSON, messages and an exit status. The rule: a command asks the library and
+prints; typer and rich are imported only when it runs, torch only when it has something to do.
 """
 
 from __future__ import annotations
@@ -15,4 +15,4 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         raise SystemExit(f"dcp-plugin needs {error.name}: pip install 'dcp-plugin[cli]'") from None
-    app()
+    app(prog_name="dcp-plugin")

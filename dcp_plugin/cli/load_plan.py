@@ -1,0 +1,184 @@
+"""``dcp-plugin load-plan``: what a partial load would take."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcp_plugin.cli.output import (
+    NO,
+    JsonOption,
+    PathArgument,
+    StorageOptionsOption,
+    fail,
+    pair,
+    shape,
+    show,
+    storage_options,
+    table,
+    told,
+    where,
+)
+from dcp_plugin.errors import CheckpointError, damage_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dcp_plugin.paths import StorageOptions, Where
+    from dcp_plugin.types import PlannedLoad
+
+
+def load_plan_command(
+    path: PathArgument,
+    into: Annotated[
+        str,
+        typer.Option(
+            help="The target: package.module:factory, which is IMPORTED AND CALLED, on the meta device, and returns a "
+            "torch.nn.Module; or another checkpoint; or a safetensors file."
+        ),
+    ],
+    include: Annotated[list[str] | None, typer.Option(help="Globs of the target's keys to load. Repeatable.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Globs to leave out. Repeatable.")] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(help="TARGET_PREFIX=CHECKPOINT_PREFIX, or re:PATTERN=TEMPLATE. Repeatable.")
+    ] = None,
+    missing: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
+    unexpected: Annotated[str, typer.Option(help="error, warn or ignore.")] = "error",
+    cast: Annotated[bool, typer.Option("--cast", help="Allow another dtype.")] = False,
+    name: Annotated[str, typer.Option(help="What the target is called in the state.")] = "model",
+    as_json: JsonOption = False,
+    storage_option: StorageOptionsOption = None,
+) -> None:
+    """What a partial load would take. No tensor is read; exits with 1, and the load's own error, if it would fail."""
+    with told(as_json):
+        from dcp_plugin.loading.load import plan_load
+        from dcp_plugin.loading.partial import PartialLoad
+
+        try:
+            partial = PartialLoad(
+                include=tuple(include or ("*",)),
+                exclude=tuple(exclude or ()),
+                rename=dict(pair("--rename", text, "TARGET_PREFIX=CHECKPOINT_PREFIX") for text in rename or ()),
+                missing=missing,  # type: ignore[arg-type]  # checked there
+                unexpected=unexpected,  # type: ignore[arg-type]
+                cast=cast,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        module = module_of(into, name, storage_options(storage_option))
+        plan = plan_load({name: module}, where(path, storage_option), partial)
+    if as_json:
+        show({"plan": plan})
+    else:
+        _print_plan(plan)
+    if plan.error:
+        fail(plan.error, NO)
+
+
+def _print_plan(plan: PlannedLoad) -> None:
+    rows = []
+    for item in plan.items:
+        there = item.stored if item.stored != item.key else "="
+        converted = item.target_dtype and item.target_dtype != item.dtype
+        dtype = f"{item.dtype} -> {item.target_dtype}" if converted else item.dtype
+        rows.append((item.key, there, shape(item.shape), dtype, f"{item.nbytes:,}"))
+    table(("target", "checkpoint", "shape", "dtype", "bytes"), rows, numbers=("bytes",))
+    told = set(" ".join([plan.error, *plan.warnings]).replace(",", " ").split())
+    for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
+        if not told.issuperset(keys):  # all of them here, or all of them there
+            for key in keys:
+                typer.echo(f"{label}: {key}")
+    for warning in plan.warnings:
+        typer.echo(f"warning: {warning}")
+    left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""
+    size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
+    typer.echo(f"{len(plan.items)} items, {size} of {plan.path}{left_out}")
+
+
+class NoTarget(CheckpointError):
+    """``--into`` names nothing that could be loaded into; the message says what it may be."""
+
+
+def module_of(into: str, name: str, storage_options: StorageOptions | None = None) -> nn.Module:
+    """The module that ``--into`` names, on the meta device.
+
+    Args:
+        into: ``package.module:factory``, a checkpoint, or a file of another tool.
+        name: Which module of a checkpoint; a safetensors file has only one.
+        storage_options: How the store of a URL is reached.
+
+    Raises:
+        NoTarget: It is none of these.
+        CheckpointError: It is a checkpoint that cannot be opened.
+    """
+    from dcp_plugin.media import medium_of
+    from dcp_plugin.paths import as_path
+
+    try:
+        path = as_path(into, storage_options)
+    except ValueError as error:
+        raise NoTarget(f"--into {error}") from error
+    with damage_in(path):
+        kind = medium_of(path).kind(path)
+    if kind:
+        return _of_checkpoint(path, name)
+    if ":" in into:
+        return _of_factory(into)
+    raise NoTarget(f"--into {into}: no such file, and no package.module:factory either")
+
+
+def _of_factory(into: str) -> nn.Module:
+    """Runs code of the user's, from the current directory like ``python -m``."""
+    import torch
+    from torch import nn
+
+    place, _, factory = into.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make: Any = importlib.import_module(place)
+        for attribute in factory.split("."):
+            make = getattr(make, attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise NoTarget(f"--into {into}: {error}") from error
+    try:
+        signature(make).bind()
+    except TypeError as error:
+        raise NoTarget(f"--into {into} needs arguments ({error}): name a function that makes the module.") from error
+    except ValueError:  # it does not tell what it needs
+        pass
+    with torch.device("meta"):
+        module = make()
+    if not isinstance(module, nn.Module):
+        raise NoTarget(f"--into {into} gives a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _of_checkpoint(path: Where, name: str) -> nn.Module:
+    import torch
+    from torch import nn
+
+    from dcp_plugin.format.columns import dtype_named
+    from dcp_plugin.runs.catalog import inspect
+
+    class Header(nn.Module):
+        """A module of which only names, shapes and dtypes are known."""
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return dict(tensors)
+
+    info = inspect(path)
+    prefix = "model." if info.format == "safetensors" else f"{name}."  # a safetensors file has no names of modules
+    tensors = {
+        tensor.key.removeprefix(prefix): torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device="meta")
+        for tensor in info.tensors
+        if tensor.key.startswith(prefix)
+    }
+    if not tensors:
+        raise NoTarget(f"--into {path} has nothing called {name!r}; --name says which module is meant")
+    return Header()

@@ -1,0 +1,175 @@
+"""What all commands share: paths and options as they are typed, tables, JSON, progress, errors and exit statuses.
+
+The rule: what a person reads goes to the terminal as a table, and into a pipe as plain aligned text; what a program
+reads is one JSON document on stdout. Progress and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from dcp_plugin.paths import Where
+
+NO, FAILED, INTERRUPTED = 1, 3, 130
+"""Exit statuses besides 0 and typer's own 2: the answer is no; it could not be done; Ctrl-C."""
+
+PathArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: its directory or URL, or a file of another tool.")
+]
+RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="Where to look, at any depth: a directory or a URL.")]
+StorageOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="How the store of a URL is reached, where the environment does not say that: region=eu-west-1, "
+        "skip_signature=true, client_options.timeout=30s. Others see what is typed: keys belong into the environment. "
+        "Repeatable.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, see docs/schemas.")]
+IncludeOption = Annotated[list[str] | None, typer.Option("--include", help="Globs of keys. Repeatable.")]
+ExcludeOption = Annotated[list[str] | None, typer.Option("--exclude", help="Globs of keys to leave out. Repeatable.")]
+
+
+def where(text: str, options: list[str] | None) -> Where:
+    """The path or URL that was typed. Raises BadParameter if it can be none."""
+    from dcp_plugin.media import medium_of
+    from dcp_plugin.paths import as_path
+
+    try:
+        path = as_path(text, storage_options(options))
+        medium_of(path)  # which may not take the options
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return path
+
+
+def storage_options(typed: list[str] | None) -> dict[str, Any]:
+    """What ``--storage-option`` says, a mapping for each dot in a key."""
+    options: dict[str, Any] = {}
+    for text in typed or []:
+        name, equals, value = text.partition("=")
+        *above, last = name.split(".")
+        if not equals or not all((*above, last)):
+            raise typer.BadParameter(f"--storage-option {name}: it is KEY=VALUE")
+        inner: Any = options
+        for one in above:
+            inner = inner.setdefault(one, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            raise typer.BadParameter(f"--storage-option {name}: a part of it has a value of its own")
+        inner[last] = value
+    return options
+
+
+def pair(option: str, text: str, what: str) -> tuple[str, str]:
+    """The two sides of ``A=B``; the left one may be a pattern that has a ``=`` of its own."""
+    left, equals, right = text.rpartition("=")
+    if not equals:
+        raise typer.BadParameter(f"{option} {text}: it is {what}")
+    return left, right
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
+    """Print a table.
+
+    Args:
+        numbers: The columns that are aligned to the right.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal:
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    else:  # wide enough for any key
+        width = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
+        console = Console(highlight=False, markup=False, width=max(80, width))
+        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    with console.capture() as captured:
+        console.print(shown)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
+
+
+def show(document: dict[str, Any]) -> None:
+    """Print the one JSON document of a command. What JSON has no word for is text or null."""
+    typer.echo(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: three digits or four, and the unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def shape(sizes: tuple[int, ...] | None) -> str:
+    """The shape of a tensor; empty for what is none."""
+    return "" if sizes is None else " x ".join(map(str, sizes)) or "scalar"
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal while the block runs: what the library calls with bytes done and bytes in all."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def fail(message: str, status: int = FAILED) -> NoReturn:
+    """End with a message on stderr."""
+    typer.echo(message, err=True)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def told(as_json: bool = False) -> Iterator[None]:
+    """What goes wrong is a message and an exit status, not a traceback; with ``--json``, a document as well."""
+    from dcp_plugin.errors import CheckpointError
+
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        if as_json:
+            show({"error": {"type": type(error).__name__, "message": str(error)}})
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)
