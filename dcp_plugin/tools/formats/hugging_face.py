@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,31 +113,49 @@ def _of_model(selected: Selected, beside: Beside) -> tuple[Selected, list[str]]:
     if not said:
         note = f"No {CONFIG} was found beside the checkpoint, and from_pretrained needs one: config=… names its folder."
         return selected, [note]
-    expected = _expected(said)
-    if expected is None:
+    models = list(_models(said))
+    if not models:
         return selected, ["transformers, or the model's class, is not installed: the keys were not compared with it."]
-    chosen = _chosen(selected, expected, said)
-    return replace(selected, names=chosen), []
+    refusal: CheckpointMismatch | None = None
+    for kind, expected in models:
+        try:
+            chosen = _chosen(selected, expected, said)
+        except CheckpointMismatch as error:
+            refusal = refusal or error
+        else:
+            notes = [] if said.get("architectures") else [f"{CONFIG} names no architecture: the weights are of {kind}."]
+            return replace(selected, names=chosen), notes
+    assert refusal is not None
+    raise refusal
 
 
-def _expected(said: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """The names and shapes of the model's weights; None if the model cannot be made here.
+_Shapes = dict[str, tuple[int, ...]]
+_HEADS = ("FOR_CAUSAL_LM", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM", "FOR_SEQUENCE_CLASSIFICATION", "")
+"""Of transformers' mappings from a kind of model to its classes: which are tried where none is named."""
 
-    The class is one of transformers' own, by the name in the configuration: nothing of the checkpoint is executed.
+
+def _models(said: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
+    """The models that may be meant: class, and names and shapes of the weights. None if none can be made here.
+
+    The classes are transformers' own, by the name in the configuration: nothing of the checkpoint is executed.
     """
     try:
         import transformers
+        from transformers.models.auto import modeling_auto
     except ImportError:
-        return None
-    kind = (said.get("architectures") or [None])[0]
-    model_class = getattr(transformers, kind, None) if isinstance(kind, str) else None
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        return None
-    config_class: Any = model_class.config_class
-    config = config_class.from_dict(dict(said))
-    with torch.device("meta"):
-        model = model_class(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return
+    kinds = said.get("architectures") or [
+        names.get(said.get("model_type"))
+        for head in _HEADS
+        if (names := getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"), None))
+    ]
+    for kind in kinds:
+        model_class = getattr(transformers, kind, None) if isinstance(kind, str) else None
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            config_class: Any = model_class.config_class
+            with torch.device("meta"):
+                model = model_class(config_class.from_dict(dict(said)))
+            yield kind, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> dict[str, str]:
