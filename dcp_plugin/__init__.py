@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.tools.read import read
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -67,6 +68,7 @@ _HOMES = {
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -101,6 +103,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "read",
     "resolve_resume",
     "resume_or_init",
     "save",
