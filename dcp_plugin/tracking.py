@@ -65,8 +65,8 @@ def log_checkpoint(
     W&B gets a version of an artifact of type ``"model"`` with one reference to the checkpoint, and the aliases
     ``latest`` and ``step-<step>``. MLflow gets ``checkpoints/<name>.json`` among the run's artifacts and the URI as its
     tag ``checkpoint.latest``. Of a save in the background this returns at once, and the run is told when the checkpoint
-    is published, in the thread that saves; what fails there is logged. A save that fails or is skipped, or ends in
-    ``local_dir`` alone, leaves no entry.
+    is published, in the thread that saves, so that a server of MLflow that does not answer holds up the next save; what
+    fails there is logged. A save that fails or is skipped, or ends in ``local_dir`` alone, leaves no entry.
 
     Only rank 0 does anything: all may call it.
 
@@ -156,7 +156,7 @@ def _facts(where: Where) -> dict[str, Any]:
         "bytes": summary.payload_bytes,
         "format": summary.format,
         "fingerprint": summary.index_sha256,
-        "metrics": dict(getattr(summary, "metrics", {})),
+        "metrics": dict(summary.metrics),
         "world_size": summary.world_size,
         "versions": summary.versions,
         **base,

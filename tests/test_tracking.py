@@ -75,7 +75,7 @@ def test_a_run_gets_references_to_what_is_published(tmp_path: Path, package: str
         os.symlink("again", root / "last")
     log_checkpoint(root / "again", tracker and tracker.run)
     dist.barrier()
-    dcp.save(_state(7), root / "again", step=7)
+    dcp.save(_state(7), root / "again", step=7, metrics={"loss": 0.25})
     log_checkpoint(root / "last")
     torch.distributed.checkpoint.save({"weights": torch.ones(4)}, checkpoint_id=root / "stock", no_dist=False)
     log_checkpoint(root / "stock")
@@ -95,6 +95,7 @@ def test_a_run_gets_references_to_what_is_published(tmp_path: Path, package: str
         assert {step: one.aliases for step, one in by_step.items()} == {
             3: ["checkpoint.best"], 7: [], None: ["checkpoint.latest"],
         }  # fmt: skip
+    assert by_step[7].said["metrics"] == {"loss": 0.25}
     said = by_step[3].said
     assert said["metrics"] == {"loss": 0.5, "ratio": "inf"}
     assert dcp.inspect(said["uri"]) == first
