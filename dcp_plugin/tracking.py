@@ -97,10 +97,11 @@ def log_checkpoint(
     if _rank() != 0:
         return
     aliases = (aliases,) if isinstance(aliases, str) else tuple(aliases)
+    given = None if metrics is None else {key: float(value) for key, value in metrics.items()}  # as they are now
     tellers = _tellers(run, name, register)
 
     def tell(path: Where) -> None:
-        entry = _entry(path, aliases, metrics)
+        entry = _entry(path, aliases, given)
         for teller in tellers:
             teller(entry)
 
@@ -123,14 +124,12 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, Any] | None) -> _Entry:
+def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, float] | None) -> _Entry:
     where = resolved(path)  # a link such as last.ckpt leads elsewhere tomorrow
     uri = str(where) if isinstance(where, ObjectPath) else f"file://{where}"  # as_uri() would make epoch%3D3 of epoch=3
     facts = _facts(where)
-    if metrics is not None:
-        facts["metrics"] = {name: float(value) for name, value in metrics.items()}
-    # JSON has no other numbers than finite ones.
-    facts["metrics"] = {name: x if isfinite(x) else str(x) for name, x in facts["metrics"].items()}
+    noted = facts["metrics"] if metrics is None else metrics
+    facts["metrics"] = {name: x if isfinite(x) else str(x) for name, x in noted.items()}  # of JSON
     digest = hashlib.sha256(f"{uri}\n{facts['fingerprint']}\n{facts['saved']}".encode()).hexdigest()
     name = where.name or uri.partition("://")[2]
     return _Entry(uri, name, digest, facts["bytes"], facts["step"], {"uri": uri, **facts}, aliases)

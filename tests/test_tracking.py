@@ -30,7 +30,9 @@ def _save_in_background(root: Path, tracker: Any) -> None:
     with slow_writes(gate), closing(dcp.Checkpointer(async_save=True)) as checkpointer:
         gate.close()
         handle = checkpointer.save(_state(3), root / "step-3", step=3)
-        log_checkpoint(handle, aliases=["best"], metrics={"loss": torch.tensor(0.5), "ratio": float("inf")})
+        loss = torch.tensor(0.5)
+        log_checkpoint(handle, aliases=["best"], metrics={"loss": loss, "ratio": float("inf")})
+        loss += 1  # the training goes on
         assert not handle.done()
         if isinstance(tracker, trackers.Mlflow):
             assert tracker.logged() == []
