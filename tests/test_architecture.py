@@ -28,7 +28,7 @@ LAYERS = [
     ("saving",),
     ("checkpointer", "api"),
     ("tools",),
-    ("integration",),
+    ("integration", "tracking"),
     ("lightning", "fabric", "accelerate", "transformers", "cli", "__main__"),
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -59,6 +59,7 @@ SCRIPTS = {  # what is there before: a script that works without us
     "Credentials and options": "",
     "What to write": "state = {'model': model, 'optim': optimizer}\ntrain()",
     "A loop that saves when it is due": "",
+    "Trackers": "import os; os.environ.update(WANDB_MODE='offline', WANDB_SILENT='true', WANDB_X_DISABLE_STATS='true')",
     "What a checkpoint costs": PARTS + "state, root = {'model': model[0], 'optim': optimizer}, 'run'",
 }
 RESTARTED = {  # what holds when the same code runs a second time
@@ -72,6 +73,7 @@ RESTARTED = {  # what holds when the same code runs a second time
     "Credentials and options": "'example' not in repr(checkpointer.config)",
     "What to write": "handle.done() and dcp.latest('run').name == 'step-4'",
     "A loop that saves when it is due": "start.how == 'fresh' and step == 100",  # sooner than the first is due
+    "Trackers": "handle.done() and run.id and dcp.inspect('run/step-100').step == 100",
     "What a checkpoint costs": "checkpointer.config.trainable_only",
 }
 CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"

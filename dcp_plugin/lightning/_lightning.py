@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -395,6 +395,44 @@ def groups_are_restored(trainer: Any, groups_made: list[int]) -> None:
 def from_dictionary(package: Package, cls: type, checkpoint: dict[str, Any], options: dict[str, Any]) -> Any:
     """What ``cls.load_from_checkpoint`` does once it has read the file; there is no public way in at that point."""
     return package.module("core.saving")._load_state(cls, checkpoint, **options)
+
+
+def add_notes_to_reading(package: Package, note: Callable[[Any, Exception], str]) -> None:
+    """Have ``load_from_checkpoint`` of either kind raise what it raises with a note, where ``note`` has one to add.
+
+    It opens what it is given through a function of its own module; there is no public way in. What it does and what it
+    raises stay as they are. Does nothing if the package is not imported, or has been told before.
+    """
+    saving: Any = sys.modules.get(f"{package.name}.core.saving")
+    read = getattr(saving, "pl_load", None)
+    if read is None or hasattr(read, "adds_notes"):
+        return
+
+    @functools.wraps(read)
+    def pl_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(path_or_url, *args, **kwargs)
+        except (OSError, EOFError) as error:
+            if text := note(path_or_url, error):
+                error.add_note(text)
+            raise
+
+    pl_load.adds_notes = True  # type: ignore[attr-defined]
+    saving.pl_load = pl_load
+
+
+def instantiators(package: Package) -> set[str]:
+    """The functions that a checkpoint may name to make the object from hyper-parameters; Lightning's own list, to which
+    users add theirs. Before 2.6.6 it has none, and imports and calls whatever is named."""
+    known = {f"{one}.cli.instantiate_module" for one in ("lightning.pytorch", "pytorch_lightning")}
+    return cast(set[str], getattr(package.module("core.saving"), "_ALLOWED_INSTANTIATORS", known))
+
+
+def hyper_parameters_of(package: Package, cls: Any, checkpoint: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """All that ``load_from_checkpoint`` takes for hyper-parameters, under names of the past, too."""
+    past = package.module("core.saving").CHECKPOINT_PAST_HPARAMS_KEYS
+    found = (checkpoint.get(key) for key in (*past, cls.CHECKPOINT_HYPER_PARAMS_KEY))
+    return (one for one in found if isinstance(one, Mapping))
 
 
 def migrated(package: Package, checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:

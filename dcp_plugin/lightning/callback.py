@@ -23,6 +23,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.integration.lightning_packages import PACKAGES, Package, has_base, home_of, package_behind
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO, in_existence
+from dcp_plugin.lightning.loading import name_ours_in_errors
 from dcp_plugin.lightning.model_checkpoint import WHERE_IT_SAVES, promote_callbacks, upload_directories, with_directory
 from dcp_plugin.lightning.strategy import LightningAdapter, promote
 from dcp_plugin.staging.guard import wait_until_copied
@@ -78,6 +79,7 @@ def callbacks_for_new_trainer(name: str) -> list[Any]:
     """What the entry point of the package of this name gives to its Trainer under construction."""
     if not in_existence:
         return []
+    name_ours_in_errors()  # Fabric alone may have been imported when the plugin was made
     callback_class = dcp_callback_class(next(package for package in PACKAGES if package.name == name))
     if (trainer := _lightning.trainer_under_construction()) is not None:
         if not _has_plugin(trainer):

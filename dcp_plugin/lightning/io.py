@@ -43,7 +43,7 @@ from dcp_plugin.integration import is_regular_file, lightning_packages
 from dcp_plugin.integration.key_names import MODEL
 from dcp_plugin.lightning import layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint
-from dcp_plugin.lightning.loading import read_full
+from dcp_plugin.lightning.loading import name_ours_in_errors, read_full
 from dcp_plugin.lightning.resume import beside_ours
 from dcp_plugin.lightning.stock_format import ForStock
 from dcp_plugin.loading.partial import PartialLoad
@@ -529,10 +529,12 @@ def refuse_storage_options(storage_options: Any | None) -> None:
 
 
 def _be_a_plugin_for_all() -> None:
-    """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``."""
+    """Have the Trainers and Fabrics of both packages take this for one of their ``CheckpointIO``, and their errors
+    name what opens a directory."""
     imported = [package for package in lightning_packages.PACKAGES if package.fabric_imported]
     for package in imported or lightning_packages.installed():
         package.fabric("plugins").CheckpointIO.register(DCPCheckpointIO)
+    name_ours_in_errors()
 
 
 if any(package.fabric_imported for package in lightning_packages.PACKAGES):  # LightningCLI asks before it makes one

@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
-from dcp_plugin.errors import CheckpointMismatch, some
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, keys_by_name
-from dcp_plugin.integration.lightning_packages import Package, package_of
+from dcp_plugin.integration.lightning_packages import PACKAGES, Package, package_of
 from dcp_plugin.lightning import _lightning, layout, stock_format
 from dcp_plugin.lightning.layout import Checkpoint, made_again, made_of
 from dcp_plugin.lightning.resume import without_own_state
@@ -268,7 +268,7 @@ def load_from_checkpoint(
     Raises:
         TypeError: ``cls`` is no LightningModule or LightningDataModule class; it may be an object of one.
         CheckpointNotFound, CheckpointCorrupt: There is no checkpoint, or its bytes have changed.
-        UnsafeCheckpoint: A value needs ``weights_only=False``.
+        UnsafeCheckpoint: A value needs ``weights_only=False``; or the hyper-parameters name a function to be called.
         CheckpointMismatch: It has no model.
         RuntimeError: From torch, as of Lightning's own method: the model does not fit.
 
@@ -286,6 +286,7 @@ def load_from_checkpoint(
     is_module = issubclass(cls, package.pytorch.LightningModule)
     checkpoint = _read(where, package, loadable if is_module else None, weights_only)
     _take_hyper_parameters(checkpoint, loadable, package, hparams_file, kwargs)
+    _refuse_unknown_instantiator(where, checkpoint, loadable, package)
     if is_module and "state_dict" not in checkpoint:
         raise CheckpointMismatch(f"{where} has no model; it has {', '.join(sorted(keys_by_name(where)))}.")
     loaded = _lightning.from_dictionary(package, cls, checkpoint, {"strict": strict, **kwargs} if is_module else kwargs)
@@ -335,6 +336,17 @@ def read_full(
     return without_own_state(checkpoint)
 
 
+def _refuse_unknown_instantiator(path: Where, checkpoint: Checkpoint, cls: Any, package: Package) -> None:
+    """LightningCLI stores the name of the function that makes the object: whoever wrote the checkpoint chose it."""
+    for one in _lightning.hyper_parameters_of(package, cls, checkpoint):
+        named = one.get("_instantiator")
+        if named is not None and not (isinstance(named, str) and named in _lightning.instantiators(package)):
+            raise UnsafeCheckpoint(
+                f"{path}: its hyper-parameters name {named!r} as the function that makes the {cls.__name__}, which is "
+                "none of LightningCLI's. Whoever wrote the checkpoint could have any code executed; it is not called."
+            )
+
+
 def _take_hyper_parameters(
     checkpoint: Checkpoint, cls: Any, package: Package, hparams_file: PathLike | None, given: dict[str, Any]
 ) -> None:
@@ -358,3 +370,31 @@ def _device(map_location: Any) -> torch.device:
         rank_zero_warn("a checkpoint directory has no use for a map_location function: the model is on the CPU.")
         map_location = None
     return torch.device(map_location or "cpu")
+
+
+def name_ours_in_errors() -> None:
+    """Have Lightning's own ``load_from_checkpoint`` name ours where it cannot open a directory: of those of its two
+    packages that are imported by now."""
+    for package in PACKAGES:
+        _lightning.add_notes_to_reading(package, _what_opens)
+
+
+def _what_opens(path: Any, error: Exception) -> str:
+    """A note on what Lightning's own method raises for a directory.
+
+    At a URL it cannot tell, and no store is asked for the sake of a message: some of fsspec's file systems find no
+    object where a directory is, and s3fs opens an empty one.
+    """
+    if isinstance(error, IsADirectoryError):
+        found = "This is a directory"
+    elif isinstance(error, (FileNotFoundError, EOFError)) and "://" in str(path):
+        found = "There is no single object with a checkpoint in it"
+    else:
+        return ""
+    return (
+        f"{found}, and Lightning's own load_from_checkpoint opens nothing but single files. What is in a checkpoint "
+        "directory is loaded with dcp_plugin.lightning.load_from_checkpoint(Model, path)."
+    )
+
+
+name_ours_in_errors()

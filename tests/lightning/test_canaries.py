@@ -58,6 +58,11 @@ def test_names_in_lightnings_own_checkpoints() -> None:
             "strict",
             "cls_kwargs_new",
         ]
+        # What add_notes_to_reading replaces is called by that name, and nothing is before it that reads a file.
+        entered = inspect.getsource(saving._load_from_checkpoint)
+        assert "checkpoint = pl_load(checkpoint_path, map_location=map_location" in entered
+        assert inspect.unwrap(saving.pl_load) is package.fabric("utilities.cloud_io")._load
+        assert f"{package.name}.cli.instantiate_module" in saving._ALLOWED_INSTANTIATORS
         assert callable(saving.load_hparams_from_yaml) and callable(saving.load_hparams_from_tags_csv)
         migration = package.module("utilities.migration.utils")._pl_migrate_checkpoint
         assert list(inspect.signature(migration).parameters) == ["checkpoint", "checkpoint_path"]

@@ -11,9 +11,12 @@ import torch
 
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, as_path
-from tests import launch
+from tests import launch, programs
 from tests.compare import assert_same
+from tests.damage import flip_any
 from tests.launch import on_ranks
+from tests.object_server import Bucket
+from tests.programs import LIGHTNING
 
 
 def _save(root: Path, layouts: list[str]) -> None:
@@ -175,13 +178,108 @@ def test_a_datamodule_comes_back_with_its_state(tmp_path: Path) -> None:
     assert (data.hparams.folder, data.read) == ("/data", 4)
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @on_ranks(1)
-def test_lightnings_own_method_cannot_open_a_directory(root: Path) -> None:
-    """Its message is not ours to change; ``docs/troubleshooting.md`` has it."""
+def test_the_error_of_lightnings_own_method_names_ours(root: Path, package: str) -> None:
+    import importlib
+
+    pl: Any = importlib.import_module(package)
+    from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
+
+    class Small(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, width: int = 2) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(width, width)
+
+    class Data(pl.LightningDataModule):  # type: ignore[misc]
+        pass
+
+    url = as_path(f"memory://{package}/small.ckpt")
+    checkpoint = {"state_dict": Small(3).state_dict(), "hyper_parameters": {"width": 3}}
+    DCPCheckpointIO().save_checkpoint(checkpoint, url)
+    for cls, path in ((Small, root / "single-ours/first.ckpt"), (Data, root / "fsdp2-stock/first.ckpt"), (Small, url)):
+        with pytest.raises(OSError) as caught:  # noqa: PT011 (which one depends on the file system)
+            cls.load_from_checkpoint(path)
+        assert type(caught.value) in (IsADirectoryError, FileNotFoundError)
+        assert str(path).removeprefix("memory:/") in str(caught.value)
+        (note,) = caught.value.__notes__
+        assert "dcp_plugin.lightning.load_from_checkpoint(Model, path)" in note
+    assert load_from_checkpoint(Small, url).layer.weight.shape == (3, 3)
+
+    with pytest.raises(FileNotFoundError) as no_file:
+        Small.load_from_checkpoint(root / "none.ckpt")
+    assert not hasattr(no_file.value, "__notes__")
+    file = root / f"{package}.ckpt"
+    torch.save({**checkpoint, "pytorch-lightning_version": pl.__version__}, file)
+    assert Small.load_from_checkpoint(file).layer.weight.shape == (3, 3)
+
+
+@on_ranks(1)
+def test_the_error_for_a_bucket_names_ours(bucket: Bucket) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
+
+    saved = BoringModel()
+    url = f"{bucket.url}/run/last.ckpt"
+    DCPCheckpointIO().save_checkpoint({"state_dict": saved.state_dict()}, url)
+    with pytest.raises(EOFError) as caught:  # s3fs takes the directory for an empty object
+        BoringModel.load_from_checkpoint(url)
+    assert "dcp_plugin.lightning.load_from_checkpoint(Model, path)" in caught.value.__notes__[0]
+    assert_same(saved.state_dict(), load_from_checkpoint(BoringModel, url).state_dict())
+
+
+def test_who_does_not_import_the_plugin_has_lightning_as_it_is() -> None:
+    code = """
+import sys, dcp_plugin, lightning.pytorch as pl
+from lightning.pytorch.core import saving
+from lightning.fabric.utilities.cloud_io import _load
+pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+assert saving.pl_load is _load and "dcp_plugin.lightning" not in sys.modules
+import dcp_plugin.lightning
+assert saving.pl_load.__wrapped__ is _load
+"""
+    ran = programs.run("-c", code, imported=LIGHTNING)
+    assert ran.returncode == 0, ran.stderr
+
+
+@on_ranks(1)
+def test_of_the_optimizers_no_byte_is_read(root: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from dcp_plugin import CheckpointCorrupt
+    from dcp_plugin.lightning import load_from_checkpoint
     from tests.lightning.stock_training import StockModel
 
-    with pytest.raises(IsADirectoryError, match="Is a directory"):
-        StockModel.load_from_checkpoint(root / "single-ours" / "first.ckpt")
+    class Hooked(StockModel):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["optimizer_states"]
+
+    path = tmp_path / "first.ckpt"
+    shutil.copytree(root / "fsdp2-ours" / "first.ckpt", path)
+    flip_any(path, "optim")
+    assert load_from_checkpoint(StockModel, path, layout="single").hparams.width == 7
+    with pytest.raises(CheckpointCorrupt, match="optim"):  # a hook is shown all
+        load_from_checkpoint(Hooked, path, layout="single")
+    flip_any(path, "model")
+    with pytest.raises(CheckpointCorrupt, match="model"):
+        load_from_checkpoint(StockModel, path, layout="single")
+
+
+@on_ranks(1)
+def test_a_checkpoint_cannot_name_a_function_to_be_called(tmp_path: Path) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from dcp_plugin import UnsafeCheckpoint
+    from dcp_plugin.lightning import DCPCheckpointIO, load_from_checkpoint
+
+    weights = {"state_dict": BoringModel().state_dict()}
+    for key in ("hyper_parameters", "hparams"):
+        for named in ("os.system", ["os.system"]):
+            path = tmp_path / f"{key}-{type(named).__name__}.ckpt"
+            DCPCheckpointIO().save_checkpoint({**weights, key: {"_instantiator": named}}, path)
+            with pytest.raises(UnsafeCheckpoint, match=r"os\.system.*as the function that makes the BoringModel"):
+                load_from_checkpoint(BoringModel, path)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
-"""With ``log_model``, W&B and MLflow get the artifacts that they get of stock, under the same aliases.
-
-They are no dependencies of the tests (100 MB and more each): ``pip install wandb mlflow-skinny sqlalchemy alembic``, to
-any place on ``PYTHONPATH``, has these run.
-"""
+"""With ``log_model``, W&B and MLflow get the artifacts that they get of stock, under the same aliases; without it, what
+is logged by reference."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -15,22 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests import trackers
+from tests.launch import on_ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
+@on_ranks(1)
 def test_loggers_get_the_artifacts_that_they_get_of_stock(tmp_path: Path, package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    launch.run(_log, 1, tmp_path, package)
-
-
-def _log(root: Path, package: str) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from tests.lightning import training as t
 
-    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", MLFLOW_DISABLE_TELEMETRY="true")
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_FILE_STORE="true")
 
     class Model(t.Model):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -51,15 +45,41 @@ def _log(root: Path, package: str) -> None:
         return found
 
     for log_model in ("all", True):
-        expected, _ = fit(root / f"{log_model}-stock", log_model, None)
+        expected, _ = fit(tmp_path / f"{log_model}-stock", log_model, None)
         for async_save in (False, True):
             io = t.DCPCheckpointIO(async_save=async_save)
-            logged, downloaded = fit(root / f"{log_model}-{async_save}", log_model, io)
+            logged, downloaded = fit(tmp_path / f"{log_model}-{async_save}", log_model, io)
             assert logged == expected
             resumed = t.Model(seed=9)
             trainer = t.trainer_for("single", plugin=io, max_epochs=5, max_steps=-1)
             trainer.fit(resumed, t.plain_loader("single"), ckpt_path=downloaded)
             assert len(resumed.losses) == 9  # the best was of the second epoch
+
+
+@on_ranks(1)
+def test_loggers_take_what_is_logged_by_reference(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+
+    from dcp_plugin.tracking import log_checkpoint
+    from tests.lightning import training as t
+
+    runs = trackers.Wandb(tmp_path), trackers.Mlflow(tmp_path)
+    loggers = [
+        WandbLogger(experiment=runs[0].run),
+        MLFlowLogger(tracking_uri=f"file://{tmp_path}/mlruns", run_id=runs[1].run.info.run_id),
+    ]
+    saving = ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=1)
+    io = t.DCPCheckpointIO(async_save=True)
+    trainer = t.trainer_for("single", [saving], plugin=io, logger=loggers, max_epochs=1, max_steps=-1)
+    trainer.fit(t.Model(), t.plain_loader("single"))
+    for logger in trainer.loggers:
+        log_checkpoint(saving.best_model_path, logger, aliases=["best"])
+    expected = {"epoch=0.ckpt": f"file://{tmp_path}/saved/epoch=0.ckpt"}
+    for run, best in zip(runs, ("best", "checkpoint.best"), strict=True):
+        (logged,) = run.logged()
+        assert logged.references == expected and best in logged.aliases
+        assert logged.said["step"] == trainer.global_step == 3
 
 
 def _wandb(root: Path, log_model: Any) -> Any:
@@ -90,7 +110,7 @@ def _mlflow(root: Path, log_model: Any) -> Any:
     from lightning.pytorch.loggers import MLFlowLogger
 
     logger = MLFlowLogger(
-        tracking_uri=f"sqlite:///{root}/store.db", artifact_location=str(root / "store"), log_model=log_model
+        tracking_uri=f"file:{root}/mlruns", artifact_location=str(root / "store"), log_model=log_model
     )
 
     def logged() -> tuple[list[Any], Path]:

@@ -1,0 +1,238 @@
+"""Checkpoints in the runs of W&B and MLflow, by reference: where one is and what it is. None of its bytes is uploaded.
+
+The rule: a tracker is told of nothing that is not published, and its entry changes when the checkpoint does. So the
+entry of W&B has a digest of the checkpoint's index, which has the checksum of every item: W&B by itself would hash all
+files again, or take what was saved over for the same. A look is one small file, whatever the size.
+
+Neither package is imported here: whoever has a run has imported its package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import isfinite
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_plugin.events import SaveFinished
+from dcp_plugin.integration.lightning_packages import has_base
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.reader import ShardedReader
+
+logger = logging.getLogger("dcp_plugin")
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a tracker is told."""
+
+    uri: str
+    name: str
+    """Of the checkpoint in its directory."""
+    digest: str
+    """Another one for other contents, for another save and for another place."""
+    nbytes: int
+    step: int | None
+    said: dict[str, Any]
+    """All of it, in values of JSON."""
+    aliases: tuple[str, ...]
+
+
+def log_checkpoint(
+    checkpoint: SaveHandle | PathLike,
+    run: Any = None,
+    *,
+    name: str | None = None,
+    aliases: Sequence[str] = (),
+    metrics: Mapping[str, Any] | None = None,
+    register: str | None = None,
+    storage_options: StorageOptions | None = None,
+) -> None:
+    """Note a checkpoint in a run of W&B or MLflow: its URI, step, metrics and size. Nothing of it is uploaded.
+
+    W&B gets a version of an artifact of type ``"model"`` with one reference to the checkpoint, and the aliases
+    ``latest`` and ``step-<step>``. MLflow gets ``checkpoints/<name>.json`` among the run's artifacts and the URI as its
+    tag ``checkpoint.latest``. Of a save in the background this returns at once, and the run is told when the checkpoint
+    is published, in the thread that saves, so that a server of MLflow that does not answer holds up the next save; what
+    fails there is logged. A save that fails or is skipped, or ends in ``local_dir`` alone, leaves no entry.
+
+    Only rank 0 does anything: all may call it.
+
+    Args:
+        checkpoint: What ``save`` has returned; or the path or URL of a checkpoint of ours or of another tool.
+        run: A run of either package, or Lightning's ``WandbLogger`` or ``MLFlowLogger``; by default those that are
+            active in this process, in MLflow in this thread.
+        name: Of W&B's artifact; by default ``model-<id of the run>``, as Lightning's logger has it.
+        aliases: More of them, such as ``"best"``; in MLflow tags ``checkpoint.<alias>`` with the URI.
+        metrics: Numbers to note with the checkpoint; by default those that it was saved with.
+        register: The model of MLflow's registry that gets a version with the URI as its source, and ``aliases``.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+
+    Raises:
+        ValueError: There is no active run. Or ``register`` without MLflow.
+        TypeError: ``run`` is of neither package.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: There is no checkpoint at a path.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> from dcp_plugin.tracking import log_checkpoint
+        >>> dcp_plugin.save({"weights": torch.ones(3)}, "run/step-1", step=1)
+        >>> log_checkpoint("run/step-1")
+        Traceback (most recent call last):
+        ...
+        ValueError: there is no active run to log to: call wandb.init() or mlflow.start_run() before, or give run=
+    """
+    if _rank() != 0:
+        return
+    aliases = (aliases,) if isinstance(aliases, str) else tuple(aliases)
+    given = None if metrics is None else {key: float(value) for key, value in metrics.items()}  # as they are now
+    tellers = _tellers(run, name, register)
+
+    def tell(path: Where) -> None:
+        entry = _entry(path, aliases, given)
+        for teller in tellers:
+            teller(entry)
+
+    def published(event: SaveFinished) -> None:
+        if event.tier == "durable":
+            tell(event.path)
+        else:
+            logger.info("%s is not logged: it is in local_dir alone", event.path)
+
+    if isinstance(checkpoint, SaveHandle):
+        checkpoint.on_published(published)
+    else:
+        tell(as_path(checkpoint, storage_options))
+
+
+def _rank() -> int:
+    """Also of a process whose group is gone, or not there yet."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _entry(path: Where, aliases: tuple[str, ...], metrics: Mapping[str, float] | None) -> _Entry:
+    where = resolved(path)  # a link such as last.ckpt leads elsewhere tomorrow
+    uri = str(where) if isinstance(where, ObjectPath) else f"file://{where}"  # as_uri() would make epoch%3D3 of epoch=3
+    facts = _facts(where)
+    noted = facts["metrics"] if metrics is None else metrics
+    facts["metrics"] = {name: x if isfinite(x) else str(x) for name, x in noted.items()}  # of JSON
+    digest = hashlib.sha256(f"{uri}\n{facts['fingerprint']}\n{facts['saved']}".encode()).hexdigest()
+    name = where.name or uri.partition("://")[2]
+    return _Entry(uri, name, digest, facts["bytes"], facts["step"], {"uri": uri, **facts}, aliases)
+
+
+def _facts(where: Where) -> dict[str, Any]:
+    summary = read_summary(where)
+    if summary is None:
+        with ShardedReader(where, complete=False) as reader:
+            opened = reader.opened
+        return {
+            "step": None,
+            "saved": None,
+            "bytes": sum(opened.index.files.values()),
+            "format": opened.format,
+            "fingerprint": opened.fingerprint,
+            "metrics": {},
+        }
+    base = {"base": summary.base["path"]} if summary.base else {}
+    return {
+        "step": summary.step,
+        "saved": datetime.fromtimestamp(summary.time, UTC).isoformat(),
+        "bytes": summary.payload_bytes,
+        "format": summary.format,
+        "fingerprint": summary.index_sha256,
+        "metrics": dict(summary.metrics),
+        "world_size": summary.world_size,
+        "versions": summary.versions,
+        **base,
+    }
+
+
+_Teller = Callable[[_Entry], None]
+
+
+def _tellers(run: Any, name: str | None, register: str | None) -> list[_Teller]:
+    """What tells the run, or each that is active. Decided in the caller's thread: MLflow's is active there alone."""
+    runs = _active() if run is None else [(_kind_of(run), run)]
+    if not runs:
+        raise ValueError(
+            "there is no active run to log to: call wandb.init() or mlflow.start_run() before, or give run="
+        )
+    if register is not None and all(kind == "wandb" for kind, _ in runs):
+        raise ValueError(f"register={register!r} is for MLflow's registry of models, and the run is one of W&B")
+    return [_to_wandb(one, name) if kind == "wandb" else _to_mlflow(one, register) for kind, one in runs]
+
+
+def _active() -> list[tuple[str, Any]]:
+    wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
+    runs = {"wandb": getattr(wandb, "run", None), "mlflow": mlflow.active_run() if mlflow is not None else None}
+    return [(kind, run) for kind, run in runs.items() if run is not None]
+
+
+def _kind_of(run: Any) -> str:
+    cls = type(run)
+    for kind, logger_name in (("wandb", "WandbLogger"), ("mlflow", "MLFlowLogger")):
+        if cls.__module__.partition(".")[0] == kind or has_base(cls, logger_name):
+            return kind
+    raise TypeError(
+        f"run= is a run of W&B or MLflow, or Lightning's WandbLogger or MLFlowLogger, and not a {cls.__qualname__}"
+    )
+
+
+def _to_wandb(run: Any, name: str | None) -> _Teller:
+    run = run.experiment if has_base(type(run), "WandbLogger") else run
+
+    def tell(entry: _Entry) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        artifact = wandb.Artifact(name or f"model-{run.id}", type="model", metadata=entry.said)
+        # add_reference() would list a directory, hash its files or ask the store with credentials of its own, and it
+        # takes no digest. This is what it does with what it found.
+        kind: Any = importlib.import_module("wandb.sdk.artifacts.artifact_manifest_entry").ArtifactManifestEntry
+        artifact.manifest.add_entry(kind(path=entry.name, ref=entry.uri, digest=entry.digest, size=entry.nbytes))
+        step = () if entry.step is None else (f"step-{entry.step}",)
+        run.log_artifact(artifact, aliases=[LATEST, *step, *entry.aliases])
+
+    return tell
+
+
+def _to_mlflow(run: Any, register: str | None) -> _Teller:
+    if has_base(type(run), "MLFlowLogger"):
+        client, run_id = run.experiment, run.run_id
+    else:
+        client, run_id = importlib.import_module("mlflow").MlflowClient(), run.info.run_id
+
+    def tell(entry: _Entry) -> None:
+        client.log_dict(run_id, entry.said, f"checkpoints/{entry.name}.json")
+        for alias in (LATEST, *entry.aliases):
+            client.set_tag(run_id, f"checkpoint.{alias}", entry.uri)
+        if register is not None:
+            _register(client, run_id, entry, register)
+
+    return tell
+
+
+def _register(client: Any, run_id: str, entry: _Entry, model: str) -> None:
+    exceptions: Any = importlib.import_module("mlflow.exceptions")
+    try:
+        client.create_registered_model(model)
+    except exceptions.MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    tags = {} if entry.step is None else {"step": str(entry.step)}
+    version = client.create_model_version(model, entry.uri, run_id, tags=tags, await_creation_for=0).version
+    for alias in entry.aliases:
+        client.set_registered_model_alias(model, alias, version)
