@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
+    from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -67,6 +69,8 @@ _HOMES = {
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
+    "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -83,11 +87,16 @@ __all__ = [
     "CheckpointUnreadable",
     "Checkpointer",
     "DurabilityUnknown",
+    "ListedCheckpoint",
     "LoadReport",
     "NoSharedMemory",
     "PartialLoad",
+    "PruneReport",
+    "PrunedCheckpoint",
+    "PrunedLeftover",
     "RankFailure",
     "Restart",
+    "Run",
     "SaveFailed",
     "SaveHandle",
     "SaveInterval",
@@ -100,7 +109,9 @@ __all__ = [
     "inspect",
     "latest",
     "list_checkpoints",
+    "list_runs",
     "load",
+    "prune",
     "resolve_resume",
     "resume_or_init",
     "save",
