@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
+    from dcp_plugin.tools.read import read
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -71,6 +72,7 @@ _HOMES = {
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
     "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
+    "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -112,6 +114,7 @@ __all__ = [
     "list_runs",
     "load",
     "prune",
+    "read",
     "resolve_resume",
     "resume_or_init",
     "save",

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli import inspect, list, load_plan, verify
+from dcp_plugin.cli import inspect, load_plan, verify
+from dcp_plugin.cli import list as list_
 from dcp_plugin.types import VERSION
 
 app = typer.Typer(
@@ -38,8 +39,8 @@ def options(
     """Options of all commands."""
 
 
-app.command("list")(list.list_command)
-app.command("ls", hidden=True)(list.list_command)
+app.command("list")(list_.list_command)
+app.command("ls", hidden=True)(list_.list_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("verify")(verify.verify_command)
 app.command("load-plan")(load_plan.load_plan_command)

@@ -278,6 +278,21 @@ class ShardedReader(StorageReader):
             return str(error)
         return ""
 
+    def item(self, key: str) -> bytes:
+        """All bytes of a value, or of a tensor that is one item, checked.
+
+        Raises:
+            CheckpointMismatch: It is in several items.
+        """
+        entry = self.index[key]
+        places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
+        if len(places) != 1:
+            raise CheckpointMismatch(f"{self.path}: {key} is stored in {len(places)} parts, and is no object without")
+        where = replace(places[0], payload_offset=0, payload_length=places[0].length)
+        found, memory = fetch.of_value(key, where, self._block(where))
+        self._read([found])
+        return bytes(self._plain(memory, where))
+
     @staticmethod
     def _resolve(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
         """The target of a read; other planners than ours hand over whatever the state has."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,7 @@ from dcp_plugin.media import Leftover, Usage, medium_of, workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
-
-Progress = Callable[[int, int], None]
+from dcp_plugin.tools.stream import Progress
 
 
 @dataclass(frozen=True)
