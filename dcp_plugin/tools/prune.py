@@ -316,18 +316,16 @@ def _delete(found: Found, decided: dict[Where, PrunedCheckpoint], progress: Prog
     """Delete what was decided on, the newest first: a base goes after what it completes. What it had."""
     listed = {one.path: one for run in found.runs for one in run.checkpoints}
     doomed = sorted((path for path, one in decided.items() if one.deleted), key=lambda path: -listed[path].time)
-    usages: list[Usage] = []
+    usages = {path: medium_of(path).usage(path) for path in doomed}  # before a file loses the first of its names
     total, done = sum(decided[path].nbytes for path in doomed), 0
     for path in doomed:
-        usage = medium_of(path).usage(path)
         if kept := _deleted(listed[path]):
             decided[path] = replace(decided[path], deleted=False, reasons=[kept], failed=kept != _AGAIN)
-        else:
-            usages.append(usage)
+            del usages[path]
         done += decided[path].nbytes
         if progress is not None:
             progress(done, total)
-    return Usage.of_all(usages)
+    return Usage.of_all(usages.values())
 
 
 _AGAIN = "it was saved again meanwhile"
