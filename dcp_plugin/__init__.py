@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.tools.export import ExportReport, export
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
@@ -72,6 +73,7 @@ _HOMES = {
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
     "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
+    "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
@@ -89,6 +91,7 @@ __all__ = [
     "CheckpointUnreadable",
     "Checkpointer",
     "DurabilityUnknown",
+    "ExportReport",
     "ListedCheckpoint",
     "LoadReport",
     "NoSharedMemory",
@@ -108,6 +111,7 @@ __all__ = [
     "ShardedWriter",
     "UnsafeCheckpoint",
     "VerifyReport",
+    "export",
     "inspect",
     "latest",
     "list_checkpoints",

@@ -218,7 +218,7 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
         time=summary.time,
         world_size=summary.world_size,
         layouts=list(summary.layouts),
-        metrics=dict(getattr(summary, "metrics", {})),
+        metrics=dict(summary.metrics),
     )
     return _with_base(_Looked(listed, Usage(), one), summary)
 
