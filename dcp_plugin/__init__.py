@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.export import ExportReport, export
+    from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
+    from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
@@ -69,6 +71,8 @@ _HOMES = {
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
+    "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
     "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
@@ -88,11 +92,16 @@ __all__ = [
     "Checkpointer",
     "DurabilityUnknown",
     "ExportReport",
+    "ListedCheckpoint",
     "LoadReport",
     "NoSharedMemory",
     "PartialLoad",
+    "PruneReport",
+    "PrunedCheckpoint",
+    "PrunedLeftover",
     "RankFailure",
     "Restart",
+    "Run",
     "SaveFailed",
     "SaveHandle",
     "SaveInterval",
@@ -106,7 +115,9 @@ __all__ = [
     "inspect",
     "latest",
     "list_checkpoints",
+    "list_runs",
     "load",
+    "prune",
     "read",
     "resolve_resume",
     "resume_or_init",

@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors.numpy import load as load_columns
@@ -42,6 +42,8 @@ from dcp_plugin.format.payload import LARGEST_BLOCK
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
+_MOST_HEADER = 100_000_000
+"""Bytes, as safetensors has it."""
 
 
 def encode(index: CheckpointIndex) -> bytes:
@@ -91,6 +93,24 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
         index = _checked(columns, about)
         index.validate(posixpath.dirname(where))
     return index
+
+
+def sizes_listed(file: BinaryIO, where: str) -> dict[str, int]:
+    """The data files that an index lists, and their sizes in bytes, from its header alone: nothing else is read or
+    checked.
+
+    Args:
+        where: What messages call the file.
+
+    Raises:
+        CheckpointCorrupt: It has no such header.
+    """
+    with damage_in(where):
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER:
+            raise ValueError(f"a header of {length} bytes")
+        files = json.loads(json.loads(file.read(length))["__metadata__"]["files"])
+        return {str(name): int(size) for name, size in files.items()}
 
 
 def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:

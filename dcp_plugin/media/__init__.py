@@ -15,7 +15,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
@@ -210,6 +210,43 @@ class Listed(Generic[P]):
     """Another one if something else has taken the name, where the medium tells that."""
 
 
+@dataclass(frozen=True)
+class Usage:
+    """The bytes of some files, each counted once, whatever number of names (hard links) it has."""
+
+    files: Mapping[Any, tuple[int, int, int]] = field(default_factory=dict)
+    """By what identifies a file: its bytes, how many of its names were found, and how many it has in all."""
+
+    @classmethod
+    def of_all(cls, usages: Iterable[Usage]) -> Usage:
+        """Of files in several places, which have no name in common."""
+        files: dict[Any, tuple[int, int, int]] = {}
+        for usage in usages:
+            for identity, (nbytes, here, names) in usage.files.items():
+                files[identity] = (nbytes, here + files.get(identity, (0, 0, 0))[1], names)
+        return cls(files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for nbytes, _, _ in self.files.values())
+
+    @property
+    def own(self) -> int:
+        """Of these, what nothing else shares: deleting all the names that were found gives so much back."""
+        return sum(nbytes for nbytes, here, names in self.files.values() if here >= names)
+
+
+@dataclass(frozen=True)
+class Leftover(Generic[P]):
+    """What a process that has ended has left behind."""
+
+    path: P
+    what: str
+    """In words."""
+    nbytes: int | None
+    """What deleting it gives back; None if nobody can tell, and 0 for what is put back where it was."""
+
+
 class Medium(Protocol):
     """A place for checkpoints. All methods raise OSError for what the medium refuses."""
 
@@ -294,6 +331,16 @@ class Medium(Protocol):
 
     def remove(self, path: Where) -> None:
         """Delete a checkpoint, so that at no moment something half-deleted can be taken for one."""
+
+    def leftovers(self, workspace: Where) -> list[Leftover[Any]]:
+        """What saves and removals have left that were interrupted beside a workspace: what :meth:`tidy` sees to."""
+
+    def tidy(self, workspace: Where) -> None:
+        """Delete what is left of those that have ended for sure, and put back what they had moved aside. What lives is
+        not touched, and what fails is left for the next time."""
+
+    def usage(self, path: Where) -> Usage:
+        """The bytes of the file or of all files at a path. Links are not followed."""
 
     def kind(self, path: Where) -> Literal["folder", "file", ""]:
         """What is at a path, or at what it links to; empty if nothing is."""

@@ -18,12 +18,16 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SaveFailed, some
 from dcp_plugin.format import METADATA, SUMMARY, exists
+from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
-from dcp_plugin.format.index import Location, StoredTensor, StoredValue
+from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.format.summary import Base
+from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.media import WORKSPACE, Medium, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
@@ -74,7 +78,7 @@ def latest(
         'step-1'
     """
     where = as_path(root, storage_options)
-    found = find_newest(where, local=_local(where, local_dir, storage_options))
+    found = find_newest(where, local=local_below(where, local_dir, storage_options))
     found.warn(root)
     if found.path is not None:
         note_chosen(found.path)
@@ -123,11 +127,13 @@ def list_checkpoints(
         [(1, True)]
     """
     where = as_path(root, storage_options)
-    states = [*Scan(where, read_all=True).states.values(), *_local(where, local_dir, storage_options)]
+    states = [*Scan(where, read_all=True).states.values(), *local_below(where, local_dir, storage_options)]
     return sorted(states, key=lambda state: (state.time, state.step or -1))
 
 
-def _local(root: Where, local_dir: PathLike | None, storage_options: StorageOptions | None) -> list[CheckpointState]:
+def local_below(
+    root: Where, local_dir: PathLike | None, storage_options: StorageOptions | None
+) -> list[CheckpointState]:
     """What is in this host's ``local_dir`` alone."""
     if local_dir is None:
         return []
@@ -338,10 +344,16 @@ def _newest_of(
 ) -> tuple[Newest, bool]:
     """The newest of what was seen; and whether all of that was still there to be examined."""
     of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
+    ours = [state for state in (*scan.states.values(), *local) if state.path not in without]
+    return newest_among([*ours, *in_order(of_others)], tools)
+
+
+def newest_among(
+    candidates: Iterable[CheckpointState | Saved], tools: Collection[str] = RESUMABLE
+) -> tuple[Newest, bool]:
+    """The newest of these that can be resumed from; and whether all of them were still there to be examined."""
     passed_over: list[CheckpointState | Saved] = []
     complete = True
-    ours = [state for state in (*scan.states.values(), *local) if state.path not in without]
-    candidates: list[CheckpointState | Saved] = [*ours, *in_order(of_others)]
     for one in sorted(candidates, key=_age, reverse=True):
         try:
             examined = _examined(one, tools)
@@ -413,14 +425,8 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
     """
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
         index, summary = reader.index, reader.summary
-    tensors, values = [], []
-    for key, entry in index.items():
-        if isinstance(entry, StoredTensor):
-            nbytes = prod(entry.shape) * entry.dtype.itemsize
-            name = str(entry.dtype).removeprefix("torch.")
-            tensors.append(TensorInfo(key, entry.shape, name, len(entry.chunks), nbytes))
-        else:
-            values.append(key)
+    with collector_paused():
+        tensors, values = _listed(index.table)
     return CheckpointInfo(
         path=reader.path,
         format=reader.opened.format,
@@ -436,6 +442,22 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         left_out=list(index.left_out),
         metrics=dict(summary.metrics) if summary else {},
     )
+
+
+def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
+    """The tensors of a checkpoint, and the keys of its values. Of 100 000 keys, by columns: an entry of the index for
+    each takes three times as long."""
+    tensors, values = [], []
+    itemsizes = [dtype.itemsize for dtype in table.torch_dtypes]
+    sizes, starts = table.columns["shape"].tolist(), table.shape_starts.tolist()
+    chunks = np.diff(table.chunk_starts).tolist()
+    for slot, (key, number) in enumerate(zip(table.keys, table.columns["dtype"].tolist(), strict=True)):
+        if number == NO_TENSOR:
+            values.append(key)
+            continue
+        shape = tuple(sizes[starts[slot] : starts[slot + 1]])
+        tensors.append(TensorInfo(key, shape, table.dtypes[number], chunks[slot], prod(shape) * itemsizes[number]))
+    return tensors, values
 
 
 def verify(

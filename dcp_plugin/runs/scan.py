@@ -8,6 +8,7 @@ workspace in it is listed again until two listings in a row are the same, and on
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dcp_plugin.errors import CheckpointCorrupt, damage_in, unreadable
@@ -59,24 +60,35 @@ class Scan:
             checkpoint of its own.
         read_all: Whether to look into each checkpoint. Otherwise, where names of files tell when it was saved, nothing
             is read of it, its step included.
+        in_flight: Whether to note saves in flight where their records would have to be read for that.
 
     Raises:
         CheckpointUnreadable: The store of a URL cannot be listed.
     """
 
-    def __init__(self, root: Where, others: bool = False, read_all: bool = False) -> None:
+    def __init__(
+        self, root: Where, others: bool = False, read_all: bool = False, in_flight: bool | None = None
+    ) -> None:
         self.states: dict[Where, CheckpointState] = {}
         """What is a checkpoint of DCP, or pretends to be one."""
         self.of_others: list[Saved] = []
+        self.workspaces: list[Where] = []
+        """Where saves in flight are made, or noted, and what interrupted ones have left is."""
         self._others, self._read_all = others, read_all
+        self._reads_records = read_all if in_flight is None else in_flight
         try:
-            self._medium = medium_of(root).snapshot(root)
+            self.medium = medium_of(root).snapshot(root)
         except OSError as error:
             raise unreadable(f"{root} cannot be listed", error) from error
         self._listed: dict[Where, set[tuple[Where, int]]] = {}
         self._complete = self._visit(root, _DEPTH)
         if not self._complete:  # it may be a checkpoint that is set aside at this moment
-            self._complete = self._visit(self._medium.locate(root), _DEPTH) or not self._medium.kind(root)
+            self._complete = self._visit(self.medium.locate(root), _DEPTH) or not self.medium.kind(root)
+
+    def links(self) -> dict[Path, Path]:
+        """The symbolic links beside checkpoints and above them, and what they lead to."""
+        entries = [path for listed in self._listed.values() for path, _ in listed]
+        return {path: path.resolve() for path in entries if isinstance(path, Path) and path.is_symlink()}
 
     def is_current(self) -> bool:
         """Whether nothing came or went since. A directory of very many entries may not be listed in one moment."""
@@ -84,7 +96,7 @@ class Scan:
 
     def _entries(self, directory: Where) -> set[tuple[Where, int]]:
         with suppress(OSError):
-            return {(one.path, one.number) for one in self._medium.entries(directory)}
+            return {(one.path, one.number) for one in self.medium.entries(directory)}
         return set()
 
     def _visit(self, directory: Where, depth: int) -> bool:
@@ -101,13 +113,13 @@ class Scan:
         return True
 
     def _state(self, directory: Where) -> CheckpointState | None:
-        time = None if self._read_all else self._medium.time_from_names(directory)
+        time = None if self._read_all else self.medium.time_from_names(directory)
         if time is not None:
             return CheckpointState(directory, True, "", None, time)
-        return in_one_view(directory, _state_in, medium=self._medium)
+        return in_one_view(directory, _state_in, medium=self.medium)
 
     def _look_below(self, directory: Where, depth: int) -> bool:
-        entries = self._medium.entries(directory)
+        entries = self.medium.entries(directory)
         if self._others and self._is_of_others(directory, entries):
             return True
         seen: dict[Where, int] = {}
@@ -129,12 +141,12 @@ class Scan:
             if (there and not has_workspace) or now == before:
                 break
             before = now
-            entries = self._medium.entries(directory)
+            entries = self.medium.entries(directory)
         return True
 
     def _is_of_others(self, directory: Where, entries: list[Listed[Any]]) -> bool:
         """Whether it is the checkpoint of another tool. Such files are noted."""
-        files = self._medium.open(directory)
+        files = self.medium.open(directory)
         saved = saved_as_folder(files, (one.path.name for one in entries))
         if saved is not None:
             self.of_others.append(saved)
@@ -146,10 +158,12 @@ class Scan:
 
     def _look_into_workspace(self, workspace: Where) -> list[Where]:
         """Note the saves in flight, and what is set aside. What is there."""
+        if workspace not in self.workspaces:
+            self.workspaces.append(workspace)
         for path in [path for path in self.states if path.parent == workspace]:
             del self.states[path]
         try:
-            paths = [one.path for one in self._medium.entries(workspace)]
+            paths = [one.path for one in self.medium.entries(workspace)]
         except OSError:
             return []
         for path in paths:
@@ -159,9 +173,9 @@ class Scan:
         return paths
 
     def _in_flight(self, entry: Where) -> CheckpointState | None:
-        if isinstance(entry, ObjectPath) and not self._read_all:  # it would have to be read, for the list alone
+        if isinstance(entry, ObjectPath) and not self._reads_records:  # it would have to be read, for the list alone
             return None
-        noted = self._medium.in_flight(entry)
+        noted = self.medium.in_flight(entry)
         if noted is None or self._is_seen(entry.parent.parent / noted[0]):
             return None
         reason = f"a save of {noted[0]} that is in flight or was interrupted"

@@ -16,7 +16,7 @@ from dcp_plugin.media import Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
 from dcp_plugin.media.disk.files import HeldFiles, LocalFiles
-from dcp_plugin.media.disk.hard_links import LinkableFile
+from dcp_plugin.media.disk.hard_links import LinkableFile, usage_of
 
 _VISIBLE_SECONDS = 10.0
 """How long a directory made by another rank may take to appear: NFS clients cache that a name does not exist."""
@@ -43,6 +43,9 @@ class LocalDisk:
     link = staticmethod(commit.link)
     note = staticmethod(commit.note)
     remove = staticmethod(commit.remove)
+    leftovers = staticmethod(commit.leftovers)
+    tidy = staticmethod(commit.sweep)
+    usage = staticmethod(usage_of)
     open = staticmethod(LocalFiles)
     hold = staticmethod(HeldFiles)
     flush = staticmethod(posix.sync_directory)

@@ -22,6 +22,7 @@ Two saves to one path at the same time are not guarded against each other beyond
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -38,8 +39,9 @@ from typing import Any
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
-from dcp_plugin.media import Reservation, is_target, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
+from dcp_plugin.media.disk.hard_links import usage_of
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -253,10 +255,41 @@ def sweep(workspace: Path) -> None:
                 _sweep_one(workspace, record)
 
 
+def leftovers(workspace: Path) -> list[Leftover[Path]]:
+    """What :func:`sweep` would tidy up. Where nothing can be locked or read, nobody can tell."""
+    found: list[Leftover[Path]] = []
+    try:
+        records = sorted(workspace.glob("*.json"))
+    except OSError:
+        return found
+    for record in records:
+        with suppress(OSError):
+            descriptor = _open_if_ended(record) if record.stem not in _held else None
+            if descriptor is None:
+                continue
+            try:
+                noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+                found += _left_by(_reservation(workspace.parent / (_checked_target(noted) or "?"), record.stem))
+            finally:
+                os.close(descriptor)
+    return found
+
+
+def _left_by(reservation: Reservation[Path]) -> Iterator[Leftover[Path]]:
+    what = {".saving": "an interrupted save of {}", ".deleted": "what an interrupted removal of {} has left"}
+    aside = "{}, moved aside by a save that was interrupted"
+    for path in sorted(reservation.directory.parent.glob(f"{reservation.token}.*")):
+        if path.suffix == ".aside" and _is_missed(reservation):
+            yield Leftover(path, f"{aside}: it gets its name back".format(reservation.final), 0)
+        elif path.suffix != ".json":
+            text = what.get(path.suffix, aside).format(reservation.final)
+            yield Leftover(path, text, usage_of(path).own)
+
+
 def _open_if_ended(record: Path) -> int | None:
     """A record, locked, if the process that made it has ended. Without locks that can be told on its machine only."""
     try:
-        return posix.lock(record)
+        return posix.lock(record, create=False)
     except OSError:
         descriptor = os.open(record, os.O_RDWR | os.O_CLOEXEC)
     noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
@@ -397,7 +430,7 @@ def _open_record(final: Path) -> Reservation[Path]:
         posix.make_directories(_record(reservation).parent)
         try:
             _make_record(reservation)
-        except FileNotFoundError:
+        except (FileNotFoundError, BlockingIOError):
             if attempt + 1 == _ATTEMPTS:
                 raise
         else:
@@ -406,7 +439,22 @@ def _open_record(final: Path) -> Reservation[Path]:
 
 
 def _make_record(reservation: Reservation[Path]) -> None:
-    record = _record(reservation)
+    target = _name_in(workspace_of(reservation.final), reservation.final)
+    # Known before it is there: another thread of this process that sweeps could lock it, and would drop the lock.
+    held = _held[reservation.token] = _Held(-1, target)
+    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
+    try:
+        held.descriptor = _create_locked(_record(reservation))
+        _note_in_record(reservation, {"target": target, **maker})
+        # Before what it is about: after a loss of power nobody would sweep what no record tells of.
+        posix.sync_directory(_record(reservation).parent)
+    except BaseException:
+        _let_go(reservation, finished=True)
+        raise
+
+
+def _create_locked(record: Path) -> int:
+    """Raises BlockingIOError if another process takes it for one of the dead: it has found it between two calls."""
     try:
         descriptor = posix.lock(record)
     except FileNotFoundError:
@@ -414,17 +462,8 @@ def _make_record(reservation: Reservation[Path]) -> None:
     except OSError:  # a file system without locks: then nobody sweeps
         descriptor = os.open(record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if descriptor is None:
-        raise SaveFailed(f"cannot save {reservation.final}: another process is sweeping beside it. Try again.")
-    target = _name_in(workspace_of(reservation.final), reservation.final)
-    _held[reservation.token] = _Held(descriptor, target)
-    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
-    try:
-        _note_in_record(reservation, {"target": target, **maker})
-        # Before what it is about: after a loss of power nobody would sweep what no record tells of.
-        posix.sync_directory(record.parent)
-    except BaseException:
-        _let_go(reservation, finished=True)
-        raise
+        raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(record))
+    return descriptor
 
 
 def _note_in_record(reservation: Reservation[Path], said: dict[str, Any]) -> None:
@@ -508,14 +547,19 @@ def _recover(reservation: Reservation[Path], noted: dict[str, Any]) -> None:
 
 def _restore(reservation: Reservation[Path]) -> bool:
     """Put back the old checkpoint if it was moved aside and the new one did not get its name."""
+    missed = _is_missed(reservation)
+    if missed:
+        _put_back(reservation.directory.with_suffix(".aside"), reservation.final)
+    return missed
+
+
+def _is_missed(reservation: Reservation[Path]) -> bool:
+    """Whether the old checkpoint was moved aside, and nothing has taken its name."""
     final, aside = reservation.final, reservation.directory.with_suffix(".aside")
     if not os.path.lexists(aside):  # a link leads nowhere from there
         return False
     made_anew = final.is_dir() and not final.is_symlink() and not looks_like_checkpoint(final)
-    needed = not os.path.lexists(final) or (made_anew and not aside.is_symlink())
-    if needed:
-        _put_back(aside, final)
-    return needed
+    return not os.path.lexists(final) or (made_anew and not aside.is_symlink())
 
 
 def _put_back(aside: Path, final: Path) -> None:

@@ -10,12 +10,12 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
-from dcp_plugin.media import CannotLink, with_newest
+from dcp_plugin.media import CannotLink, Usage, with_newest
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.files import LocalFile
 
@@ -110,6 +110,33 @@ class LinkableFile:
             return False
         same = _Identity.of(found) == self.identity if self.identity else found.st_size == self.size
         return same and stat.S_ISREG(found.st_mode)
+
+
+def usage_of(path: Path) -> Usage:
+    """The bytes of the files at a path. What is deleted meanwhile does not count."""
+    files: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for found in _stats_below(path):
+        identity = (found.st_dev, found.st_ino)
+        _, here, _ = files.get(identity, (0, 0, 0))
+        files[identity] = (found.st_size, here + 1, found.st_nlink)
+    return Usage(files)
+
+
+def _stats_below(path: Path) -> Iterator[os.stat_result]:
+    folders: list[str | Path] = [path]
+    while folders:
+        with suppress(FileNotFoundError):
+            try:
+                entries = os.scandir(folders.pop())
+            except NotADirectoryError:
+                yield os.lstat(path)
+                continue
+            with entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        yield entry.stat(follow_symlinks=False)
 
 
 def _reflink(source: Path, target: Path) -> bool:

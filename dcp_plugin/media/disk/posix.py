@@ -134,7 +134,7 @@ def has_ended(on_machine: object, pid: object) -> bool:
     return False
 
 
-def lock(path: Path) -> int | None:
+def lock(path: Path, create: bool = True) -> int | None:
     """Create or open a file and lock it for this process; its descriptor, or None while another process holds it.
 
     The kernel drops the lock when the process dies, however it dies. POSIX locks, because a forked data loader
@@ -151,7 +151,7 @@ def lock(path: Path) -> int | None:
             f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
             f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
         ) from error
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0) | os.O_CLOEXEC, 0o644)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

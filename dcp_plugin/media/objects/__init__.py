@@ -20,7 +20,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DAMAGED, INDEX, METADATA, PACKED, SUMMARY, uncommitted_reason
 from dcp_plugin.format.packed import folders, time_of, token_in
-from dcp_plugin.media import CannotLink, Listed, RangedFile, with_newest
+from dcp_plugin.media import CannotLink, Leftover, Listed, RangedFile, Usage, with_newest
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, PART, Client, Found, client_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -157,6 +157,18 @@ class ObjectStore:
         if next(self.client.below(path.key), None) is not None:
             return "folder"
         return "file" if path.key and self.client.head(path.key) is not None else ""
+
+    def leftovers(self, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
+        return commit.leftovers(self.client, workspace)
+
+    def tidy(self, workspace: ObjectPath) -> None:
+        commit.tidy(self.client, workspace)
+
+    def usage(self, path: ObjectPath) -> Usage:
+        there = {commit.below(path, name): one.size for name, one in self._names(path).items()}
+        if not there and path.key and (found := self.client.head(path.key)) is not None:
+            there = {found.key: found.size}
+        return Usage({key: (size, 1, 1) for key, size in there.items()})
 
     def linkable(self, *homes: ObjectPath, size: int | None = None) -> CopiedObject:
         if size is not None:

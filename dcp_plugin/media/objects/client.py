@@ -103,6 +103,10 @@ class Client(Protocol):
     def copy(self, key: str, to: str) -> None:
         """Copy an object within the store."""
 
+    def unfinished_uploads(self, prefix: str) -> list[str]:
+        """The keys of uploads below ``prefix`` that were neither finished nor aborted, as far as the store lists them.
+        Never raises OSError."""
+
     def abort_uploads(self, prefix: str, token: str) -> None:
         """Give back the parts of uploads that nobody will finish: those below ``prefix`` with this in their keys. Where
         that cannot be, it is left to a rule of the bucket's life cycle. Never raises OSError."""
@@ -342,6 +346,9 @@ class ObstoreClient:
         with self._asked(key):
             self._obstore.copy(self._store, key, to)
 
+    def unfinished_uploads(self, prefix: str) -> list[str]:
+        return uploads.unfinished(self._url, self._store.config, prefix) if self._url.startswith("s3://") else []
+
     def abort_uploads(self, prefix: str, token: str) -> None:
         if self._url.startswith("s3://"):
             uploads.abort(self._url, self._store.config, prefix, token)
@@ -446,6 +453,9 @@ class MemoryClient:
     def copy(self, key: str, to: str) -> None:
         with self._lock:
             self.put(to, self._files.cat_file(self._root + key))
+
+    def unfinished_uploads(self, prefix: str) -> list[str]:
+        return []
 
     def abort_uploads(self, prefix: str, token: str) -> None:
         """Nothing is kept of them."""

@@ -33,7 +33,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ from typing import Any
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
-from dcp_plugin.media import Reservation, is_target, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
@@ -450,6 +450,64 @@ def sweep(client: Client, workspace: ObjectPath) -> None:
             continue
         except OSError as error:
             logger.warning("what is left of a save of %s cannot be deleted: %s", path, error)
+
+
+def leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
+    """What :func:`tidy` would delete, as far as the clock of this machine tells who is dead."""
+    found: list[Leftover[ObjectPath]] = []
+    uploads = client.unfinished_uploads(workspace.parent.key)  # before the records: whoever lives has one by then
+    for token, record in _records(client, workspace).items():
+        noted = _noted(client, record) if token not in _held else None
+        if noted is None or not is_target(noted.get("target")):
+            continue
+        if noted.get("dead") or _is_dead(noted, record, time.time()):
+            found += _left_by(client, workspace.parent / noted["target"], token, bool(noted.get("deletes")))
+    alive = _alive(client, workspace)
+    for key in uploads:
+        path, token = _save_of(workspace.parent, key)
+        if token and token not in alive and workspace_of(path) == workspace:
+            found.append(Leftover(workspace.parent / _name_below(workspace.parent, key), _UPLOAD, None))
+    return found
+
+
+_UPLOAD = "an upload that was never completed"
+
+
+def _left_by(client: Client, path: ObjectPath, token: str, deletes: bool) -> Iterator[Leftover[ObjectPath]]:
+    there = {_name_below(path, one.key): one.size for one in client.below(path.key)}
+    if deletes and METADATA not in there:
+        yield Leftover(path, f"what an interrupted removal of {path} has left", sum(there.values()))
+    elif not deletes and token_at(client, path) != token:
+        written = [size for name, size in there.items() if token_in(name) == token]
+        if written:
+            yield Leftover(path, f"an interrupted save of {path}", sum(written))
+
+
+def _save_of(root: ObjectPath, key: str) -> tuple[ObjectPath, str]:
+    """The checkpoint below a root that an object is of, and the token of its save; empty if its name tells of none."""
+    parts = _name_below(root, key).split("/")
+    for number in range(len(parts)):
+        if token := token_in("/".join(parts[number:])):
+            return root / "/".join(parts[:number]) if number else root, token
+    return root, ""
+
+
+def tidy(client: Client, workspace: ObjectPath) -> None:
+    """:func:`sweep`, and the uploads that no record tells of any more."""
+    left = leftovers(client, workspace)
+    if not left:
+        return
+    name = next((one.path.name for one in left if is_target(one.path.name)), "prune")
+    reservation = _begin(client, workspace.parent / name, None)  # whose record tells the time by the store's clock
+    try:
+        sweep(client, workspace)
+        alive = _alive(client, workspace)
+        for one in left:
+            path, token = _save_of(workspace.parent, one.path.key)
+            if one.what == _UPLOAD and token not in alive:
+                client.abort_uploads(path.key, token)
+    finally:
+        _let_go(client, reservation)
 
 
 def _records(client: Client, workspace: ObjectPath) -> dict[str, Found]:

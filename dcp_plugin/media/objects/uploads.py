@@ -4,22 +4,53 @@ s3fs. Where that is not installed, a rule of the bucket's life cycle is what giv
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 logger = logging.getLogger("dcp_plugin")
 
 
-def abort(url: str, config: Mapping[str, Any], prefix: str, token: str) -> None:
-    """Abort those of an S3 bucket below a prefix with ``token`` in their keys. What fails is left to the life cycle.
+def unfinished(url: str, config: Mapping[str, Any], prefix: str) -> list[str]:
+    """The keys of those of an S3 bucket below a prefix; none where the store does not say.
 
     Args:
         config: As obstore has it.
     """
+    found: list[str] = []
+    with _client(url, config, prefix) as client:
+        found += (one["Key"] for one in _listed(client, url, prefix))
+    return found
+
+
+def abort(url: str, config: Mapping[str, Any], prefix: str, token: str) -> None:
+    """Abort those with ``token`` in their keys. What fails is left to the life cycle."""
+    with _client(url, config, prefix) as client:
+        for one in _listed(client, url, prefix):
+            if token in one["Key"]:
+                client.abort_multipart_upload(Bucket=_bucket(url), Key=one["Key"], UploadId=one["UploadId"])
+
+
+def _bucket(url: str) -> str:
+    return url.partition("://")[2]
+
+
+def _listed(client: Any, url: str, prefix: str) -> Iterator[Any]:
+    if client is None:
+        return
+    below = f"{prefix}/" if prefix else ""
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=_bucket(url), Prefix=below):
+        yield from page.get("Uploads", ())
+
+
+@contextmanager
+def _client(url: str, config: Mapping[str, Any], prefix: str) -> Iterator[Any]:
+    """botocore's; None where it is not installed. The block ends at the first thing that fails."""
     try:
         from botocore.config import Config
         from botocore.session import Session
     except ImportError:
+        yield None
         return
     try:
         given = {
@@ -31,15 +62,10 @@ def abort(url: str, config: Mapping[str, Any], prefix: str, token: str) -> None:
         }
         style = "virtual" if str(config.get("virtual_hosted_style_request")).lower() == "true" else "path"
         patience: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}
-        client: Any = Session().create_client(
+        yield Session().create_client(
             "s3",
             config=Config(s3={"addressing_style": style}, **patience),
             **{name: one for name, one in given.items() if one},
         )
-        bucket = url.partition("://")[2]
-        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{prefix}/"):
-            for one in page.get("Uploads", ()):
-                if token in one["Key"]:
-                    client.abort_multipart_upload(Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"])
     except Exception as error:  # whatever it is, a save need not fail of it; its text may tell the configuration
-        logger.debug("unfinished uploads below %s/%s cannot be aborted: %s", url, prefix, type(error).__name__)
+        logger.debug("unfinished uploads below %s/%s cannot be seen to: %s", url, prefix, type(error).__name__)

@@ -1,0 +1,247 @@
+"""Which runs and checkpoints are below a directory or URL, how large they are, and which are whole.
+
+:func:`~dcp_plugin.list_checkpoints` says what is there of DCP's, and no more, so that it is fast. This looks into each
+checkpoint, of whatever tool: its summary, the sizes of its files, and which of them it shares with others by hard
+links. No tensor is read, so what is whole here may still have bytes that :func:`~dcp_plugin.verify` finds damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from dcp_plugin.format import DAMAGED, INDEX, SUMMARY, exists, index_file, opened, uncommitted_reason
+from dcp_plugin.format.foreign.frameworks import Saved, in_order
+from dcp_plugin.format.summary import Base, Summary
+from dcp_plugin.media import WORKSPACE, Medium, Readable, Usage
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.runs.catalog import local_below, newest_among
+from dcp_plugin.runs.scan import Scan
+from dcp_plugin.storage.open import check_sizes, in_one_view, summary_in, summary_of
+from dcp_plugin.types import CheckpointState
+
+OURS, STOCK = "dcp_plugin", "stock"
+_AT_ONCE = 16
+"""Checkpoints of a store that are looked into at the same time: each takes two or three requests."""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A checkpoint, or what pretends to be one, as :func:`list_runs` has it."""
+
+    path: Where
+    state: Literal["whole", "torn", "damaged", "foreign"]
+    """``"whole"``: of this package, with all its files. ``"torn"``: its save or a copy was interrupted, or is in
+    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"foreign"``: another tool's."""
+    reason: str
+    """Why it is torn or damaged, or cannot be resumed from; else empty."""
+    format: str
+    """``"dcp_plugin"``, ``"stock"`` (another writer of DCP), ``"Lightning"``, ``"Accelerate"``, ``"transformers"`` or
+    ``"torch.save"``; empty where nothing tells."""
+    step: int | None
+    time: float
+    """Seconds since the epoch."""
+    nbytes: int
+    """Bytes of all its files, each file counted once."""
+    own_bytes: int
+    """Of these, what deleting it gives back. The rest are files that other checkpoints have, too, as hard links."""
+    tier: Literal["durable", "local"] = "durable"
+    """``"local"``: it is in ``local_dir`` of the nodes alone, and nothing is at the path."""
+    resumes: bool = False
+    """Whether it is what an automatic resume of its run would load."""
+    world_size: int | None = None
+    layouts: list[str] = field(default_factory=list)
+    """How its tensors were distributed when it was saved."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the save was given as ``metrics``."""
+    base: Where | None = None
+    """The checkpoint that has what this one leaves out (``trainable_only``)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The checkpoints that are beside each other in one folder."""
+
+    folder: Where
+    checkpoints: list[ListedCheckpoint]
+    """Oldest first."""
+    nbytes: int
+    """Bytes that all of them take, files that several of them share counted once."""
+
+    @property
+    def resumes(self) -> ListedCheckpoint | None:
+        """What an automatic resume would load."""
+        return next((one for one in self.checkpoints if one.resumes), None)
+
+
+def list_runs(
+    root: PathLike, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None
+) -> list[Run]:
+    """Every run at or below ``root``, and its checkpoints: of this package, of stock DCP and of other tools.
+
+    Args:
+        root: Where to look, up to six directories deep: a directory, or the URL of a prefix. Links are not followed.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        local_dir: As the runs have it: then what is in this host's alone is listed, too, with ``tier="local"``.
+
+    Returns:
+        The runs, sorted by folder. What a crash left in flight is listed as torn. Weights alone are no checkpoint of
+        a run, and are not listed.
+
+    Raises:
+        CheckpointUnreadable: The directory or the store of a URL cannot be listed.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> dcp_plugin.save({"w": torch.zeros(1000)}, "run/step-1", step=1)
+        >>> [run] = dcp_plugin.list_runs("run")
+        >>> [(one.path.name, one.state, one.step, one.nbytes > 4000, one.resumes) for one in run.checkpoints]
+        [('step-1', 'whole', 1, True, True)]
+    """
+    return look_below(as_path(root, storage_options), storage_options, local_dir).runs
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is below a root."""
+
+    runs: list[Run]
+    bases: dict[Where, set[Where]]
+    """By checkpoint, where a load of it would look for its base."""
+    scan: Scan
+
+
+def look_below(root: Where, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None) -> Found:
+    """:func:`list_runs`, with what it was found out from."""
+    scan = Scan(root, others=True, in_flight=True)
+    states = [*scan.states.values(), *local_below(root, local_dir, storage_options)]
+    candidates: list[CheckpointState | Saved] = [*states, *in_order(scan.of_others)]
+    looks = [one for one in _at_once(lambda one: _look(one, scan.medium), candidates, root) if one is not None]
+    folders: dict[Where, list[_Looked]] = {}
+    for one in sorted(looks, key=lambda one: (str(one.folder), one.listed.time, one.listed.step or -1)):
+        folders.setdefault(one.folder, []).append(one)
+    runs = [_run(folder, members) for folder, members in folders.items()]
+    return Found(runs, {one.listed.path: one.bases for one in looks if one.bases}, scan)
+
+
+def _at_once(look: Callable[[Any], Any], things: Sequence[Any], root: Where) -> Iterable[Any]:
+    if not isinstance(root, ObjectPath):  # threads would only wait for each other
+        return map(look, things)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="dcp-list") as pool:
+        return list(pool.map(look, things))
+
+
+@dataclass(frozen=True)
+class _Looked:
+    listed: ListedCheckpoint
+    usage: Usage
+    found: CheckpointState | Saved
+    bases: set[Where] = field(default_factory=set)
+
+    @property
+    def folder(self) -> Where:
+        above = self.listed.path.parent
+        return above.parent if above.name == WORKSPACE else above
+
+
+def _run(folder: Where, members: list[_Looked]) -> Run:
+    usable = [one.found for one in members if one.listed.state in ("whole", "foreign")]
+    newest = newest_among(usable)[0].path
+    listed = [replace(one.listed, resumes=one.listed.path == newest) for one in members]
+    return Run(folder, listed, Usage.of_all(one.usage for one in members).nbytes)
+
+
+def _look(one: CheckpointState | Saved, medium: Medium) -> _Looked | None:
+    """None for what is not there any more, and for a file that has nothing to do with a training."""
+    try:
+        if isinstance(one, Saved):
+            return _look_into_saved(one, medium)
+        if one.tier == "local":
+            return _Looked(
+                ListedCheckpoint(one.path, "whole", "", OURS, one.step, one.time, 0, 0, "local"), Usage(), one
+            )
+        found = _look_into(one, medium)
+        usage = medium.usage(one.path)
+    except (OSError, CheckpointNotFound):
+        return None
+    return replace(found, listed=replace(found.listed, nbytes=usage.nbytes, own_bytes=usage.own), usage=usage)
+
+
+def _look_into_saved(one: Saved, medium: Medium) -> _Looked | None:
+    examined = one.examined()
+    if examined is None:
+        return None
+    state: Literal["foreign", "torn", "damaged"] = "foreign"
+    if examined.reason and not examined.export:
+        state = "torn" if one.reason else "damaged"
+    usage = medium.usage(one.path)
+    reason, tool = examined.reason, examined.tool
+    return _Looked(ListedCheckpoint(one.path, state, reason, tool, None, one.time, usage.nbytes, usage.own), usage, one)
+
+
+def _look_into(one: CheckpointState, medium: Medium) -> _Looked:
+    if one.path.parent.name == WORKSPACE and not one.committed:  # a save in flight, as the scan has told
+        return _Looked(ListedCheckpoint(one.path, "torn", one.reason, OURS, one.step, one.time, 0, 0), Usage(), one)
+    return in_one_view(one.path, lambda path, files: _look_at_files(one, files), medium=medium)
+
+
+def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
+    names = [name.rstrip("/") for name in files.names()]
+    reason = uncommitted_reason(names)
+    state: Literal["whole", "torn", "damaged", "foreign"] = "torn"
+    summary: Summary | None = None
+    if reason:
+        state = "damaged" if DAMAGED in names else "torn"
+        with suppress(CheckpointError, OSError):
+            summary = summary_of(files) if exists(files, SUMMARY) else None
+    else:
+        try:
+            summary = summary_in(files)
+            state = "foreign" if summary is None else "whole"
+            if summary is not None:
+                _check_sizes(files)
+        except CheckpointError as error:
+            if files.moved():
+                raise FileNotFoundError(f"{one.path} was replaced") from error
+            state, reason = "damaged", str(error)
+    kind = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
+    listed = ListedCheckpoint(one.path, state, reason, kind, one.step, one.time, 0, 0)
+    if summary is None:
+        return _Looked(listed, Usage(), one)
+    listed = replace(
+        listed,
+        step=summary.step,
+        time=summary.time,
+        world_size=summary.world_size,
+        layouts=list(summary.layouts),
+        metrics=dict(summary.metrics),
+    )
+    return _with_base(_Looked(listed, Usage(), one), summary)
+
+
+def _check_sizes(files: Readable) -> None:
+    """Check that the data files are there, and of their sizes. Raises CheckpointError."""
+    with opened(files, INDEX) as file:
+        sizes = index_file.sizes_listed(file, f"{files.where}/{INDEX}")
+    check_sizes(files, sizes, sizes)
+
+
+def _with_base(looked: _Looked, summary: Summary) -> _Looked:
+    if not summary.base:
+        return looked
+    path = looked.listed.path
+    try:
+        base = Base.of_summary(summary.base, path)
+    except CheckpointCorrupt:
+        return looked
+    bases = set(map(resolved, (base.path, path / base.relative)))
+    return replace(looked, listed=replace(looked.listed, base=base.path), bases=bases)
+
+
+def is_in_flight(one: ListedCheckpoint) -> bool:
+    """Whether it stands for a save that has no name yet, or for what is moved aside."""
+    return one.path.parent.name == WORKSPACE
