@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.read import read
+    from dcp_plugin.tools.copy import CopyReport, copy
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -69,6 +70,7 @@ _HOMES = {
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.read": ("read",),
+    "dcp_plugin.tools.copy": ("CopyReport", "copy"),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -84,6 +86,7 @@ __all__ = [
     "CheckpointState",
     "CheckpointUnreadable",
     "Checkpointer",
+    "CopyReport",
     "DurabilityUnknown",
     "LoadReport",
     "NoSharedMemory",
@@ -99,6 +102,7 @@ __all__ = [
     "ShardedWriter",
     "UnsafeCheckpoint",
     "VerifyReport",
+    "copy",
     "inspect",
     "latest",
     "list_checkpoints",
