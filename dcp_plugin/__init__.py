@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
-    from dcp_plugin.tools.read import read
     from dcp_plugin.tools.copy import CopyReport, copy
+    from dcp_plugin.tools.export import ExportReport, export
+    from dcp_plugin.tools.read import read
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -69,6 +70,7 @@ _HOMES = {
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.copy": ("CopyReport", "copy"),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
@@ -88,6 +90,7 @@ __all__ = [
     "Checkpointer",
     "CopyReport",
     "DurabilityUnknown",
+    "ExportReport",
     "LoadReport",
     "NoSharedMemory",
     "PartialLoad",
@@ -103,6 +106,7 @@ __all__ = [
     "UnsafeCheckpoint",
     "VerifyReport",
     "copy",
+    "export",
     "inspect",
     "latest",
     "list_checkpoints",

@@ -13,9 +13,12 @@ _MOST_SHOWN = 5
 
 def copy_command(
     src: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint: its directory, file or URL. Or what has several below it.")
+        str,
+        typer.Argument(metavar="SRC", help="A checkpoint: its directory, file or URL. Or what has some below it."),
     ],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="Its new path or URL; of several, where they will be below.")],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="Its new path or URL; of several, what they will be below.")
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another checkpoint that is there.")] = False,
     io_threads: Annotated[int, typer.Option(min=1, help="Files that are copied at the same time.")] = 4,
     as_json: JsonOption = False,

@@ -278,8 +278,8 @@ class Medium(Protocol):
         """
 
     def leave(self, reservation: Reservation[Any]) -> None:
-        """End a copy that is not to be published now. What it has written stays for who reserves the same copy next. Any
-        other save beside it deletes that."""
+        """End a copy that is not to be published now. What it has written stays for who reserves it again, and
+        is deleted by any other save beside it."""
 
     def tree(self, path: Where) -> list[str]:
         """All files below a path, sorted, with ``/`` between folders. Links to folders are left out. Raises OSError."""

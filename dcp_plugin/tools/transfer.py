@@ -365,7 +365,7 @@ class Transfer:
         index = index_file.decode(read(files, INDEX), summary.index_sha256, f"{files.where}/{INDEX}")
         index.rename_files(self._new_names.__getitem__)
         index.beside |= {name: check_rest.hash_of(data) for name, data in views.items() if name in index.beside}
-        return index_file.encode(index)
+        return index_file.encode_alike(index)
 
     def _base_there(self) -> dict[str, str] | None:
         """What a checkpoint in a bucket says of its base, which has other names of files there, too."""
