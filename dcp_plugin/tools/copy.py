@@ -9,10 +9,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, SaveFailed, damage_in
+from dcp_plugin.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    SaveFailed,
+    UnsafeCheckpoint,
+    damage_in,
+)
 from dcp_plugin.format import has_traces
 from dcp_plugin.media import WORKSPACE, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
@@ -138,6 +146,7 @@ def _find(source: Where) -> _Found:
     if not kind:
         raise CheckpointNotFound(f"{source}: nothing is there.")
     if kind == "file":
+        _refuse_other_file(source)
         return _Found([(source, True)], [])
     reason: Exception
     try:
@@ -158,6 +167,12 @@ def _find(source: Where) -> _Found:
         raise reason
     torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
     return _Found([(path, other) for _, path, other in found], torn)
+
+
+def _refuse_other_file(path: Where) -> None:
+    """Raises CheckpointError if a file is none of a tool that we know, or is damaged."""
+    with suppress(UnsafeCheckpoint):  # it is one, of which we would not load all
+        open_alone(path).close()
 
 
 @dataclass
@@ -236,6 +251,8 @@ class _Copy:
         if not names and kind != "file":  # nothing, or an empty folder
             return None
         try:
+            if kind == "file":
+                _refuse_other_file(there)
             found = open_source(there)
         except CheckpointError as error:
             if medium.keeps_names and not isinstance(error, CheckpointMismatch) and _is_begun(source, names):
@@ -276,7 +293,7 @@ class _Copy:
             open_checkpoint(there).close()
         except (CheckpointNotFound, CheckpointMismatch):
             said = source.summary.base
-            at = there / str(said.get("relative", ""))
+            at = as_path(str(there / str(said.get("relative", ""))))
             self.needs.append(f"{there} leaves out what its base has: copy {said.get('path')} to {at}, too")
 
     def _copy_links(self, root: Path) -> None:
