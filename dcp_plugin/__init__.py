@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.tools.copy import CopyReport, copy
     from dcp_plugin.tools.export import ExportReport, export
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
@@ -75,6 +76,7 @@ _HOMES = {
     "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
     "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
+    "dcp_plugin.tools.copy": ("CopyReport", "copy"),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -90,6 +92,7 @@ __all__ = [
     "CheckpointState",
     "CheckpointUnreadable",
     "Checkpointer",
+    "CopyReport",
     "DurabilityUnknown",
     "ExportReport",
     "ListedCheckpoint",
@@ -111,6 +114,7 @@ __all__ = [
     "ShardedWriter",
     "UnsafeCheckpoint",
     "VerifyReport",
+    "copy",
     "export",
     "inspect",
     "latest",

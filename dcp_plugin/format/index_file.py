@@ -69,6 +69,17 @@ def encode(index: CheckpointIndex) -> bytes:
     return save_columns({**index.columns, **columns}, metadata=about)
 
 
+def encode_alike(index: CheckpointIndex) -> bytes:
+    """:func:`encode`, and the same bytes each time: safetensors puts what its header tells in no order."""
+    data = encode(index)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(dict(sorted(header.items())), separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
 def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
     """The index in a file that has this fingerprint, if it does not contradict itself.
 

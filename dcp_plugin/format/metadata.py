@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_plugin._torch import StorageInfo
+from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
@@ -255,3 +256,24 @@ def _view(index: CheckpointIndex, names: Mapping[str, str]) -> CheckpointIndex:
     keys = {names[first] + key.removeprefix(first): key for key, first in firsts.items() if first in names}
     paths = {new: (names[firsts[key]], *index.path_of(key)[1:]) for new, key in keys.items()}
     return index.selected(keys, paths, below="..")
+
+
+def with_renamed_files(data: bytes, names: Mapping[str, str], where: str) -> bytes:
+    """A ``.metadata`` that :func:`encode` has made, with other names of data files.
+
+    Each name is there once, as a definition; all else refers to that.
+
+    Raises:
+        CheckpointMismatch: It was not made so: an early version of this package has saved it.
+    """
+    for old, new in names.items():
+        if old == new:
+            continue
+        before = _plain(old) + b"r"
+        if data.count(before) != 1:
+            raise CheckpointMismatch(
+                f"{where} cannot be given other names of data files, which a bucket wants: an early version of "
+                f"dcp_plugin has saved it, or a key is called as a data file. Load it and save it anew."
+            )
+        data = data.replace(before, _plain(new) + b"r")
+    return data

@@ -10,6 +10,7 @@ The token begins with the time of the save, in milliseconds. So a listing tells 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import struct
@@ -21,13 +22,20 @@ from dcp_plugin.format import DATA_SUFFIX, PACKED
 _TIME_DIGITS, _RANDOM_BYTES = 12, 4
 _TOKEN = rf"[0-9a-f]{{{_TIME_DIGITS + 2 * _RANDOM_BYTES}}}"
 _OWN_NAME = re.compile(rf"(?:{PACKED}(?P<folder>{_TOKEN})/?.*|__\d+_\d+-(?P<data>{_TOKEN}){re.escape(DATA_SUFFIX)})")
+_DATA_NAME = re.compile(rf"__(\d{{1,9}})_(\d{{1,9}})(?:-[0-9a-f]+)?{re.escape(DATA_SUFFIX)}")
 _END = struct.Struct("<II20sI21s")
 _MAGIC = b"\ndcp_plugin packed 1\n"
 
 
-def new_token(time: float) -> str:
-    """A name for a save that begins now, in seconds since the epoch."""
-    return f"{int(time * 1000):0{_TIME_DIGITS}x}{secrets.token_hex(_RANDOM_BYTES)}"
+def new_token(time: float, of: bytes | None = None) -> str:
+    """A name for a save that begins now, in seconds since the epoch.
+
+    Args:
+        of: What is saved, if the same is to have the same name.
+    """
+    last = secrets.token_bytes(_RANDOM_BYTES) if of is None else hashlib.sha256(of).digest()[:_RANDOM_BYTES]
+    milliseconds = min(max(0, int(time * 1000)), 16**_TIME_DIGITS - 1)
+    return f"{milliseconds:0{_TIME_DIGITS}x}{last.hex()}"
 
 
 def time_of(token: str) -> float:
@@ -39,6 +47,22 @@ def token_in(name: str) -> str:
     """The save that a file of this name is of, its folder left out; empty if the name tells of none."""
     found = _OWN_NAME.fullmatch(name)
     return (found["folder"] or found["data"]) if found else ""
+
+
+def renamed(names: Iterable[str], token: str) -> dict[str, str]:
+    """What data files are called where they have the token of their save in their names, by their names now."""
+    new: dict[str, str] = {}
+    taken = {name for name in names if token_in(name) == token}
+    for name in names:
+        found = _DATA_NAME.fullmatch(name)
+        rank, number = (int(found[1]), int(found[2])) if found else (0, 0)
+        there = name
+        while name not in taken and (there == name or there in taken):
+            there = f"__{rank}_{number}-{token}{DATA_SUFFIX}"
+            number += 1
+        taken.add(there)
+        new[name] = there
+    return new
 
 
 def folders(names: Iterable[str]) -> set[str]:

@@ -25,8 +25,10 @@ from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
 from dcp_plugin.media import CannotLink, Linkable, Medium, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
+from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.storage import check_rest
+from dcp_plugin.storage.passing import Memory, SourceError, Way
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import PartWriter, RankDirectory, WrittenPart
 from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, is_inside, is_memory, put_file
@@ -35,6 +37,8 @@ from dcp_plugin.tiers.wire import Address, Channel, connect
 logger = logging.getLogger("dcp_plugin.keeper")
 
 _PIECE = 8 << 20
+_AHEAD = 2
+"""Pieces of a file that are on their way to a path at a time."""
 _CONNECT_SECONDS = 10.0
 _SEND_SECONDS = 60.0
 """How long a neighbour may take to accept or to answer for a piece of a file."""
@@ -469,20 +473,17 @@ def _receive_file(channel: Channel, path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def _copy_file(
-    source: Path, medium: Medium, directory: Where, name: str, pace: RateLimiter, at_once: int, piece: int = _PIECE
-) -> None:
-    size = source.stat().st_size
+def _copy_file(source: Path, medium: Medium, directory: Where, name: str, pace: RateLimiter, at_once: int) -> None:
+    size, memory = source.stat().st_size, Memory(used_again=not medium.keeps_names)
     with (
-        open(source, "rb", buffering=0) as file,
+        ThreadPoolExecutor(_AHEAD, thread_name_prefix="keeper-read") as readers,
+        LocalFiles(source.parent).open(source.name) as file,
         medium.create(directory, name, size, lambda count: None, at_once) as to,
     ):
-        while to.tell() < size:
-            data = file.read(min(piece, size - to.tell()))
-            if not data:
-                raise OSError(errno.EIO, "it is shorter than it was", str(source))
-            to.write(data, kept=True)
-            pace.passed(len(data))
+        try:
+            Way(readers, _AHEAD, memory, pace.passed).copy(source.name, file, size, to, [])
+        except SourceError as error:
+            raise error.error from None
 
 
 def _copy_tree(source: Path, target: Path) -> None:

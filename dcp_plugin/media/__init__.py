@@ -259,14 +259,17 @@ class Medium(Protocol):
         """Whether the files of a save are, from the first moment, under the names at which they will be published,
         beside those of other saves. Then all data files have the save's token in their names."""
 
-    def reserve(self, path: Where, among_other_files: bool = False) -> Reservation[Any]:
+    def reserve(self, path: Where, among_other_files: bool = False, copy_of: str = "") -> Reservation[Any]:
         """Begin a save to ``path``. On one rank.
 
         Args:
             among_other_files: ``path`` may have other things in it than a checkpoint. They stay.
+            copy_of: The token of what is copied there: the stem of the directory where the medium keeps names. What an
+                earlier try of the same copy has left (:meth:`leave`, or a process that died) is in the directory.
 
         Raises:
-            SaveFailed: It has other things in it than a checkpoint, or nothing can be written there.
+            SaveFailed: It has other things in it than a checkpoint, or nothing can be written there. Or the same copy
+                is being made by another process.
         """
 
     def join(self, directory: Where, path: Where) -> None:
@@ -291,12 +294,17 @@ class Medium(Protocol):
     def publish(self, reservation: Reservation[Any], files: Mapping[str, bytes]) -> None:
         """Add these files to a save, in this order, and give it its final name, in place of what is there.
 
+        Where names are kept, what has no summary among them is of another tool, and its files have their own names.
         All other files of the save are durable. The last of ``files`` is what makes a checkpoint of them.
 
         Raises:
             OSError: What was at the final name is as it was.
             DurabilityUnknown: The new checkpoint is there, but a loss of power may undo that.
         """
+
+    def publish_file(self, reservation: Reservation[Any]) -> None:
+        """Give the one file of a copy its final name, in place of the file that is there. It is called like that in the
+        directory. Raises as :meth:`publish`."""
 
     def discard(self, reservation: Reservation[Any], all_ended: bool = True) -> None:
         """Delete what a save has written that is not to be published. What it was to replace stays. Never raises
@@ -305,6 +313,13 @@ class Medium(Protocol):
         Args:
             all_ended: No rank writes to it any more. Otherwise what comes yet is left for the next save, too.
         """
+
+    def leave(self, reservation: Reservation[Any]) -> None:
+        """End a copy that is not to be published now. What it has written stays for who reserves it again, and
+        is deleted by any other save beside it."""
+
+    def tree(self, path: Where) -> list[str]:
+        """All files below a path, sorted, with ``/`` between folders. Links to folders are left out. Raises OSError."""
 
     def locate(self, path: Where) -> Where:
         """``path``, or where its checkpoint is after a crash in the middle of replacing it."""

@@ -7,7 +7,7 @@ that it was copied to. What is of other saves to the same path is not seen.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY
 from dcp_plugin.format.packed import END, end_of, folders, has_damaged_end, token_in
@@ -84,6 +84,12 @@ class PackedFiles:
     def _is_of_another(self, name: str) -> bool:
         of_a_save = name.startswith(PACKED) or (name.endswith(DATA_SUFFIX) and token_in(name) not in ("", self.token))
         return of_a_save or name == SUMMARY
+
+    def tree(self, names: Collection[str]) -> list[str]:
+        """What all files below the directory are called here."""
+        inside = (name.removeprefix(self._folder) for name in names if name.startswith(self._folder))
+        mine = [name for name in inside if name == INDEX or name.partition("/")[0] in self._attached]
+        return sorted({*mine, *(name for name in names if not self._is_of_another(name)), SUMMARY})
 
     def size(self, name: str) -> int:
         if name == SUMMARY:

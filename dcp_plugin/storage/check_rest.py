@@ -24,9 +24,9 @@ from dcp_plugin.media import Medium, RangedFile, Readable
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.open import Opened
 
-_MOST_HASHED = 64 << 20
+MOST_HASHED = 64 << 20
 """Bytes of a file beside the data files that is hashed when it is saved: whoever saves it waits for that."""
-_BYTES = " bytes"
+BYTES = " bytes"
 _MOST_HEAD = 64 << 10
 """More bytes than come before a payload."""
 
@@ -50,7 +50,7 @@ def hash_of(data: bytes) -> str:
 
 def sizes_only(beside: Mapping[str, str]) -> list[str]:
     """The files of which only the size is known."""
-    return [name for name, told in beside.items() if told.endswith(_BYTES)]
+    return [name for name, told in beside.items() if told.endswith(BYTES)]
 
 
 def check(opened: Opened, pool: Executor) -> list[str]:
@@ -59,7 +59,7 @@ def check(opened: Opened, pool: Executor) -> list[str]:
         return []
     elsewhere = f"{opened.base.files.where}/" if opened.base else "\0"
     own = [number for number, name in enumerate(opened.index.file_names) if not name.startswith(elsewhere)]
-    between = pool.map(lambda number: _check_between(opened.files, opened.index, number), own)
+    between = pool.map(lambda number: check_between(opened.files, opened.index, number), own)
     return [*filter(None, between), *_check_beside(opened.files, opened.index.beside)]
 
 
@@ -77,11 +77,11 @@ def told_of(files: Files, name: str) -> str:
     """As :func:`told_beside` has it of one file."""
     with files.open(name) as file:
         size = files.size(name)
-        return hash_of(file.read()) if size <= _MOST_HASHED else f"{size}{_BYTES}"
+        return hash_of(file.read()) if size <= MOST_HASHED else f"{size}{BYTES}"
 
 
-def _check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
-    """Check what is between the items of a data file. An empty string, or what is wrong with it."""
+def check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
+    """Check what is between the items of a data file, by its number. An empty string, or what is wrong with it."""
     name = index.file_names[number]
     places = index.columns["place"][index.columns["file"] == number]
     try:

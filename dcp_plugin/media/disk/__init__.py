@@ -38,10 +38,12 @@ class LocalDisk:
 
     reserve = staticmethod(commit.reserve)
     discard = staticmethod(commit.discard)
+    leave = staticmethod(commit.leave)
     locate = staticmethod(commit.locate)
     uncommitted_reason = staticmethod(commit.uncommitted_reason)
     link = staticmethod(commit.link)
     note = staticmethod(commit.note)
+    publish_file = staticmethod(commit.publish_file)
     remove = staticmethod(commit.remove)
     leftovers = staticmethod(commit.leftovers)
     tidy = staticmethod(commit.sweep)
@@ -87,6 +89,12 @@ class LocalDisk:
             ]
         return sorted(found, key=lambda one: one.path)
 
+    def tree(self, path: Path) -> list[str]:
+        found = []
+        for parent, _, names in os.walk(path, onerror=_raise):
+            found += [Path(parent, name).relative_to(path).as_posix() for name in names]
+        return sorted(found)
+
     def in_flight(self, entry: Path) -> tuple[str, float] | None:
         if entry.suffix != ".saving":
             return None
@@ -124,3 +132,7 @@ class LocalDisk:
 
     def time_from_names(self, path: Path) -> None:
         return None
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -10,7 +10,8 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
   already, both names are exchanged in one system call, so there is no moment in which neither the old nor the new
   checkpoint can be loaded; where that call does not exist, the old one is moved to ``<token>.aside`` in between and
   :func:`locate` finds it there. Then the old one is deleted, but for files that others put into it: these move over.
-- :func:`discard` ends a save that failed.
+- :func:`discard` ends a save that failed. :func:`leave` ends a copy that is to be gone on with: who reserves the same
+  copy again takes over its record and its directory, as it does after a copy that died.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
 :func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. Where a file system has no
@@ -52,6 +53,8 @@ class _Held:
 
     descriptor: int
     target: str
+    as_a_whole: bool = False
+    """Whether it is a copy: what it replaces goes, with all that is in it."""
     naming: bool = False
     """Whether its save is being given its name, or has been: then what is in its directory may be the old checkpoint,
     with files of the user's in it."""
@@ -62,6 +65,10 @@ _held: dict[str, _Held] = {}
 of these tokens must not be opened again."""
 
 _MAX_RECORD = 1 << 16
+COPIED = ".copied"
+"""Of the note in which a copy says what it has copied completely."""
+_OF_A_SAVE = (".saving", ".aside", ".deleted", COPIED)
+"""What there may be of a save beside its record."""
 _ATTEMPTS = 20
 """Another process may remove the empty workspace just after we made it, or publish while we look."""
 
@@ -74,11 +81,12 @@ def _record(reservation: Reservation[Path]) -> Path:
     return reservation.directory.with_suffix(".json")
 
 
-def reserve(final: Path, among_other_files: bool = False) -> Reservation[Path]:
+def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> Reservation[Path]:
     """Make the directory that a save to ``final`` writes into.
 
     Args:
         among_other_files: ``final`` may be a directory with other things in it than a checkpoint. They stay.
+        copy_of: See :meth:`dcp_plugin.media.Medium.reserve`.
 
     Raises:
         SaveFailed: ``final`` is a directory with other things in it than a checkpoint, or below a file, or cannot be
@@ -86,17 +94,48 @@ def reserve(final: Path, among_other_files: bool = False) -> Reservation[Path]:
     """
     reservation = None
     try:
-        _refuse_to_replace_other_things(final, among_other_files)
+        if not copy_of:  # who copies has looked at what is there
+            _refuse_to_replace_other_things(final, among_other_files)
         _refuse_below_a_file(final)
         posix.make_directories(final.parent)
+        reservation = _taken_over(final, copy_of) if copy_of else None
         sweep(workspace_of(final))
-        reservation = _open_record(final)
-        reservation.directory.mkdir()
+        if reservation is None:
+            reservation = _open_record(final, **({"copy_of": copy_of} if copy_of else {}))
+        _held[reservation.token].as_a_whole = bool(copy_of)
+        reservation.directory.mkdir(exist_ok=bool(copy_of))
     except OSError as error:
         if reservation is not None:
             _tidy_up(reservation)
         raise SaveFailed(f"cannot save {final}: {error}. Is the file system full, read-only or gone?") from error
     return reservation
+
+
+def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
+    """What is left of the same copy by a process that has ended. Raises SaveFailed if it goes on."""
+    workspace = workspace_of(final)
+    for record in sorted(workspace.glob("*.json")):
+        if record.stem in _held:
+            continue
+        with suppress(OSError):
+            with posix.open_regular(record) as file:
+                noted = _parsed(file.readall())
+            if noted.get("copy_of") != copy_of or _checked_target(noted) != _name_in(workspace, final):
+                continue
+            reservation = _reservation(final, record.stem)
+            descriptor = _open_if_ended(record)
+            if descriptor is None:
+                raise SaveFailed(f"cannot copy to {final}: another process ({noted.get('pid')}) is copying the same.")
+            _held[record.stem] = _Held(descriptor, str(noted["target"]))
+            os.lseek(descriptor, 0, os.SEEK_END)
+            _note_in_record(reservation, _maker())
+            return reservation
+    return None
+
+
+def leave(reservation: Reservation[Path]) -> None:
+    """End a copy that is gone on with later. The next save beside it deletes it."""
+    _let_go(reservation)
 
 
 def publish(reservation: Reservation[Path]) -> None:
@@ -108,10 +147,11 @@ def publish(reservation: Reservation[Path]) -> None:
     """
     final, directory = reservation.final, reservation.directory
     posix.sync_directory(directory)
-    replaces = os.path.lexists(final)
-    if replaces:
-        _note_in_record(reservation, {"publishing": _identity(directory)})
     held = _held[reservation.token]
+    replaces = os.path.lexists(final)
+    keeps_others = replaces and not held.as_a_whole
+    if keeps_others:
+        _note_in_record(reservation, {"publishing": _identity(directory)})
     held.naming = True
     try:
         try:
@@ -127,7 +167,7 @@ def publish(reservation: Reservation[Path]) -> None:
                 f"{final} is saved, and can be loaded, but its name could not be made durable ({error}): after a loss "
                 f"of power what was there before may be back. Look at the disk, and save again."
             ) from error
-        if replaces:
+        if keeps_others:
             # Not before the names are durable: else a loss of power could undo the exchange, but not these renames.
             for old in (directory, directory.with_suffix(".aside")):
                 _keep_other_files(old, final)
@@ -144,6 +184,19 @@ def publish(reservation: Reservation[Path]) -> None:
         _let_go(reservation)
         raise
     else:
+        _tidy_up(reservation)
+
+
+def publish_file(reservation: Reservation[Path]) -> None:
+    """Give the one file of a copy, which is called as it will be, its final name. Raises as :func:`publish`."""
+    final, file = reservation.final, reservation.directory / reservation.final.name
+    posix.sync_directory(reservation.directory)
+    os.replace(file, final)
+    try:
+        posix.sync_directory(final.parent)
+    except OSError as error:
+        raise DurabilityUnknown(f"{final} is there, but its name could not be made durable ({error}).") from error
+    finally:
         _tidy_up(reservation)
 
 
@@ -423,13 +476,13 @@ def _identity(checkpoint: Path) -> str:
         return ""
 
 
-def _open_record(final: Path) -> Reservation[Path]:
+def _open_record(final: Path, **said: str) -> Reservation[Path]:
     """A new token, with its locked record in the workspace."""
     for attempt in range(_ATTEMPTS):
         reservation = _reservation(final, uuid.uuid4().hex[:16])
         posix.make_directories(_record(reservation).parent)
         try:
-            _make_record(reservation)
+            _make_record(reservation, said)
         except (FileNotFoundError, BlockingIOError):
             if attempt + 1 == _ATTEMPTS:
                 raise
@@ -438,14 +491,17 @@ def _open_record(final: Path) -> Reservation[Path]:
     return reservation
 
 
-def _make_record(reservation: Reservation[Path]) -> None:
+def _maker() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
+
+
+def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
     target = _name_in(workspace_of(reservation.final), reservation.final)
     # Known before it is there: another thread of this process that sweeps could lock it, and would drop the lock.
     held = _held[reservation.token] = _Held(-1, target)
-    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
     try:
         held.descriptor = _create_locked(_record(reservation))
-        _note_in_record(reservation, {"target": target, **maker})
+        _note_in_record(reservation, {"target": target, **_maker(), **said})
         # Before what it is about: after a loss of power nobody would sweep what no record tells of.
         posix.sync_directory(_record(reservation).parent)
     except BaseException:
@@ -478,7 +534,7 @@ def _tidy_up(reservation: Reservation[Path]) -> None:
     finished = False
     with suppress(OSError):
         _restore(reservation)
-        finished = _delete_all(reservation.directory.with_suffix(s) for s in (".saving", ".aside", ".deleted"))
+        finished = _delete_all(reservation.directory.with_suffix(s) for s in _OF_A_SAVE)
     _let_go(reservation, finished)
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DAMAGED, INDEX, METADATA, PACKED, SUMMARY, uncommitted_reason
 from dcp_plugin.format.packed import folders, time_of, token_in
-from dcp_plugin.media import CannotLink, Leftover, Listed, RangedFile, Usage, with_newest
+from dcp_plugin.media import CannotLink, Leftover, Listed, RangedFile, Reservation, Usage, with_newest
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, PART, Client, Found, client_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -28,7 +28,6 @@ from dcp_plugin.media.objects.upload import ObjectWriter
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import ObjectPath
 
-_SAVING = ".saving"
 _SAME_MOMENT = 60.0
 """Seconds. The index is put just before ``.metadata``; if they are further apart, they may be of different saves."""
 
@@ -68,6 +67,7 @@ class ObjectStore:
     reserve = staticmethod(commit.reserve)
     publish = staticmethod(commit.publish)
     discard = staticmethod(commit.discard)
+    leave = staticmethod(commit.leave)
     link = staticmethod(commit.link)
     remove = staticmethod(commit.remove)
 
@@ -113,6 +113,12 @@ class ObjectStore:
 
     def note(self, path: ObjectPath, data: bytes) -> None:
         self.client.put(path.key, data)
+
+    def publish_file(self, reservation: Reservation[ObjectPath]) -> None:
+        raise OSError(errno.ENOTSUP, "an object has its name from the first moment", str(reservation.final))
+
+    def tree(self, path: ObjectPath) -> list[str]:
+        return sorted(self._names(path))
 
     def locate(self, path: ObjectPath) -> ObjectPath:
         return path
@@ -205,7 +211,7 @@ class ObjectStore:
 def _within_save(path: ObjectPath) -> tuple[ObjectPath, str] | None:
     """The directory of a save in flight that a path is in or is, and which folder of it."""
     for above in (path, *path.parents):
-        if above.suffix == _SAVING and token_in(f"{PACKED}{above.stem}"):
+        if above.suffix == commit.SAVING and token_in(f"{PACKED}{above.stem}"):
             inner = path.key[len(above.key) :].lstrip("/")
             return above, f"{inner}/" if inner else ""
     return None

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_plugin.errors import CheckpointError, SaveFailed
@@ -65,6 +65,7 @@ _CLOCKS_DIFFER = 2.0
 _ATTEMPTS = 5
 _COMMITTING = 60.0
 """Seconds after which no other attempt to put ``.metadata`` begins."""
+SAVING = ".saving"
 _OTHER_TAG = f'"{32 * "0"}"'
 HAS_BASE = "dcp_plugin.base"
 """An empty object beside the index of a checkpoint that leaves out what a base has: a listing shows it."""
@@ -107,7 +108,7 @@ def _record(reservation: Reservation[ObjectPath]) -> str:
 ADVICE = "Is the bucket there, can it be reached, and may this job write to it?"
 
 
-def reserve(final: ObjectPath, among_other_files: bool = False) -> Reservation[ObjectPath]:
+def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "") -> Reservation[ObjectPath]:
     """Begin a save. See :meth:`dcp_plugin.media.Medium.reserve`."""
     client = client_of(final)
     if not final.key:
@@ -115,20 +116,50 @@ def reserve(final: ObjectPath, among_other_files: bool = False) -> Reservation[O
     try:
         objects, folders = client.directly_below(final.key)
         names = {one.key.rpartition("/")[2]: one for one in objects}
+        among_other_files = among_other_files or bool(copy_of)  # who copies has looked at what is there
         replaces_file = _refuse_to_replace_other_things(client, final, [*names, *folders], among_other_files)
         tag = names[METADATA].tag if METADATA in names else None
-        reservation = _begin(client, final, tag)
+        reservation = _begin(client, final, tag, **({"copies": copy_of} if copy_of else {}))
+        if copy_of:
+            reservation = replace(reservation, directory=final / f"{copy_of}{SAVING}", time=None)
         _held[reservation.token].replaces_file = replaces_file
         try:
+            if copy_of:
+                _refuse_if_copied_twice(client, reservation)
             sweep(client, workspace_of(final))
             if names or folders:
                 _clean(client, final)
         except BaseException:
-            discard(reservation)
+            _let_go(client, reservation)  # nothing is written yet
             raise
     except OSError as error:
         raise SaveFailed(f"cannot save {final}: {error}. {ADVICE}") from error
     return reservation
+
+
+def _refuse_if_copied_twice(client: Client, reservation: Reservation[ObjectPath]) -> None:
+    """Two copies of the same to one path would write the same objects, and the first to fail delete them."""
+    workspace = workspace_of(reservation.final)
+    records = _records(client, workspace)
+    now = max((one.modified for one in records.values()), default=0.0)
+    for token, found in records.items():
+        noted = _noted(client, found) if token != reservation.token else None
+        if noted is None or noted.get("copies") != reservation.directory.stem:
+            continue
+        if not is_target(noted.get("target")) or workspace.parent / noted["target"] != reservation.final:
+            continue
+        if token in _held or not (noted.get("dead") or _is_dead(noted, found, now)):
+            raise SaveFailed(
+                f"cannot copy to {reservation.final}: another process ({noted.get('pid')} on {noted.get('host')}) is "
+                f"copying the same, or has died less than {_LEASE / 60:.0f} minutes ago."
+            )
+
+
+def leave(reservation: Reservation[ObjectPath]) -> None:
+    """End a copy that is gone on with later. Its record is one of the dead from now on."""
+    held = _held.pop(reservation.token, None)
+    if held is not None:
+        held.ended.set()
 
 
 def _begin(client: Client, final: ObjectPath, tag: str | None, **noted: Any) -> Reservation[ObjectPath]:
@@ -247,14 +278,17 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) ->
         SaveFailed: Another save was published there since this one began, or was taken for dead.
         OSError: What was there is there still.
     """
-    final, token = reservation.final, reservation.token
+    final, token = reservation.final, reservation.directory.stem
     client = client_of(final)
+    if SUMMARY not in files:
+        _publish_of_others(client, reservation, files)
+        return
     beside = {name: data for name, data in files.items() if name not in (METADATA, SUMMARY)}
     if json.loads(files[SUMMARY])["base"]:
         beside[HAS_BASE] = b""
     for name, data in beside.items():
         client.put(below(final, f"{PACKED}{token}/{name}"), data)
-    held = _held[token]
+    held = _held[reservation.token]
     _refuse_if_taken_for_dead(client, held)
     _commit(client, reservation, packed(files[METADATA], files[SUMMARY], token), token)
     if held.tag is None:
@@ -262,6 +296,18 @@ def publish(reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) ->
     if held.replaces_file:
         with suppress(OSError):
             client.delete([final.key])
+    _let_go(client, reservation)
+
+
+def _publish_of_others(client: Client, reservation: Reservation[ObjectPath], files: Mapping[str, bytes]) -> None:
+    """Put the last files of a checkpoint of another tool."""
+    held = _held[reservation.token]
+    _refuse_if_taken_for_dead(client, held)
+    for name, data in files.items():
+        if name == METADATA:
+            _commit(client, reservation, data, "")
+        else:
+            client.put(below(reservation.final, name), data)
     _let_go(client, reservation)
 
 
@@ -331,15 +377,13 @@ def discard(reservation: Reservation[ObjectPath], all_ended: bool = True) -> Non
     held = _held.get(reservation.token)
     if held is None:
         return
-    client = client_of(reservation.final)
+    client, token = client_of(reservation.final), reservation.directory.stem
     try:
         if held.in_doubt:
             raise OSError("nobody knows yet whether it was published")
-        if token_at(client, reservation.final) != reservation.token:
+        if token_at(client, reservation.final) != token:
             there = client.below(reservation.final.key)
-            client.delete(
-                [one.key for one in there if token_in(_name_below(reservation.final, one.key)) == reservation.token]
-            )
+            client.delete([one.key for one in there if token_in(_name_below(reservation.final, one.key)) == token])
         if all_ended:
             _let_go(client, reservation)
     except OSError as error:
@@ -445,6 +489,8 @@ def sweep(client: Client, workspace: ObjectPath) -> None:
                 _outdate(client, path, noted)
                 _clean(client, path, all_of_it=bool(noted.get("deletes")))
                 client.abort_uploads(path.key, token)
+                if (copies := str(noted.get("copies", ""))) and copies not in _alive(client, workspace):
+                    client.abort_uploads(path.key, copies)
             client.delete([found.key])
         except Changed:  # it has let go, or says that it lives
             continue

@@ -1,0 +1,54 @@
+"""``dcp-plugin copy``: checkpoints from a disk to a bucket, back, and from anywhere to anywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dcp_plugin.cli.output import JsonOption, StorageOptionsOption, progress, show, told, where
+
+_MOST_SHOWN = 5
+
+
+def copy_command(
+    src: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="A checkpoint: its directory, file or URL. Or what has some below it."),
+    ],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="Its new path or URL; of several, what they will be below.")
+    ],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another checkpoint that is there.")] = False,
+    io_threads: Annotated[int, typer.Option(min=1, help="Files that are copied at the same time.")] = 4,
+    as_json: JsonOption = False,
+    storage_option: StorageOptionsOption = None,
+) -> None:
+    """Copy a checkpoint, or all below a directory or URL: each whole or not at all, its checksums compared on the way.
+
+    After one that was interrupted, the same command goes on. After one that was not, it copies what is new. Checkpoints
+    that share files by hard links share them at DST, too.
+    """
+    with told(as_json):
+        from dcp_plugin.tools.copy import copy
+
+        source, target = where(src, storage_option), where(dst, storage_option)
+        with progress("copy") as tell:
+            report = copy(source, target, overwrite=overwrite, io_threads=io_threads, progress=tell)
+    if as_json:
+        show({"copy": report})
+        return
+    for path in report.copied:
+        typer.echo(f"copied  {path}")
+    for path in report.skipped:
+        typer.echo(f"there   {path}")
+    for path in report.links:
+        typer.echo(f"linked  {path}")
+    typer.echo(str(report))
+    for title, lines in (("not verified", report.unverified), ("passed over", report.passed_over)):
+        for line in lines[:_MOST_SHOWN]:
+            typer.echo(f"{title}: {line}")
+        if len(lines) > _MOST_SHOWN:
+            typer.echo(f"{title}: and {len(lines) - _MOST_SHOWN} more (--json lists them)")
+    for line in report.needs:
+        typer.echo(f"NEEDED: {line}", err=True)

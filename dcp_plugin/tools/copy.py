@@ -1,0 +1,336 @@
+"""``dcp_plugin.copy``: checkpoints from a disk to a bucket, back, and from anywhere to anywhere.
+
+Each checkpoint appears at the target whole or not at all (:mod:`dcp_plugin.tools.transfer`). What checkpoints of a run
+share by hard links, they share at the target, too: also with those that an earlier copy has brought there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dcp_plugin.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    SaveFailed,
+    UnsafeCheckpoint,
+    damage_in,
+)
+from dcp_plugin.format import has_traces
+from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.runs.catalog import refuse_to_replace_a_base
+from dcp_plugin.runs.scan import Scan
+from dcp_plugin.storage.open import open_alone, open_checkpoint
+from dcp_plugin.tools.stream import Progress
+from dcp_plugin.tools.transfer import Counts, Homes, Source, Transfer, is_same, open_source
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What a copy did. ``str()`` of it is one line."""
+
+    source: Where
+    target: Where
+    copied: list[Where] = field(default_factory=list)
+    """The checkpoints that were not there, by their new paths."""
+    skipped: list[Where] = field(default_factory=list)
+    """Those that were there already, of the same save."""
+    links: list[Where] = field(default_factory=list)
+    """Symbolic links that were made, such as ``last``."""
+    bytes_copied: int = 0
+    """Bytes that passed through this process."""
+    bytes_linked: int = 0
+    """Bytes that were linked at the target, or copied by the store without passing through here."""
+    bytes_reused: int = 0
+    """Bytes that an interrupted try of the same copy had brought there."""
+    seconds: float = 0.0
+    unverified: list[str] = field(default_factory=list)
+    """Files and keys of which the source has no checksums, or whose bytes did not pass through here. Their sizes were
+    compared."""
+    passed_over: list[str] = field(default_factory=list)
+    """What was not copied, and why: torn checkpoints, and links that the target cannot have."""
+    needs: list[str] = field(default_factory=list)
+    """Which base has to be copied as well, and where to, before a checkpoint at the target can be loaded."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.target}: {len(self.copied)} checkpoint(s) copied"]
+        if self.skipped:
+            parts.append(f"{len(self.skipped)} were there")
+        parts.append(f"{self.bytes_copied / 2**20:.1f} MiB copied in {self.seconds:.1f} s")
+        if self.bytes_linked:
+            parts.append(f"{self.bytes_linked / 2**20:.1f} MiB linked")
+        if self.bytes_reused:
+            parts.append(f"{self.bytes_reused / 2**20:.1f} MiB were there of an interrupted try")
+        if self.unverified:
+            parts.append(f"{len(self.unverified)} file(s) or key(s) could not be verified")
+        if self.passed_over:
+            parts.append(f"{len(self.passed_over)} passed over")
+        return "; ".join(parts)
+
+
+def copy(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    overwrite: bool = False,
+    io_threads: int = 4,
+    storage_options: StorageOptions | None = None,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copy a checkpoint, or all checkpoints below a directory, between disks and buckets.
+
+    Each appears at its new path whole or not at all. What has checksums is compared with them while it passes. The same
+    call, made again after one that was interrupted, goes on with what is complete; and after one that was not, copies
+    only the checkpoints that are new.
+
+    Args:
+        src: A checkpoint of this package, of stock DCP or of another tool: a directory, a file or a URL. Or a directory
+            or URL with checkpoints below it.
+        dst: What the checkpoint will be called; of several, what they will be below.
+        overwrite: Whether another checkpoint that is there is replaced. One of the same save is left as it is.
+        io_threads: Files that are copied at the same time.
+        storage_options: How the stores of URLs are reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        progress: Called with bytes done, and bytes in all.
+
+    Returns:
+        What was copied, linked and skipped, and what could not be verified.
+
+    Raises:
+        CheckpointNotFound: Nothing is at ``src`` that is a checkpoint, or it was deleted meanwhile.
+        CheckpointCorrupt: A checkpoint is damaged; the message names file and key. It is not at ``dst``.
+        SaveFailed: ``dst`` cannot be written, or has something else. What was there is there still.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
+        >>> report = dcp_plugin.copy("run/step-1", "archive/step-1")
+        >>> report.copied[0].name, report.unverified, dcp_plugin.verify("archive/step-1").ok
+        ('step-1', [], True)
+    """
+    began = time.monotonic()
+    source, target = as_path(src, storage_options), as_path(dst, storage_options)
+    _refuse_within(source, target)
+    found = _find(source)
+    run = _Copy(source, target, found, overwrite, io_threads, progress)
+    run.copy()
+    counts = run.counts
+    return CopyReport(
+        source, target, run.copied, run.skipped, run.links, counts.copied, counts.linked, counts.reused,
+        time.monotonic() - began, counts.unverified, [*found.passed_over, *run.passed_over], run.needs,
+    )  # fmt: skip
+
+
+def _refuse_within(source: Where, target: Where) -> None:
+    here, there = resolved(source), resolved(target)
+    if here == there or here in there.parents:
+        raise SaveFailed(f"cannot copy {source} to {target}: that is the same place, or within it.")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoints at a path or below, oldest first, and whether each is known to be of another tool."""
+
+    paths: list[tuple[Where, bool]]
+    passed_over: list[str]
+
+
+def _find(source: Where) -> _Found:
+    with damage_in(source):
+        kind = medium_of(source).kind(medium_of(source).locate(source))
+    if not kind:
+        raise CheckpointNotFound(f"{source}: nothing is there.")
+    if kind == "file":
+        _refuse_other_file(source)
+        return _Found([(source, True)], [])
+    reason: Exception
+    try:
+        open_alone(source).close()
+        return _Found([(source, False)], [])
+    except CheckpointNotFound as error:
+        reason = error
+    except CheckpointError as error:
+        scan = Scan(source, others=True)
+        if any(one.path == source for one in scan.of_others):  # it cannot be opened without executing code
+            return _Found([(source, True)], [])
+        raise error
+    scan = Scan(source, others=True, read_all=True)
+    ours = [(state.time, state.path, False) for state in scan.states.values() if state.committed]
+    of_others = [(one.time, one.path, True) for one in scan.of_others]
+    found = sorted([*ours, *of_others], key=lambda one: (one[0], str(one[1])))
+    if not found:
+        raise reason
+    torn = [f"{state.path}: {state.reason}" for state in scan.states.values() if not state.committed]
+    return _Found([(path, other) for _, path, other in found], torn)
+
+
+def _refuse_other_file(path: Where) -> None:
+    """Raises CheckpointError if a file is none of a tool that we know, or is damaged."""
+    with suppress(UnsafeCheckpoint):  # it is one, of which we would not load all
+        open_alone(path).close()
+
+
+@dataclass
+class _Copy:
+    """One call."""
+
+    source: Where
+    target: Where
+    found: _Found
+    overwrite: bool
+    io_threads: int
+    progress: Progress | None
+    counts: Counts = field(default_factory=Counts)
+    homes: Homes = field(default_factory=Homes)
+    copied: list[Where] = field(default_factory=list)
+    skipped: list[Where] = field(default_factory=list)
+    links: list[Where] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    _total: int = 0
+
+    def copy(self) -> None:
+        """Look at all before anything is copied, then copy one after the other."""
+        wanted: list[tuple[Where, bool, bool]] = []
+        for path, of_others in self.found.paths:
+            source = open_source(path, of_others)
+            try:
+                self.passed_over += source.left_out
+                there, replaces = self._there(path), False
+                same = self._is_there(source, there)
+                if same:
+                    self.skipped.append(there)
+                    self.homes.learn(source, there, self._transfer(source, there).name_there, verified=False)
+                else:
+                    replaces = same is not None
+                    wanted.append((path, of_others, replaces))
+                    self._total += source.nbytes
+            finally:
+                source.close()
+        for path, of_others, replaces in wanted:
+            self._copy_one(path, of_others, replaces)
+        if isinstance(self.source, Path) and (self.source, False) not in self.found.paths:
+            self._copy_links(self.source)
+
+    def _there(self, path: Where) -> Where:
+        """Where a checkpoint of the source will be."""
+        if path == self.source:
+            return self.target
+        if isinstance(path, ObjectPath) and isinstance(self.source, ObjectPath):
+            below = path.key.removeprefix(self.source.key).lstrip("/")
+        else:
+            below = Path(path).relative_to(str(self.source)).as_posix()
+        return self.target / below
+
+    def _base_there(self, base: Where) -> Where | None:
+        here = {resolved(path): path for path, _ in self.found.paths}
+        return self._there(here[resolved(base)]) if resolved(base) in here else None
+
+    def _transfer(self, source: Source, there: Where) -> Transfer:
+        return Transfer(source, there, self.io_threads, self.counts, self.homes, self._base_there, self._tell)
+
+    def _tell(self) -> None:
+        if self.progress is not None:
+            self.progress(min(self.counts.done, self._total), self._total)
+
+    def _is_there(self, source: Source, there: Where) -> bool | None:
+        """Whether the same save is at the target; None if nothing is.
+
+        Raises:
+            SaveFailed: There is something else that is not to be replaced.
+        """
+        medium = medium_of(there)
+        with damage_in(there):
+            kind = medium.kind(there)
+            names = medium.tree(there) if kind == "folder" else []
+        if not names and kind != "file":  # nothing, or an empty folder
+            return None
+        try:
+            if kind == "file":
+                _refuse_other_file(there)
+            found = open_source(there)
+        except CheckpointError as error:
+            if medium.keeps_names and not isinstance(error, CheckpointMismatch) and _is_begun(source, names):
+                return None
+            self._refuse(source, there, f"what is there is no checkpoint that can be read ({error})", has_traces(names))
+            return False
+        try:
+            if is_same(source, found):
+                return True
+        finally:
+            found.close()
+        self._refuse(source, there, "another checkpoint is there", True)
+        refuse_to_replace_a_base(there)
+        return False
+
+    def _refuse(self, source: Source, there: Where, why: str, replaceable: bool) -> None:
+        if not (self.overwrite and replaceable):
+            way = "overwrite=True (--overwrite) replaces it" if replaceable else "copy to a new name"
+            raise SaveFailed(f"cannot copy {source.path} to {there}: {why}; {way}.")
+
+    def _copy_one(self, path: Where, of_others: bool, replaces: bool) -> None:
+        source, there = open_source(path, of_others), self._there(path)
+        try:
+            transfer = self._transfer(source, there)
+            if replaces and transfer.keeps_names and _cannot_be_exchanged(source, there):
+                medium_of(there).remove(there)
+            transfer.run()
+            self.copied.append(there)
+            self.homes.learn(source, there, transfer.name_there, verified=True)
+            self._tell()
+            if source.ours is not None and source.ours.index.left_out:
+                self._look_for_base(source, there)
+        finally:
+            source.close()
+
+    def _look_for_base(self, source: Source, there: Where) -> None:
+        try:
+            open_checkpoint(there).close()
+        except (CheckpointNotFound, CheckpointMismatch):
+            said = source.summary.base
+            at = as_path(str(there / str(said.get("relative", ""))))
+            self.needs.append(f"{there} leaves out what its base has: copy {said.get('path')} to {at}, too")
+
+    def _copy_links(self, root: Path) -> None:
+        """Links within the root lead to the same within the target."""
+        for link, leads_to in _links_below(root, {path for path, _ in self.found.paths}):
+            there, to = self._there(link), self._there(leads_to)
+            if not isinstance(there, Path) or not isinstance(to, Path):
+                self.passed_over.append(f"{link}: a link to {leads_to.name}; a bucket has none")
+            elif os.path.lexists(there) and not there.is_symlink():
+                self.passed_over.append(f"{link}: a link, and {there} is none")
+            elif not (there.is_symlink() and resolved(there) == resolved(to)):
+                medium_of(there).link(there, to)
+                self.links.append(there)
+
+
+def _is_begun(source: Source, names: list[str]) -> bool:
+    """Whether what is in a bucket may be of an interrupted copy: of one of ours that never was complete, or of files
+    that are called as those of the source."""
+    ours = source.ours is not None and all("dcp_plugin-" in name or name.startswith("__") for name in names)
+    return ours or set(names) <= source.sizes.keys()
+
+
+def _cannot_be_exchanged(source: Source, there: Where) -> bool:
+    """Whether a copy in a bucket would write over objects of what it replaces: files of another tool keep their names,
+    and those of the same save have the same."""
+    if source.ours is None:
+        return True
+    names = medium_of(there).tree(there)
+    return any(source.token in name for name in names)
+
+
+def _links_below(root: Path, checkpoints: set[Where]) -> Iterator[tuple[Path, Path]]:
+    """Each link to a checkpoint of the root, and the checkpoint that it leads to."""
+    by_place = {resolved(path): path for path in checkpoints}
+    for parent, folders, names in os.walk(root):
+        for name in sorted([*folders, *names]):
+            path = Path(parent, name)
+            if path.is_symlink() and isinstance(found := by_place.get(resolved(path)), Path):
+                yield path, found
+        folders[:] = [name for name in folders if name != WORKSPACE and Path(parent, name) not in checkpoints]
