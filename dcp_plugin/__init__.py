@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.tools.diff import CheckpointDiff, diff
+    from dcp_plugin.tools.divergence import Divergence, first_divergence
     from dcp_plugin.tools.read import read
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
@@ -68,6 +70,8 @@ _HOMES = {
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.tools.diff": ("CheckpointDiff", "diff"),
+    "dcp_plugin.tools.divergence": ("Divergence", "first_divergence"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
@@ -76,6 +80,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CheckpointConfig",
     "CheckpointCorrupt",
+    "CheckpointDiff",
     "CheckpointError",
     "CheckpointIncomplete",
     "CheckpointInfo",
@@ -84,6 +89,7 @@ __all__ = [
     "CheckpointState",
     "CheckpointUnreadable",
     "Checkpointer",
+    "Divergence",
     "DurabilityUnknown",
     "LoadReport",
     "NoSharedMemory",
@@ -99,6 +105,8 @@ __all__ = [
     "ShardedWriter",
     "UnsafeCheckpoint",
     "VerifyReport",
+    "diff",
+    "first_divergence",
     "inspect",
     "latest",
     "list_checkpoints",
