@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.diff import CheckpointDiff, diff
     from dcp_plugin.tools.divergence import Divergence, first_divergence
+    from dcp_plugin.tools.export import ExportReport, export
     from dcp_plugin.tools.read import read
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
@@ -72,6 +73,7 @@ _HOMES = {
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.diff": ("CheckpointDiff", "diff"),
     "dcp_plugin.tools.divergence": ("Divergence", "first_divergence"),
+    "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
@@ -91,6 +93,7 @@ __all__ = [
     "Checkpointer",
     "Divergence",
     "DurabilityUnknown",
+    "ExportReport",
     "LoadReport",
     "NoSharedMemory",
     "PartialLoad",
@@ -106,6 +109,7 @@ __all__ = [
     "UnsafeCheckpoint",
     "VerifyReport",
     "diff",
+    "export",
     "first_divergence",
     "inspect",
     "latest",

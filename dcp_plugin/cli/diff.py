@@ -70,7 +70,8 @@ def diff_command(
         if first_divergence:
             from dcp_plugin.tools.divergence import first_divergence as find
 
-            divergence = find(*paths, *globs, checksums=checksums)
+            with progress("comparing") as tell:
+                divergence = find(*paths, *globs, checksums=checksums, progress=tell)
         else:
             from dcp_plugin.tools.diff import diff
 

@@ -122,7 +122,7 @@ def first_divergence(
         checksums: Whether stored checksums may tell what is equal. Otherwise every byte is read.
         io_threads: Threads that read, of each.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with checkpoints compared, and checkpoints in all.
+        progress: Called with bytes read of tensors, and bytes in all, of the two checkpoints that are being compared.
 
     Returns:
         Where they part, and a verdict in a sentence.
@@ -151,10 +151,8 @@ def first_divergence(
     texts: dict[str, None] = {}
     for number, step in enumerate(common, 1):
         pair = steps[0][step], steps[1][step]
-        found = diff(*pair, include, exclude, amounts=False, checksums=checksums, **options)
+        found = diff(*pair, include, exclude, amounts=False, checksums=checksums, progress=progress, **options)
         texts |= dict.fromkeys(value.key for value in found.values if value.text)
-        if progress is not None:
-            progress(number, len(common))
         if _differing(found):
             where = _first(found, options)
             differ, equal = _by_kind(found, options)
