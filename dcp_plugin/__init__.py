@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.copy import CopyReport, copy
+    from dcp_plugin.tools.diff import CheckpointDiff, diff
+    from dcp_plugin.tools.divergence import Divergence, first_divergence
     from dcp_plugin.tools.export import ExportReport, export
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
@@ -74,6 +76,8 @@ _HOMES = {
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
     "dcp_plugin.tools.prune": ("PruneReport", "PrunedCheckpoint", "PrunedLeftover", "prune"),
+    "dcp_plugin.tools.diff": ("CheckpointDiff", "diff"),
+    "dcp_plugin.tools.divergence": ("Divergence", "first_divergence"),
     "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.copy": ("CopyReport", "copy"),
@@ -84,6 +88,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CheckpointConfig",
     "CheckpointCorrupt",
+    "CheckpointDiff",
     "CheckpointError",
     "CheckpointIncomplete",
     "CheckpointInfo",
@@ -93,6 +98,7 @@ __all__ = [
     "CheckpointUnreadable",
     "Checkpointer",
     "CopyReport",
+    "Divergence",
     "DurabilityUnknown",
     "ExportReport",
     "ListedCheckpoint",
@@ -115,7 +121,9 @@ __all__ = [
     "UnsafeCheckpoint",
     "VerifyReport",
     "copy",
+    "diff",
     "export",
+    "first_divergence",
     "inspect",
     "latest",
     "list_checkpoints",

@@ -1,0 +1,202 @@
+"""``dcp-plugin diff``: what differs between two checkpoints, or where two runs part ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcp_plugin.cli.output import (
+    NO,
+    ExcludeOption,
+    IncludeOption,
+    JsonOption,
+    StorageOptionsOption,
+    pair,
+    progress,
+    shape,
+    show,
+    size,
+    table,
+    told,
+    where,
+)
+
+if TYPE_CHECKING:
+    from dcp_plugin.tools.amounts import Amount
+    from dcp_plugin.tools.diff import CheckpointDiff
+    from dcp_plugin.tools.divergence import Divergence
+
+_FIRST = 20
+"""Keys of each kind that are printed."""
+
+
+def diff_command(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint; with --first-divergence, a run.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
+    first_divergence: Annotated[
+        bool,
+        typer.Option(
+            "--first-divergence",
+            help="A and B are runs of one seed: compare their checkpoints step by step, and name the first step, key and "
+            "element that differ.",
+        ),
+    ] = False,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    rename: Annotated[
+        list[str] | None, typer.Option(help="A_PREFIX=B_PREFIX: what B has in place of a prefix of A. Repeatable.")
+    ] = None,
+    amounts: Annotated[
+        bool, typer.Option("--amounts/--no-amounts", help="Read the tensors that differ, and tell how much.")
+    ] = True,
+    checksums: Annotated[
+        bool,
+        typer.Option("--checksums/--no-checksums", help="Believe stored checksums. Otherwise every byte is read."),
+    ] = True,
+    depth: Annotated[int, typer.Option(min=1, help="Parts of a name that make a module.")] = 3,
+    every: Annotated[bool, typer.Option("--all", help=f"List all keys, not the first {_FIRST} of each kind.")] = False,
+    as_json: JsonOption = False,
+    storage_option: StorageOptionsOption = None,
+) -> None:
+    """What differs between two checkpoints. Exits with 1 if anything does."""
+    if first_divergence and rename:
+        raise typer.BadParameter("--rename: runs of one seed have the same keys")
+    with told(as_json):
+        paths = where(a, storage_option), where(b, storage_option)
+        globs = include or (), exclude or ()
+        renames = dict(pair("--rename", text, "A_PREFIX=B_PREFIX") for text in rename or ())
+        if first_divergence:
+            from dcp_plugin.tools.divergence import first_divergence as find
+
+            with progress("comparing") as tell:
+                divergence = find(*paths, *globs, checksums=checksums, progress=tell)
+        else:
+            from dcp_plugin.tools.diff import diff
+
+            with progress("comparing") as tell:
+                found = diff(*paths, *globs, rename=renames, amounts=amounts, checksums=checksums, progress=tell)
+    if first_divergence:
+        show(_divergence_document(divergence)) if as_json else _print_divergence(divergence)
+        same = divergence.deterministic
+    else:
+        show({"diff": _document(found, depth)}) if as_json else _print(found, depth, None if every else _FIRST)
+        same = found.equal
+    if not same:
+        raise typer.Exit(NO)
+
+
+def _document(found: CheckpointDiff, depth: int) -> dict[str, Any]:
+    return {
+        "a": found.a,
+        "b": found.b,
+        "equal": found.equal,
+        "added": found.added,
+        "removed": found.removed,
+        "renamed": found.renamed,
+        "reshaped": [vars(one) for one in found.reshaped],
+        "retyped": [vars(one) for one in found.retyped],
+        "changed": [{**vars(one), "amount": _amount_document(one.amount)} for one in found.changed],
+        "values": [vars(one) for one in found.values],
+        "unchanged": found.unchanged,
+        "read": found.read,
+        "bytes_read": found.bytes_read,
+        "modules": [
+            {"module": module, "changed": changed, "tensors": tensors, "amount": _amount_document(amount)}
+            for module, (changed, tensors, amount) in found.modules(depth).items()
+        ],
+    }
+
+
+def _amount_document(amount: Amount | None) -> dict[str, Any] | None:
+    return None if amount is None else {**vars(amount), "share": amount.share, "relative": amount.relative}
+
+
+def _divergence_document(found: Divergence) -> dict[str, Any]:
+    names = ("run1", "run2", "compared", "only_in_1", "only_in_2", "identical_through", "step", "key", "at", "values")
+    more = ("ulps", "differ", "still_equal", "texts", "deterministic", "verdict")
+    return {"divergence": {name: getattr(found, name) for name in (*names, *more)}}
+
+
+def _print(found: CheckpointDiff, depth: int, most: int | None) -> None:
+    told_of = found.changed and any(one.amount is not None for one in found.changed)
+    if told_of:
+        modules = found.modules(depth)
+        rows = [
+            (module, f"{changed} of {tensors}", *_amount(amount))
+            for module, (changed, tensors, amount) in modules.items()
+        ]
+        _section("", ("module", "tensors", *_AMOUNT), rows, most, numbers=("tensors", *_AMOUNT))
+        typer.echo()
+    rows = [(one.key, shape(one.shape), one.dtype, *(_amount(one.amount) if told_of else ())) for one in found.changed]
+    numbers = _AMOUNT if told_of else ()
+    _section("changed", ("tensor", "shape", "dtype", *numbers), rows, most, numbers)
+    rows = [(one.key + one.at, one.old, one.new, _more(one.parts - 1)) for one in found.values]
+    _section("other values", ("value", "A", "B", ""), rows, most)
+    rows = [(one.key, shape(one.old), shape(one.new)) for one in found.reshaped]
+    _section("reshaped", ("tensor", "A", "B"), rows, most)
+    _section("retyped", ("key", "A", "B"), [(one.key, one.old, one.new) for one in found.retyped], most)
+    _section("renamed", ("A", "B"), list(found.renamed.items()), most)
+    _section("only in A", ("key",), [(key,) for key in found.removed], most)
+    _section("only in B", ("key",), [(key,) for key in found.added], most)
+    typer.echo(str(found))
+    compared = found.unchanged + len(found.changed) + len(found.values)
+    decided = f"{compared - len(found.read)} keys compared by their checksums" if compared > len(found.read) else ""
+    read = f"{len(found.read)} by their bytes" if found.read else ""
+    typer.echo(f"{', '.join(filter(None, (decided, read))) or 'nothing to compare'}; {size(found.bytes_read)} read")
+
+
+_AMOUNT = ("elements", "largest", "relative")
+
+
+def _amount(amount: Amount | None) -> tuple[str, str, str]:
+    if amount is None:
+        return "", "", ""
+    largest = "" if amount.largest is None else f"{amount.largest:.3g}"
+    not_finite = f" (NaN or Inf: {amount.not_finite:,})" if amount.not_finite else ""
+    return (
+        f"{_percent(amount.share)}{not_finite}",
+        largest,
+        f"{amount.relative:.2e}" if amount.largest is not None else "",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share in (0, 1) or 0.001 <= share < 0.9995 else "<0.1%" if share < 0.5 else ">99.9%"
+
+
+def _more(parts: int) -> str:
+    return f"and {parts} more" if parts else ""
+
+
+def _section(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], most: int | None, numbers: Iterable[str] = ()
+) -> None:
+    if not rows:
+        return
+    if title:
+        typer.echo(f"{title}: {len(rows)}")
+    table(columns, rows[:most], tuple(numbers))
+    if most is not None and len(rows) > most:
+        typer.echo(f"… and {len(rows) - most} more (--all)")
+    if title:
+        typer.echo()
+
+
+def _print_divergence(found: Divergence) -> None:
+    typer.echo(found.verdict)
+    first, last = found.compared[0], found.compared[-1]
+    typer.echo(f"compared: {len(found.compared)} of the steps that both have, {first} to {last}")
+    for run, steps in ((found.run1, found.only_in_1), (found.run2, found.only_in_2)):
+        if steps:
+            typer.echo(f"only in {run}: step {', '.join(map(str, steps))}")
+    if found.texts:
+        typer.echo(f"texts that differ, and do not count: {', '.join(found.texts[:_FIRST])}")
+    rows = []
+    for kind, keys in found.differ.items():
+        rows += [(kind if at == 0 else "", key) for at, key in enumerate(keys[:_FIRST])]
+        rows += [("", f"… and {len(keys) - _FIRST} more")] if len(keys) > _FIRST else []
+    if rows:
+        typer.echo(f"\nwhat differs at step {found.step}")
+        table(("", "key"), rows)
