@@ -21,6 +21,7 @@ def save(
     path: PathLike,
     step: int | None = None,
     config: CheckpointConfig | None = None,
+    metrics: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> None:
     """Save ``state`` as the checkpoint ``path``, and return when it is published. Collective.
@@ -30,6 +31,8 @@ def save(
         path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
         step: Recorded in the checkpoint.
         config: Defaults to ``CheckpointConfig()``.
+        metrics: Numbers by name, or tensors of one element, such as the validation loss. Those of rank 0 are recorded
+            in the checkpoint.
         overrides: Fields of the configuration.
 
     Raises:
@@ -38,15 +41,17 @@ def save(
 
     Example:
         >>> import dcp_plugin, torch
-        >>> dcp_plugin.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, "checkpoints/step-1", step=1)
-        >>> dcp_plugin.inspect("checkpoints/step-1").step
-        1
+        >>> state = {"model": torch.nn.Linear(2, 2), "epoch": 3}
+        >>> dcp_plugin.save(state, "checkpoints/step-1", step=1, metrics={"val_loss": 0.25})
+        >>> info = dcp_plugin.inspect("checkpoints/step-1")
+        >>> info.step, info.metrics
+        (1, {'val_loss': 0.25})
     """
-    checkpointer = Checkpointer(CheckpointConfig.merge(config, ("step",), **overrides))
+    checkpointer = Checkpointer(CheckpointConfig.merge(config, ("step", "metrics"), **overrides))
     if checkpointer.config.async_save:
         raise ValueError("dcp_plugin.save() waits for the disk. For async_save=True keep a Checkpointer.")
     try:
-        checkpointer.save(state, path, step)
+        checkpointer.save(state, path, step, metrics=metrics)
     finally:
         checkpointer.close()
 

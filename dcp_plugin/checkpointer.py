@@ -114,6 +114,7 @@ class Checkpointer:
         aliases: Aliases | None = None,
         kinds: Mapping[str, str] | None = None,
         durable: bool = False,
+        metrics: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Save ``state`` as the checkpoint directory ``path``. Collective.
 
@@ -131,6 +132,8 @@ class Checkpointer:
             kinds: Which names of ``state`` are state dicts of a ``"module"`` or an ``"optimizer"``, so that a load
                 finds them under other names, as it does those of live objects.
             durable: With ``local_dir``: bring this save to its path, whatever ``durable_every`` says.
+            metrics: Numbers by name, or tensors of one element: what this checkpoint has reached. Those of rank 0 are
+                recorded in it, see :attr:`dcp_plugin.CheckpointInfo.metrics`.
 
         Returns:
             A handle; the save is complete already unless the configuration says ``async_save``.
@@ -157,7 +160,7 @@ class Checkpointer:
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
             request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
             request = replace(request, with_files=files is not None, durable=durable)
-            live = LiveState(state, kinds or {}, list(owners))
+            live = LiveState(state, kinds or {}, list(owners), metrics or {})
             if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
                 self.pace.paused(time.monotonic() - began, saving=True)
                 return handle

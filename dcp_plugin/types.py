@@ -224,15 +224,18 @@ class CheckpointInfo:
     """The checkpoint that has what this one leaves out."""
     left_out: list[str] = field(default_factory=list)
     """Keys of frozen tensors that are in the base."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that were given to the save, such as the validation loss. Not all need be finite."""
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         writer = "" if self.world_size is None else f", written by {self.world_size} rank(s)"
         reused = f" ({self.bytes_reused / 2**20:.1f} MiB linked)" if self.bytes_reused else ""
+        metrics = "".join(f", {name} {value:g}" for name, value in list(self.metrics.items())[:4])
         base = f"; {len(self.left_out)} more tensors are in its base {self.base}" if self.base else ""
         return (
             f"{self.path}: {self.format} checkpoint{step}{writer}, {len(self.tensors)} tensors and "
-            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB{reused}{base}"
+            f"{len(self.values)} values, {self.nbytes / 2**20:.1f} MiB{reused}{metrics}{base}"
         )
 
 
@@ -270,3 +273,5 @@ class CheckpointState:
     time: float = 0.0
     tier: Literal["durable", "local"] = "durable"
     """``"local"``: it is in ``local_dir`` of the nodes alone, and nothing is at the path."""
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    """As in :class:`CheckpointInfo`; empty with tier ``"local"``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,17 @@ class Attachment(BaseAttachment):
     # What replaces the accelerator's methods
 
     def save_state(
-        self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: PathLike | None = None,
+        safe_serialization: bool = True,
+        metrics: Mapping[str, Any] | None = None,
+        **save_model_func_kwargs: Any,
     ) -> str:
         """``Accelerator.save_state``. Returns the checkpoint's directory, which is there when the save is complete.
+
+        Args:
+            metrics: Numbers by name, or tensors of one element, that are recorded in the checkpoint, see
+                :meth:`dcp_plugin.Checkpointer.save`.
 
         Raises:
             SaveFailed: This save failed, or an earlier one in the background; on every rank.
@@ -137,7 +145,7 @@ class Attachment(BaseAttachment):
             state.update(extra_state.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
-        handle = self._checkpointer.save(state, path, files=before, views=views)
+        handle = self._checkpointer.save(state, path, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             handle.on_published(lambda event: project.rotate(event, self._checkpointer.remove))
         accelerator.project_configuration.iteration += 1

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -29,6 +31,11 @@ _HASH, _END = b',\n  "sha256": "', b'"\n}\n'
 MAX_SIZE = 1 << 20
 """Bytes. A reader need not read more than one beyond that."""
 _MOST_NUMBER = 1 << 63
+MOST_METRICS, _LONGEST_METRIC = 1000, 256
+"""With one checkpoint; characters of the name of one."""
+_NOT_FINITE = ("nan", "inf", "-inf")
+"""JSON has no numbers for these: as ``str`` has them."""
+_MOST_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Summary:
     other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
     ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
     that were not saved. ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and
-    not written.
+    not written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
     """
 
     step: int | None
@@ -83,12 +90,14 @@ class Summary:
     reused: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
     exclude: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
         """Raises SaveFailed if it would be larger than a reader accepts."""
-        data = with_hash(asdict(self))
+        metrics = {name: value if isfinite(value) else str(value) for name, value in self.metrics.items()}
+        data = with_hash(asdict(self) | {"metrics": metrics})
         if len(data) > MAX_SIZE:
             raise SaveFailed(f"the summary would have {len(data)} bytes: the state has too many modules or layouts")
         return data
@@ -99,7 +108,8 @@ class Summary:
         try:
             said = json.loads(data)
             _check_hash(data, said, cls.__dataclass_fields__)
-            summary = cls(**{name: said[name] for name in cls.__dataclass_fields__ if name in said})
+            known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
+            summary = cls(**known | {"metrics": decode_metrics(said.get("metrics", {}))})
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
             if not all(isinstance(text, str) for text in (*bound, *summary.kinds.values())):
@@ -115,6 +125,43 @@ class Summary:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(f"{where} is damaged: {error}") from error
         return summary
+
+
+def plain_metrics(given: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers by name, as they will be in a summary.
+
+    Args:
+        given: Numbers, or what holds one: a tensor or an array of one element.
+
+    Raises:
+        SaveFailed: One is no number, naming it; or there are too many, or a name is too long.
+    """
+    if len(given) > MOST_METRICS:
+        raise SaveFailed(f"{len(given)} metrics are given, and a checkpoint takes {MOST_METRICS}")
+    metrics = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or len(name) > _LONGEST_METRIC:
+            raise SaveFailed(f"a metric's name is text of up to {_LONGEST_METRIC} characters, and not {name!r:.300}")
+        try:
+            metrics[name] = float(value if hasattr(value, "__float__") else value.__index__())
+        except Exception as error:
+            raise SaveFailed(
+                f"the metric {name!r} is a {type(value).__name__} and no number ({error}): give numbers, or tensors "
+                f"of one element"
+            ) from error
+    return metrics
+
+
+def decode_metrics(said: object) -> dict[str, float]:
+    """Metrics as JSON has them. Raises ValueError if these are none."""
+    if not isinstance(said, dict) or len(said) > MOST_METRICS or any(len(name) > _LONGEST_METRIC for name in said):
+        raise ValueError("metrics are numbers by name")
+    metrics = {}
+    for name, value in said.items():
+        if value not in _NOT_FINITE and (type(value) not in (int, float) or not abs(value) <= _MOST_FLOAT):
+            raise ValueError(f"the metric {name!r:.80} is no number")
+        metrics[name] = float(value)
+    return metrics
 
 
 def with_hash(said: dict[str, Any]) -> bytes:

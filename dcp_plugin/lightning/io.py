@@ -25,7 +25,7 @@ import logging
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -301,6 +301,8 @@ class DCPCheckpointIO:
         """Set by a promoted strategy: all ranks save."""
         self.compares = False
         """Set while a callback saves that keeps the best: it may name any of its checkpoints at the end."""
+        self.monitor: str | None = None
+        """Set while a callback saves: the metric by which it keeps the best."""
         in_existence.add(self)
 
     def __repr__(self) -> str:
@@ -325,11 +327,13 @@ class DCPCheckpointIO:
         world_size: int,
         owners: Iterable[Any] = (),
         added: ForStock | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Save on all ranks of a promoted strategy.
 
         Args:
             owners: The model and the optimizers whose state dicts are in ``state``: lazy staging copies theirs later.
+            metrics: What the trainer knows of the model that it saves.
             added: What lets stock Lightning resume from this checkpoint.
 
         Raises:
@@ -347,6 +351,7 @@ class DCPCheckpointIO:
             aliases=aliases,
             kinds=layout.kinds_of(state),
             durable=self.compares,
+            metrics=metrics,
         )
         self.post_commit.follow(handle)
         self.post_commit.in_training(self._report)

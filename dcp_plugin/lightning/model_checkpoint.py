@@ -156,14 +156,15 @@ def _saving_in(hook: str, original: Callable[..., None]) -> Callable[..., None]:
             original(self, trainer, *args)
             return
         io = adapter.io
-        io.compares = getattr(self, "monitor", None) is not None
+        io.monitor = getattr(self, "monitor", None)
+        io.compares = io.monitor is not None
         try:
             with nullcontext() if io.others is None else io.others.of_model_checkpoint(hook):
                 original(self, trainer, *args)
                 if hook == "on_train_batch_end" and hasattr(self, "dirpath"):
                     _save_when_due(self, trainer, adapter)
         finally:
-            io.compares = False
+            io.compares, io.monitor = False, None
 
     return saving
 

@@ -135,9 +135,17 @@ class LightningAdapter(StrategyAdapter):
         state = layout.to_state(checkpoint, io.config.allow_pickle)
         state = layout.shared_by_ranks(state, strategy.model, optimizers)
         added = stock_format.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
-        io.save(state, path, checkpoint.get("global_step"), strategy.world_size, [strategy.model, *optimizers], added)
+        owners, metrics = [strategy.model, *optimizers], self._metrics(io.monitor)
+        io.save(state, path, checkpoint.get("global_step"), strategy.world_size, owners, added, metrics)
         if self.trainer.state.stopped:  # nobody will wait for it later
             io.wait()
+
+    def _metrics(self, monitor: str | None) -> dict[str, Any]:
+        """What callbacks see at this save: among it what a ``ModelCheckpoint`` monitors, which may be a count."""
+        trainer = self.trainer
+        counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        scalars = {str(name): value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        return {name: value for name, value in counts.items() if name == monitor} | scalars
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:

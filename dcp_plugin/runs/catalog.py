@@ -434,6 +434,7 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
         base=Base.of_summary(summary.base, reader.path).path if summary and index.left_out else None,
         left_out=list(index.left_out),
+        metrics=dict(summary.metrics) if summary else {},
     )
 
 

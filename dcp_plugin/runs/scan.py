@@ -39,16 +39,16 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
     if not has_traces(names):
         return None
     written = files.modified("")
-    step = None
+    step, metrics = None, dict[str, float]()
     try:
         with damage_in(path):
             if not reason and (summary := summary_in(files)) is not None:
-                written, step = summary.time, summary.step
+                written, step, metrics = summary.time, summary.step, dict(summary.metrics)
     except CheckpointCorrupt as error:
         if files.moved():
             raise
         return CheckpointState(path, False, str(error), None, written)
-    return CheckpointState(path, not reason, reason, step, written)
+    return CheckpointState(path, not reason, reason, step, written, metrics=metrics)
 
 
 class Scan:

@@ -32,6 +32,7 @@ from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, 
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.format.summary import plain_metrics
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
 from dcp_plugin.planning.save import PlanExchange, RankPlan, data_of, encode_state, in_table_order
@@ -75,6 +76,7 @@ class LiveState:
     state: Mapping[str, Any]  # name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these
     kinds: Mapping[str, str]  # which names are state dicts of a ``"module"`` or an ``"optimizer"``
     owners: Sequence[Any]  # modules and optimizers whose state dicts are in ``state`` without themselves
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # numbers, or tensors with one
 
     def objects(self) -> list[Any]:
         """The modules and optimizers, at any depth."""
@@ -89,6 +91,7 @@ class GatheredState:
     paths: dict[str, KeyPath]  # where each key sits in the nested state
     kinds: Mapping[str, str]  # name of the state -> ``"module"`` or ``"optimizer"``, for the summary
     shards: Shards  # the parts of the sharded parameters of each optimizer that this rank has
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class StagedState:
     kinds: Mapping[str, str]
     shards: Shards
     layouts: list[str]  # how the tensors are distributed, in words, for the summary
+    metrics: dict[str, float]  # of the checkpoint; those of rank 0 count
     copy_seconds: float = 0.0  # what the copy to host memory took
 
 
@@ -135,7 +139,8 @@ class PlannedState:
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
     layouts = layouts_of(gathered.leaves)
-    return StagedState(state, gathered.paths, gathered.kinds, gathered.shards, layouts, copy_seconds)
+    of_all = gathered.paths, gathered.kinds, gathered.shards, layouts, gathered.metrics
+    return StagedState(state, *of_all, copy_seconds)
 
 
 class HostCopy:
@@ -235,7 +240,8 @@ class SavePipeline:
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = self.selection.without_excluded(leaves)
-        return GatheredState(kept, paths, {**live.kinds, **kinds}, shards_in(parts, live.kinds, live.owners))
+        shards = shards_in(parts, live.kinds, live.owners)
+        return GatheredState(kept, paths, {**live.kinds, **kinds}, shards, plain_metrics(live.metrics))
 
     def encode(self, leaves: Mapping[str, Any]) -> Flat:
         """Tensors as the chunks on this rank, other values as bytes."""
@@ -347,6 +353,7 @@ class SavePipeline:
             layouts=staged.layouts,
             exclude=self._config.exclude,
             base=planned.left_out.summary_of_base(request.path),
+            metrics=staged.metrics,
         )
 
     def _reused(self, parts: list[WrittenPart]) -> dict[str, Any]:

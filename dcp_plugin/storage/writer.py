@@ -193,6 +193,7 @@ class Facts:
     exclude: Sequence[str] = ()
     base: Mapping[str, str] = field(default_factory=dict)
     reused: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Publication:
@@ -323,6 +324,7 @@ def compose(
         reused=dict(facts.reused),
         base=dict(facts.base),
         exclude=list(facts.exclude),
+        metrics=dict(facts.metrics),
     )
     return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary
 

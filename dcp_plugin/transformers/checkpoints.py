@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer
@@ -47,6 +49,7 @@ from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 from dcp_plugin.types import CheckpointState
 
+_OF_THE_WORK = re.compile("^checkpoint/|_runtime$|_per_second$|_flos$")
 SCHEDULER, SCALER, TRAINER_STATE, SAMPLES = "lr_scheduler", "scaler", "trainer_state", "samples_per_step"
 
 
@@ -233,6 +236,23 @@ def _local(path: Where) -> Path:
 def _has_trainer_state(path: Where) -> bool:
     with damage_in(path):
         return exists(unpacked(medium_of(path).open(path)), TRAINER_STATE_NAME)
+
+
+def logged_now(state: TrainerState) -> dict[str, float]:
+    """The numbers that the Trainer has logged at this very step, losses of an evaluation among them; not its speed.
+
+    An evaluation of an earlier step tells nothing of what is saved now.
+    """
+    logged: dict[str, Any] = {}
+    for entry in reversed(state.log_history):
+        if entry.get("step") != state.global_step:
+            break
+        logged = entry | logged
+    return {
+        name: float(value)
+        for name, value in logged.items()
+        if isinstance(value, (int, float)) and name not in ("step", "epoch") and not _OF_THE_WORK.search(name)
+    }
 
 
 def rotate(

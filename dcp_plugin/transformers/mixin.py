@@ -316,7 +316,8 @@ class TrainerAdapter:
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
             # Any may turn out to be the best, which is loaded at the end.
             durable = trainer.args.metric_for_best_model is not None
-            handle = self._checkpointer.save(state, final, step, files=self._files(staged), durable=durable)
+            files, metrics = self._files(staged), checkpoints.logged_now(trainer.state)
+            handle = self._checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
         self._saved.add(final)
         self._complete_copy(handle)
         if trainer.is_world_process_zero():
