@@ -121,8 +121,10 @@ def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
     """The model with adapters on the meta device; they are loaded, not made."""
     from peft import get_peft_model
 
-    adapter_config.base_model_name_or_path = model.__dict__.get("name_or_path") or None  # else a warning
+    named = adapter_config.base_model_name_or_path
+    adapter_config.base_model_name_or_path = model.__dict__.get("name_or_path") or None  # else PEFT warns
     adapted: nn.Module = get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
+    adapter_config.base_model_name_or_path = named
     return adapted
 
 

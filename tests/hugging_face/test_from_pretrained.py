@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 from tests.hugging_face import KINDS
@@ -26,7 +27,7 @@ def _save(root: Path) -> dict[str, Any]:
 
 
 def _load(root: Path, way: str) -> dict[str, Any]:
-    import dcp_plugin as dcp
+
     from tests.hugging_face import models as m
 
     ways: dict[str, Any] = {
@@ -47,3 +48,46 @@ def test_a_model_is_loaded_as_it_was_saved(saved: tuple[Path, dict[str, Any]], w
     for found in launch.run(_load, ranks, root, way):
         for kind in KINDS:
             assert_same(models[kind], found[kind])
+
+
+@pytest.mark.long
+def test_a_model_is_loaded_on_more_ranks(saved: tuple[Path, dict[str, Any]]) -> None:
+    root, models = saved
+    for found in launch.run(_load, 4, root, "parallelize"):
+        for kind in KINDS:
+            assert_same(models[kind], found[kind])
+
+
+def _save_wide(root: Path) -> int:
+    """A model whose parameters are larger than what a reader would rather read than skip."""
+    from tests.hugging_face import models as m
+
+    net = m.shard(m.model("llama", width=_WIDTH))
+    dcp.save({"model": net, "optim": m.stepped(net)}, root)
+    return sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
+
+
+def _bytes_read(root: Path) -> int:
+    from tests.hugging_face import models as m
+
+    found = dcp.hf.from_pretrained(
+        m.AutoModelForCausalLM,
+        root,
+        config=m.config("llama", _WIDTH),
+        parallelize=m.shard,
+        output_loading_info=True,
+        checkpoint_config=dcp.CheckpointConfig(read_broadcast=False),
+    )
+    report: dcp.LoadReport = found[1]
+    assert not any(key.startswith("optim") for key in report.loaded)
+    return report.bytes_read
+
+
+_WIDTH = 512
+
+
+def test_each_rank_reads_its_shards_and_nothing_of_the_optimizer(tmp_path: Path) -> None:
+    nbytes = launch.run(_save_wide, 2, tmp_path / "run")[0]
+    read = launch.run(_bytes_read, 2, tmp_path / "run")
+    assert max(read) <= 0.55 * nbytes, (read, nbytes)
+    assert sum(read) >= nbytes
