@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_plugin.types import VERSION
 
 if TYPE_CHECKING:
+    from dcp_plugin import hf as hf
     from dcp_plugin.api import load, resume_or_init, save
     from dcp_plugin.checkpointer import Checkpointer
     from dcp_plugin.config import CheckpointConfig
@@ -139,6 +140,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return importlib.import_module("dcp_plugin.hf")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -8,7 +8,7 @@ has no public hook for any of it: ``OVERRIDDEN`` lists that, with the parameters
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME, Trainer
 from transformers.trainer_utils import _is_peft_model
+from transformers.training_args import TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
@@ -68,6 +69,34 @@ def refuse_unsupported(trainer: Trainer) -> None:
             f"The TrainingArguments ask for FSDP, but Accelerate trains with {trainer.accelerator.distributed_type}, "
             "where every rank holds everything: it shards on accelerators only. Take fsdp= out, or train on those."
         )
+
+
+@contextmanager
+def accepting_sharded_models(given: Iterable[Any]) -> Iterator[None]:
+    """While a Trainer is made, have it take a model that ``from_pretrained(distributed_config=...)`` has sharded.
+
+    It refuses one unless ``save_only_model`` is set, since its own checkpoints cannot have such an optimizer. Those of
+    this package can, and the constructor has no other way to be told.
+
+    Args:
+        given: The arguments of the constructor.
+    """
+    given = list(given)
+    arguments = [one for one in given if isinstance(one, TrainingArguments) and not one.save_only_model]
+    if not any(getattr(one, "is_distributed_loading_by_transformers", False) for one in given):
+        arguments = []
+    for one in arguments:
+        one.save_only_model = True
+    try:
+        yield
+    finally:
+        for one in arguments:
+            one.save_only_model = False
+
+
+def is_sharded_at_load(trainer: Trainer) -> bool:
+    """Whether ``from_pretrained(distributed_config=...)`` has sharded the model, and Accelerate does not know of it."""
+    return bool(trainer.is_distributed_loading_by_transformers)
 
 
 def unwrapped(trainer: Trainer) -> nn.Module:
@@ -131,6 +160,14 @@ def saves_shards(trainer: Trainer) -> bool:
 def describe_model(trainer: Trainer, directory: str) -> None:
     """Write what transformers keeps beside a model's weights, without the weights: configurations, the tokenizer,
     the training arguments. Call it on the ranks that write."""
+    if is_sharded_at_load(trainer):  # whose ``save_pretrained`` would gather the weights, on all ranks
+        model: Any = unwrapped(trainer)
+        os.makedirs(directory, exist_ok=True)
+        model.config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+        _describe_training(trainer, directory)
+        return
     # ``_save`` of the Trainer rather than its parts, which are not to be had alone.
     with _without_progress_bar():  # of weights, of which there are none here
         StockTrainer._save(trainer, directory, state_dict={})
@@ -151,6 +188,10 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
     os.makedirs(directory, exist_ok=True)
     for name, config in unwrapped(trainer).peft_config.items():  # type: ignore[operator, union-attr]
         config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
+    _describe_training(trainer, directory)
+
+
+def _describe_training(trainer: Trainer, directory: str) -> None:
     tokenizer: Any = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

@@ -41,6 +41,7 @@ from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.transformers import checkpoints
 from dcp_plugin.transformers._transformers import (
     StockTrainer,
+    accepting_sharded_models,
     code_between_steps,
     describe_adapters,
     describe_model,
@@ -114,7 +115,8 @@ class DCPTrainerMixin(Trainer):
         for given in (*args, *kwargs.values()):  # before the Trainer makes a directory called "s3:"
             if isinstance(given, TrainingArguments) and given.output_dir:
                 given.output_dir = as_local(given.output_dir, "the output_dir of a Trainer", _COPY_THEM)
-        super().__init__(*args, **kwargs)
+        with accepting_sharded_models((*args, *kwargs.values())):
+            super().__init__(*args, **kwargs)
         if checkpoint_config is not None:
             self.checkpoint_config = checkpoint_config
         if self.checkpoint_config.keep_last is not None:

@@ -1,0 +1,137 @@
+"""The one place for private names of transformers and PEFT that making a model needs, each with its reason.
+
+``tests/hugging_face/test_canaries.py`` fails when one of them moves or changes its meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers import initialization as transformers_init
+from transformers.configuration_utils import PreTrainedConfig
+
+from dcp_plugin.errors import UnsafeCheckpoint
+
+_INITIALISED = "_is_hf_initialized"
+"""The mark on a tensor that the initialisation of transformers leaves alone."""
+
+
+def config_from(model_class: Any, source: str, trust_remote_code: bool, overrides: dict[str, Any]) -> tuple[Any, Any]:
+    """The configuration in a folder, or of a name; and those of ``overrides`` that are none of its settings.
+
+    Raises:
+        UnsafeCheckpoint: It would have code fetched and executed.
+    """
+    config_class: Any = AutoConfig if is_auto(model_class) else model_class.config_class
+    options = {"trust_remote_code": trust_remote_code} if is_auto(model_class) else {}
+    config, unused = config_class.from_pretrained(source, return_unused_kwargs=True, **options, **overrides)
+    # A name with a slash is a kernel that transformers would fetch from the hub. No public name tells what is asked.
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for setting in ("attn_implementation", "experts_implementation"):
+            asked = getattr(part, f"_{setting}", None)
+            if setting not in overrides and "/" in str(asked):
+                raise UnsafeCheckpoint(
+                    f"The config.json of {source} asks for {asked!r}, code that would be fetched and executed. If you "
+                    f"trust it: {setting}={asked!r}; else {setting}='sdpa', say."
+                )
+    return config, unused
+
+
+def is_auto(model_class: Any) -> bool:
+    """Whether a class stands for the one that fits a configuration, as ``AutoModel`` does."""
+    return not issubclass(model_class, PreTrainedModel)
+
+
+def build(
+    model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, tied: bool, trust_remote_code: bool, kwargs: Any
+) -> PreTrainedModel:
+    """The model on the meta device, as ``from_pretrained`` makes it before it has weights.
+
+    Args:
+        tied: Whether weights that are shared are so already.
+    """
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.device("meta"))
+        contexts.enter_context(transformers_init.meta_device_safe_creation_ops())
+        if not tied:
+            contexts.enter_context(transformers_init.no_tie_weights())
+        if is_auto(model_class):
+            model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs)
+        else:  # the only way that keeps to the dtype
+            model = model_class._from_config(config, dtype=dtype, **kwargs)
+    for names, kept in model._get_dtype_plan(dtype).items():  # what has to stay float32, by patterns of names
+        pattern = re.compile(names.replace("*", ".*"))
+        for name, parameter in model.named_parameters():
+            if pattern.search(name) and parameter.is_floating_point():
+                parameter.data = parameter.data.to(kept)
+    return model  # type: ignore[no-any-return]
+
+
+def distribute(model: PreTrainedModel, distributed_config: Any, mesh_manager: Any) -> None:
+    """Shard a model on the meta device, as ``from_pretrained(distributed_config=...)`` does, and tie its weights."""
+    type(model).maybe_distribute_model(model, distributed_config, mesh_manager)
+    model.tie_weights(recompute_mapping=False)
+
+
+def prepare_mesh(distributed_config: Any) -> tuple[Any, Any]:
+    """The DistributedConfig that was given, and its mesh; None if nothing is distributed. Collective."""
+    prepare: Callable[..., Any] = PreTrainedModel.prepare_distribute_model
+    config, _, mesh_manager = prepare(distributed_config)
+    return config, mesh_manager
+
+
+def ignored(model: PreTrainedModel, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """The missing and unexpected keys that ``from_pretrained`` would report: without those that a model may lack, or
+    that older versions of it have had."""
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns = {
+        "missing": set(model._keys_to_ignore_on_load_missing or ()),
+        "unexpected": set(model._keys_to_ignore_on_load_unexpected or ()),
+    }
+    for name, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        if any(buffer.endswith(name) for buffer in buffers):
+            patterns["unexpected"].add(pattern)
+    return _without(missing, patterns["missing"]), _without(unexpected, patterns["unexpected"])
+
+
+def _without(keys: list[str], patterns: Collection[str]) -> list[str]:
+    return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
+
+
+def initialise(model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Compute what no checkpoint has, as ``from_pretrained`` does: buffers that are not persistent, ``missing`` keys.
+
+    Args:
+        missing: Keys of the model that were not loaded.
+    """
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and key not in missing:
+            setattr(tensor, _INITIALISED, True)
+    compute: Callable[[], None] = model.initialize_weights
+    compute()
+
+
+def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
+    """The model with adapters on the meta device; they are loaded, not made."""
+    from peft import get_peft_model
+
+    named = adapter_config.base_model_name_or_path
+    adapter_config.base_model_name_or_path = model.__dict__.get("name_or_path") or None  # else PEFT warns
+    adapted: nn.Module = get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
+    adapter_config.base_model_name_or_path = named
+    return adapted
+
+
+PEFT_LAYERS = "(?:base_layer|original_module)"
+"""What PEFT calls a layer that it has wrapped, and one of which it trains a copy."""
+
+
+def without_peft_layers(key: str) -> str:
+    """What a key of a PEFT model is called without the names of its wrappers."""
+    return re.sub(rf"\.{PEFT_LAYERS}(?=\.)", "", key)

@@ -1,0 +1,162 @@
+"""``from_pretrained``: a model of transformers on the meta device, sharded, given memory, filled, initialised.
+
+The steps are those of ``PreTrainedModel.from_pretrained``, with the load of this package in the place of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from dcp_plugin._torch import DTensor
+from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.hf import _transformers
+from dcp_plugin.hf.plan import ModelPlan, plan_model
+from dcp_plugin.hf.settings import Given, Settings
+from dcp_plugin.paths import PathLike, StorageOptions, as_path
+from dcp_plugin.state.module import materialise
+
+_NOT_TAKEN = {
+    "device_map": "device= names one device, distributed_config= or parallelize= shards over several",
+    "ignore_mismatched_sizes": "dcp_plugin.load with PartialLoad(exclude=…) leaves parts of a model out",
+    "key_mapping": "dcp_plugin.load with PartialLoad(rename=…) fills a model from other names",
+    "quantization_config": "load it as it was saved, and quantize it then",
+    "state_dict": "the checkpoint has it",
+    "tp_plan": "distributed_config=DistributedConfig(tp_size=…) shards tensors",
+    "tp_size": "distributed_config=DistributedConfig(tp_size=…) shards tensors",
+}
+"""Arguments of transformers' ``from_pretrained`` that would say something else than is done here."""
+
+
+def from_pretrained(
+    model_class: Any,
+    path: PathLike,
+    *,
+    config: PreTrainedConfig | PathLike | None = None,
+    dtype: torch.dtype | str | None = "auto",
+    device: torch.device | str | None = None,
+    parallelize: Callable[[Any], Any] | None = None,
+    distributed_config: Any = None,
+    prefix: str | None = None,
+    strict: bool = True,
+    base: PathLike | None = None,
+    adapter_config: Any = None,
+    generation_config: GenerationConfig | None = None,
+    trust_remote_code: bool = False,
+    output_loading_info: bool = False,
+    checkpoint_config: CheckpointConfig | None = None,
+    storage_options: StorageOptions | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A model of transformers from any checkpoint, in evaluation mode, as its own ``from_pretrained`` gives it.
+
+    The weights come straight from the shards, whatever number of ranks has saved them; each rank reads what it holds,
+    and nothing of the optimizer. Collective where a process group is initialised, as every load is.
+
+    Args:
+        model_class: ``AutoModelForCausalLM``, another class that chooses, or the class of a model.
+        path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
+        config: The model's configuration, or a folder or name that has it; by default the checkpoint's
+            ``config.json``, which the Trainer keeps there.
+        dtype: Of the parameters. ``"auto"``: what the configuration says, else what the checkpoint has; None: torch's
+            default.
+        device: For what is not sharded; torch's default device if omitted.
+        parallelize: Called with the model on the meta device, before it gets memory. It shards the model, with
+            ``fully_shard`` for one, and returns it, or None if that was in place.
+        distributed_config: As of transformers' own: a ``DistributedConfig``, or a dictionary of its fields.
+        prefix: Of the model's keys in the checkpoint (``"model."``); found if omitted.
+        strict: Whether missing and unexpected keys are errors. If not, missing ones are initialised as transformers
+            does it, and a warning names both.
+        base: Where the model is that adapters are for, if the checkpoint has the adapters alone: its folder, or a
+            checkpoint. By default the folder that the adapters name.
+        adapter_config: A ``PeftConfig``, for a checkpoint with adapters; by default its ``adapter_config.json``.
+        generation_config: By default what is beside the configuration.
+        trust_remote_code: Whether code that the configuration names may be executed.
+        output_loading_info: Whether to return the :class:`~dcp_plugin.LoadReport`, too.
+        checkpoint_config: How to load.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        kwargs: As of transformers' own: settings of the configuration that are to be others, and arguments of the
+            model's constructor (``attn_implementation="sdpa"``).
+
+    Returns:
+        The model; with adapters a ``PeftModel``. With ``output_loading_info`` the model and the report.
+
+    Raises:
+        CheckpointNotFound: There is no checkpoint.
+        CheckpointMismatch: No configuration is there; keys do not fit, or fit in several places.
+        UnsafeCheckpoint: The configuration would have code fetched and executed.
+        ValueError: Arguments that contradict each other, or that only transformers itself takes.
+        CheckpointError: As :meth:`dcp_plugin.Checkpointer.load`, on every rank.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> from transformers import AutoModelForCausalLM, GPT2Config
+        >>> small = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+        >>> model = AutoModelForCausalLM.from_config(small)
+        >>> dcp_plugin.save({"model": model}, "run/checkpoint-1")
+        >>> loaded = dcp_plugin.hf.from_pretrained(AutoModelForCausalLM, "run/checkpoint-1", config=small)
+        >>> torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+        True
+    """
+    for name in sorted(kwargs.keys() & _NOT_TAKEN.keys()):
+        raise ValueError(f"dcp_plugin.hf.from_pretrained takes no {name}: {_NOT_TAKEN[name]}.")
+    if parallelize is not None and distributed_config is not None:
+        raise ValueError("either distributed_config or parallelize: both shard the model")
+    sharding = _Sharding(distributed_config, parallelize)  # first: it starts a process group where there is none
+    changes = {} if storage_options is None else {"storage_options": storage_options}
+    checkpointer = Checkpointer(CheckpointConfig.merge(checkpoint_config, **changes))
+    options = checkpointer.config.storage_options
+    given = Given(
+        model_class, config, dtype, base, options, adapter_config, generation_config, trust_remote_code, kwargs
+    )
+    try:
+        where = as_path(path, options)
+
+        def compared() -> ModelPlan:
+            return plan_model(Settings.of(given, where), where, prefix, strict, sharding.tied)
+
+        with checkpointer.shown(where):
+            plan = checkpointer.ranks.agree(f"compare {where} with the model", compared)
+        module = sharding.apply(plan)
+        _give_memory(module, device)
+        report = plan.fill(module, checkpointer)
+    finally:
+        checkpointer.close()
+    module.eval()
+    return (module, report) if output_loading_info else module
+
+
+class _Sharding:
+    """How a model on the meta device becomes a sharded one, in the way that was asked for."""
+
+    def __init__(self, distributed_config: Any, parallelize: Callable[[Any], Any] | None) -> None:
+        self._parallelize = parallelize
+        self._mesh_manager: Any = None
+        if distributed_config is not None:
+            self._distributed_config, self._mesh_manager = _transformers.prepare_mesh(distributed_config)
+        self.tied = self._mesh_manager is None
+        """Whether weights that are shared are so before the model is sharded; transformers itself ties them then."""
+
+    def apply(self, plan: ModelPlan) -> nn.Module:
+        """The module to load into. Collective."""
+        if self._mesh_manager is not None:
+            _transformers.distribute(plan.model, self._distributed_config, self._mesh_manager)
+        elif self._parallelize is not None:
+            return self._parallelize(plan.module) or plan.module
+        return plan.module
+
+
+def _give_memory(module: nn.Module, device: torch.device | str | None) -> None:
+    """Give memory to what is on the meta device. Shards get it where their mesh is, and so do buffers beside them."""
+    meshes = [tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)]
+    where = torch.device(device or (meshes[0].device_type if meshes else torch.get_default_device()))
+    with torch.device(where), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="buffers that were on the meta device")  # transformers computes them
+        materialise(module)

@@ -1,0 +1,246 @@
+"""A model on the meta device, and which key of a checkpoint fills which of its keys.
+
+Everything is compared here, before anything has memory: what is missing, what is only in the checkpoint, other shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from dcp_plugin.checkpointer import Checkpointer
+from dcp_plugin.errors import CheckpointMismatch, first, some
+from dcp_plugin.format.index import CheckpointIndex, StoredTensor
+from dcp_plugin.hf import _transformers
+from dcp_plugin.hf.settings import Settings
+from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
+from dcp_plugin.loading.partial import PartialLoad
+from dcp_plugin.paths import Where
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.types import LoadReport
+
+_IN_PEFT = "base_model.model."
+_MODEL = "model"
+"""What the model is called in the state that is loaded."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that fills keys of the model."""
+
+    path: Where
+    prefix: ModelPrefix
+    wrapped: bool = False
+    """Whether PEFT has wrapped layers since the save, whose keys have one name more."""
+    unexpected: list[str] = field(default_factory=list)
+
+    def stored(self, key: str) -> str:
+        return self.prefix.stored(_transformers.without_peft_layers(key) if self.wrapped else key)
+
+    def load(self, module: nn.Module, checkpointer: Checkpointer) -> LoadReport:
+        """Fill the keys that are there. Collective."""
+        here, there = f"{_MODEL}.{self.prefix.here}", self.prefix.there
+        rename = {here: there}
+        if self.wrapped:
+            escaped = there.replace("\\", r"\\")
+            rename[f"re:{re.escape(here)}(.+)\\.{_transformers.PEFT_LAYERS}\\.(.+)"] = rf"{escaped}\1.\2"
+        partial = PartialLoad(rename=rename, missing="ignore", unexpected="ignore", cast=True)
+        return checkpointer.load({_MODEL: module}, self.path, partial)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model that :meth:`fill` gives its values."""
+
+    model: PreTrainedModel
+    module: nn.Module
+    """The model, or the PEFT model around it."""
+    sources: list[Source]
+    missing: list[str]
+    """Keys of the module that are in no source."""
+    generation_config: GenerationConfig | None
+
+    def fill(self, module: nn.Module, checkpointer: Checkpointer) -> LoadReport:
+        """Load and initialise. Collective.
+
+        Args:
+            module: ``self.module`` as it is sharded by now, with memory.
+        """
+        reports = [source.load(module, checkpointer) for source in self.sources]
+        _transformers.initialise(self.model, {key.removeprefix(_IN_PEFT) for key in self.missing})
+        if self.generation_config is not None:
+            self.model.generation_config = self.generation_config
+        return replace(
+            reports[0],
+            loaded=[key for report in reports for key in report.loaded],
+            missing=[f"{_MODEL}.{key}" for key in self.missing],
+            unexpected=[key for source in self.sources for key in source.unexpected],
+            cast=[key for report in reports for key in report.cast],
+            bytes_read=sum(report.bytes_read for report in reports),
+        )
+
+
+def plan_model(settings: Settings, path: Where, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
+    """Build a model and compare it with a checkpoint. No communication.
+
+    Args:
+        prefix: Of the model's keys in the checkpoint; None to find it.
+        strict: Whether what is missing and unexpected is an error.
+        tied: Whether weights that are shared are so from the start.
+
+    Raises:
+        CheckpointMismatch: They do not fit.
+    """
+    with ShardedReader(path) as reader:
+        index = reader.index
+        model = _build(settings, settings.dtype(), tied)
+        if settings.dtype() is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
+            model = _build(settings, dtype, tied)
+        if settings.adapter_config is None:
+            return _Comparison(settings, model, model, strict).plan(path, index, prefix)
+        return _plan_with_adapters(settings, model, path, index, prefix, strict)
+
+
+def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrainedModel:
+    given, config = settings.given, copy.deepcopy(settings.config)
+    if getattr(config, "quantization_config", None):
+        raise CheckpointMismatch(
+            "The configuration is that of a quantized model, which dcp_plugin.hf does not make: make it with "
+            "transformers, and load what was trained with dcp_plugin.load."
+        )
+    kind = dtype or torch.get_default_dtype()
+    return _transformers.build(given.model_class, config, kind, tied, given.trust_remote_code, dict(settings.kwargs))
+
+
+def _stored_dtype(keys: Collection[str], index: CheckpointIndex) -> torch.dtype | None:
+    """The dtype of the first tensor of the checkpoint that seems to be one of the model's."""
+    tails = tuple(list(keys)[:100])
+    for key in index:
+        if key.endswith(tails) and isinstance(one := index[key], StoredTensor) and one.dtype.is_floating_point:
+            return one.dtype
+    return None
+
+
+def _plan_with_adapters(
+    settings: Settings, model: PreTrainedModel, path: Where, index: CheckpointIndex, prefix: str | None, strict: bool
+) -> ModelPlan:
+    """The base is where the adapters are, or in a place of its own."""
+    of_base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    module = _transformers.peft_model_of(model, copy.deepcopy(settings.adapter_config))
+    state = module.state_dict(keep_vars=True)
+    comparison = _Comparison(settings, model, module, strict)
+    adapters = [key for key, tensor in state.items() if id(tensor) not in of_base]
+    found = _prefix(prefix, adapters, index, path, "the adapters")
+    if any(found.stored(key) in index for key in state if key not in adapters):
+        return comparison.plan(path, index, found.there)
+    if settings.base is None:
+        named = getattr(settings.adapter_config, "base_model_name_or_path", None)
+        raise CheckpointMismatch(
+            f"{path} has adapters alone. from_pretrained(…, base=…) takes the folder or checkpoint that has the model "
+            f"that they adapt{f', {named!r}' if named else ''}."
+        )
+    with ShardedReader(settings.base, storage_options=settings.given.storage_options) as reader:
+        keys = {key: _transformers.without_peft_layers(key) for key in state if key not in adapters}
+        names = [name.removeprefix(_IN_PEFT) for name in keys.values()]
+        there = find_model_prefix(names, reader.index, reader.path, "the model that is adapted")
+        wrapped = any(key != name for key, name in keys.items())
+        base = Source(reader.path, ModelPrefix(there.there, _IN_PEFT), wrapped)
+        return comparison.plan_of([(Source(path, found), index, adapters), (base, reader.index, list(keys))])
+
+
+def _prefix(given: str | None, keys: list[str], index: CheckpointIndex, path: Where, name: str) -> ModelPrefix:
+    if given is None:
+        return find_model_prefix(keys, index, path, name)
+    prefix = f"{given}." if given and not given.endswith(".") else given
+    if not any(prefix + key in index for key in keys):
+        raise CheckpointMismatch(f"{path} has no key of {name} behind prefix={given!r}; without it, it is looked for.")
+    return ModelPrefix(prefix)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares a model on the meta device with what is stored."""
+
+    settings: Settings
+    model: PreTrainedModel
+    module: nn.Module
+    strict: bool
+
+    def plan(self, path: Where, index: CheckpointIndex, prefix: str | None) -> ModelPlan:
+        keys, name = list(self.module.state_dict()), type(self.model).__name__
+        if prefix is not None:
+            found = _prefix(prefix, keys, index, path, name)
+        else:
+            found = find_model_prefix(keys, index, path, name, self.model.base_model_prefix)
+        return self.plan_of([(Source(path, found), index, keys)])
+
+    def plan_of(self, parts: list[tuple[Source, CheckpointIndex, list[str]]]) -> ModelPlan:
+        """Compare sources with the keys that each is to fill."""
+        sources, missing, problems = [], list[str](), list[str]()
+        tensors = self.module.state_dict(keep_vars=True)
+        for source, index, keys in parts:
+            stored = {key: source.stored(key) for key in keys}
+            absent = self._absent(stored, index, tensors)
+            problems += _other_shapes(stored, index, tensors)
+            lost, extra = _transformers.ignored(self.model, absent, _unexpected(stored, source.prefix, index))
+            problems += self._differences(source, len(keys), lost, extra)
+            missing += absent
+            sources.append(replace(source, unexpected=extra))
+        if problems:
+            raise CheckpointMismatch("\n  ".join(first(problems)))
+        return ModelPlan(self.model, self.module, sources, missing, self.settings.generation_config)
+
+    def _absent(self, stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]) -> list[str]:
+        """Keys that are not stored, nor another name of the same tied weight."""
+        same: dict[Any, list[str]] = defaultdict(list)
+        owner: Mapping[str, str] = self.model.all_tied_weights_keys
+        for key in stored:
+            name = key.removeprefix(_IN_PEFT)
+            inside = key[: len(key) - len(name)]
+            first_name = inside + owner.get(name, name)
+            same[id(tensors.get(first_name, tensors[key]))].append(key)
+        return [key for keys in same.values() if not any(stored[one] in index for one in keys) for key in keys]
+
+    def _differences(self, source: Source, count: int, missing: list[str], unexpected: list[str]) -> list[str]:
+        lines = []
+        if missing:
+            lines.append(f"{len(missing)} of its {count} keys are not in the checkpoint: {some(missing, 6)}")
+        if unexpected:
+            lines.append(f"{len(unexpected)} keys are only in the checkpoint: {some(unexpected, 6)}")
+        if not lines:
+            return []
+        kind, where = type(self.model).__name__, f"{source.path} (keys behind {source.prefix.there!r})"
+        if self.strict:
+            advice = "strict=False initialises what is missing, and leaves out what is unexpected"
+            return [f"{where} does not fit {kind}: {'; '.join(lines)}. {advice}."]
+        warnings.warn(f"{where} and {kind} differ: {'; '.join(lines)}. Initialised: what is missing.", stacklevel=2)
+        return []
+
+
+def _unexpected(stored: Mapping[str, str], prefix: ModelPrefix, index: CheckpointIndex) -> list[str]:
+    """Tensors of the checkpoint beside those of the model. Without a prefix, only those below its modules are that."""
+    taken = set(stored.values())
+    fronts = {key.partition(".")[0] for key in taken}
+    there = index.under(prefix.there) if prefix.there else [key for key in index if key.partition(".")[0] in fronts]
+    return [key for key in there if key not in taken and isinstance(index[key], StoredTensor)]
+
+
+def _other_shapes(stored: Mapping[str, str], index: CheckpointIndex, tensors: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for key, name in stored.items():
+        if name not in index or not isinstance(tensors[key], torch.Tensor):
+            continue
+        entry = index[name]
+        shape = entry.shape if isinstance(entry, StoredTensor) else None
+        if shape is not None and tuple(tensors[key].shape) != shape:
+            lines.append(f"{key} has shape {tuple(tensors[key].shape)}, and {shape} in the checkpoint")
+    return [*lines, "config= is not that of the model that was saved"] if lines else []

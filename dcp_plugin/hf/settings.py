@@ -1,0 +1,131 @@
+"""What makes a model besides its weights: its configuration, how it generates, which adapters it has.
+
+It is in small JSON files beside the weights, or the caller gives it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from dcp_plugin.errors import CheckpointMismatch, damage_in
+from dcp_plugin.hf import _transformers
+from dcp_plugin.integration.local_copy import local_copy
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import PathLike, StorageOptions, Where
+
+CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller says of a model, with the fields of :func:`~dcp_plugin.hf.from_pretrained`."""
+
+    model_class: Any
+    config: PreTrainedConfig | PathLike | None = None
+    dtype: torch.dtype | str | None = "auto"
+    base: PathLike | None = None
+    storage_options: StorageOptions | None = None
+    adapter_config: Any = None
+    generation_config: GenerationConfig | None = None
+    trust_remote_code: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is known of a model before its weights are."""
+
+    given: Given
+    config: PreTrainedConfig
+    generation_config: GenerationConfig | None
+    """None: what the model itself makes of its configuration."""
+    adapter_config: Any
+    """None: it has no adapters."""
+    base: PathLike | None
+    """Where the weights of a model with adapters are, if the checkpoint has adapters alone."""
+    kwargs: dict[str, Any]
+    """Arguments of the model's constructor."""
+
+    @classmethod
+    def of(cls, given: Given, path: Where) -> Settings:
+        """Read what is beside a checkpoint.
+
+        Raises:
+            CheckpointMismatch: No configuration is there.
+            UnsafeCheckpoint: The configuration would have code fetched and executed.
+        """
+        with small_files(path) as folder:
+            adapter_config = given.adapter_config
+            if adapter_config is None and (folder / ADAPTERS).is_file():
+                adapter_config = _adapters_in(folder)
+            base = given.base
+            named = getattr(adapter_config, "base_model_name_or_path", None)
+            if base is None and named and os.path.isdir(named):  # a name alone would be looked up somewhere else
+                base = named
+            config, source, kwargs = _config(given, folder, base, path)
+            generation = given.generation_config
+            if generation is None and source is not None:
+                generation = _generation_in(source)
+        return cls(given, config, generation, adapter_config, base, kwargs)
+
+    def dtype(self) -> torch.dtype | None:
+        """Of the parameters; None: what the checkpoint has."""
+        asked: Any = self.given.dtype
+        if asked is None:
+            return torch.get_default_dtype()
+        asked = self.config.dtype if asked == "auto" else asked
+        found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+        if asked is not None and not isinstance(found, torch.dtype):
+            raise ValueError(f"dtype={asked!r} is no dtype of torch, and not 'auto'")
+        return found
+
+
+@contextmanager
+def small_files(path: Where) -> Iterator[Path]:
+    """A local directory with the JSON files of a checkpoint."""
+    with damage_in(path):
+        is_file = medium_of(path).kind(path) == "file"
+    if is_file and isinstance(path, Path):
+        yield path.parent
+        return
+    wanted = (CONFIG, GENERATION, ADAPTERS)
+    with local_copy(path, lambda name: name in wanted) as folder:
+        yield folder
+
+
+def _adapters_in(folder: Path) -> Any:
+    from peft import PeftConfig
+
+    with damage_in(folder / ADAPTERS):
+        return PeftConfig.from_pretrained(str(folder))
+
+
+def _config(given: Given, folder: Path, base: PathLike | None, path: Where) -> tuple[Any, str | None, dict[str, Any]]:
+    """The configuration, where it was found, and what of the caller's settings is for the model's constructor."""
+    if isinstance(given.config, PreTrainedConfig):
+        return given.config, None, given.kwargs
+    places = [given.config] if given.config is not None else [folder, *([base] if base is not None else [])]
+    for place in [str(os.fspath(one)) for one in places]:
+        if given.config is not None or os.path.isfile(os.path.join(place, CONFIG)):
+            config, unused = _transformers.config_from(given.model_class, place, given.trust_remote_code, given.kwargs)
+            return config, place, unused
+    raise CheckpointMismatch(
+        f"{path} has no {CONFIG}, which only the Trainer keeps in its checkpoints: from_pretrained(…, config=…) takes "
+        "the configuration, the folder of a model, or the name of one."
+    )
+
+
+def _generation_in(source: str) -> GenerationConfig | None:
+    if not os.path.isfile(os.path.join(source, GENERATION)):
+        return None
+    with damage_in(os.path.join(source, GENERATION)):
+        return GenerationConfig.from_pretrained(source)

@@ -1,0 +1,93 @@
+"""A model of transformers from the shards that other ranks have saved: equal logits, equal bytes, nothing else read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp_plugin as dcp
+from tests import launch
+from tests.compare import assert_same
+from tests.hugging_face import KINDS
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Saved under FSDP2 on two ranks: where, and what each model is."""
+    root = tmp_path_factory.mktemp("saved")
+    return root, launch.run(_save, 2, root)[0]
+
+
+def _save(root: Path) -> dict[str, Any]:
+    from tests.hugging_face import models as m
+
+    return m.save_sharded(root)
+
+
+def _load(root: Path, way: str) -> dict[str, Any]:
+
+    from tests.hugging_face import models as m
+
+    ways: dict[str, Any] = {
+        "parallelize": {"parallelize": m.shard},
+        "distributed_config": {"distributed_config": {"fsdp_size": 2}},
+    }
+    found = {}
+    for kind in KINDS:
+        net = dcp.hf.from_pretrained(m.AutoModelForCausalLM, root / kind, config=m.config(kind), **ways.get(way, {}))
+        assert not net.training
+        found[kind] = m.seen(net)
+    return found
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("single", 1), ("parallelize", 2), ("distributed_config", 2)])
+def test_a_model_is_loaded_as_it_was_saved(saved: tuple[Path, dict[str, Any]], way: str, ranks: int) -> None:
+    root, models = saved
+    for found in launch.run(_load, ranks, root, way):
+        for kind in KINDS:
+            assert_same(models[kind], found[kind])
+
+
+@pytest.mark.long
+def test_a_model_is_loaded_on_more_ranks(saved: tuple[Path, dict[str, Any]]) -> None:
+    root, models = saved
+    for found in launch.run(_load, 4, root, "parallelize"):
+        for kind in KINDS:
+            assert_same(models[kind], found[kind])
+
+
+def _save_wide(root: Path) -> int:
+    """A model whose parameters are larger than what a reader would rather read than skip."""
+    from tests.hugging_face import models as m
+
+    net = m.shard(m.model("llama", width=_WIDTH))
+    dcp.save({"model": net, "optim": m.stepped(net)}, root)
+    return sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
+
+
+def _bytes_read(root: Path) -> int:
+    from tests.hugging_face import models as m
+
+    found = dcp.hf.from_pretrained(
+        m.AutoModelForCausalLM,
+        root,
+        config=m.config("llama", _WIDTH),
+        parallelize=m.shard,
+        output_loading_info=True,
+        checkpoint_config=dcp.CheckpointConfig(read_broadcast=False),
+    )
+    report: dcp.LoadReport = found[1]
+    assert not any(key.startswith("optim") for key in report.loaded)
+    return report.bytes_read
+
+
+_WIDTH = 512
+
+
+def test_each_rank_reads_its_shards_and_nothing_of_the_optimizer(tmp_path: Path) -> None:
+    nbytes = launch.run(_save_wide, 2, tmp_path / "run")[0]
+    read = launch.run(_bytes_read, 2, tmp_path / "run")
+    assert max(read) <= 0.55 * nbytes, (read, nbytes)
+    assert sum(read) >= nbytes
