@@ -214,26 +214,37 @@ class ForStock:
 def add_for_stock(strategy: Any, checkpoint: Checkpoint, state: dict[str, Any]) -> ForStock | None:
     """What stock Lightning needs of a checkpoint that this strategy saves; None if it is not a sharded one.
 
-    The groups of the optimizers are added to ``state``.
+    The groups of the optimizers are added to ``state``, whatever the strategy: an export needs them, too.
 
     Args:
         checkpoint: The dictionary of Lightning's.
         state: What is stored of it, see :func:`dcp_plugin.lightning.layout.to_state`.
     """
+    groups = _add_groups(checkpoint, state)
     model = next((name for base, name in MODEL_NAMES.items() if has_base(type(strategy), base)), None)
     if model is None:
         return None
     aliases: dict[str, tuple[str, KeyPath]] = {}
     if model != MODEL:
         aliases = {f"{MODEL}.{key}": (f"{model}.{key}", (model, key)) for key in state.get(MODEL, ())}
-    optimizers = [one for one in checkpoint.get("optimizer_states", ()) if layout.is_keyed_by_name(one)]
+    for number, (name, nested) in groups.items():
+        stock_name = f"{OPTIMIZER}_{number}"
+        for key, path in flatten(nested)[1].items():
+            aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
+    return ForStock(aliases, _meta(state[EXTRA]) if strategy.is_global_zero else None)
+
+
+def _add_groups(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[int, tuple[str, Nested]]:
+    """Add the groups of the optimizers to ``state``; by number, of each that has got them, its name and its state."""
+    found: dict[int, tuple[str, Nested]] = {}
+    optimizers = checkpoint.get("optimizer_states", ())
+    if not optimizers or not all(map(layout.is_keyed_by_name, optimizers)):
+        return found
     for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
         if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
             state[name] = {**state[name], GROUPS: nested[GROUPS]}
-            stock_name = f"{OPTIMIZER}_{number}"
-            for key, path in flatten(nested)[1].items():
-                aliases[f"{name}.{key}"] = f"{stock_name}.{key}", (stock_name, *path)
-    return ForStock(aliases, _meta(state[EXTRA]) if strategy.is_global_zero else None)
+            found[number] = name, nested
+    return found
 
 
 def _meta(extra: Checkpoint) -> Checkpoint:

@@ -27,7 +27,7 @@ from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tools import keys
 from dcp_plugin.tools.formats import Layout, Selected, hugging_face, lightning_file, safetensors_files, torch_file
 from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
-from dcp_plugin.tools.formats.place import Place
+from dcp_plugin.tools.formats.place import Place, require_absent
 from dcp_plugin.tools.stream import Progress, Stream
 
 Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
@@ -266,8 +266,7 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
     publication = Publication(out, medium_of(out))
 
     def begin() -> Where:
-        if publication.medium.kind(out):
-            raise SaveFailed(f"{out} exists. Name another one, or delete it first.")
+        require_absent(out)
         return publication.reserve()
 
     directory = group.from_zero(f"begin {out}", begin)
@@ -281,6 +280,7 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
 
     def publish(written: list[dict[int, object]]) -> list[str]:
         locations = {rank: there for part in written for rank, there in part.items()}
+        require_absent(out, "has come while it was written. Nothing was replaced.")
         checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])  # type: ignore[misc]
         return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
 

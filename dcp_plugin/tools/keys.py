@@ -53,8 +53,10 @@ def renamed(keys: Iterable[str], rename: Mapping[str, str], path: object) -> dic
         prefix = next((one for one in prefixes if key.startswith(one)), None)
         used.update([] if prefix is None else [prefix])
         name = key if prefix is None else rename[prefix] + key.removeprefix(prefix)
-        if name in taken or not name:
-            raise CheckpointMismatch(f"{path}: {taken.get(name, key)} and {key} would both be called {name!r}")
+        if not name:
+            raise CheckpointMismatch(f"{path}: nothing would be left of the name of {key}: rename it to something")
+        if name in taken:
+            raise CheckpointMismatch(f"{path}: {taken[name]} and {key} would both be called {name!r}")
         taken[name] = key
         names[key] = name
     if unused := [prefix for prefix in prefixes if prefix not in used]:

@@ -7,6 +7,7 @@ before a byte is read; every tensor passes once, in pieces.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,7 +52,23 @@ class Selected:
         """
         stored = self.stored(key)
         require_elements(self.reader, key, stored)
-        return Part.whole(key, stored, self.dtype if self.dtype and stored.dtype.is_floating_point else None)
+        converted = self.dtype is not None and stored.dtype.is_floating_point
+        if converted and not _converts(stored.dtype, self.dtype):
+            raise CheckpointMismatch(
+                f"{self.reader.path}: {key} is {stored.dtype}, which torch does not convert to {self.dtype}. Leave it "
+                f"out, or name another dtype."
+            )
+        return Part.whole(key, stored, self.dtype if converted else None)
+
+
+@functools.cache
+def _converts(one: torch.dtype, other: torch.dtype | None) -> bool:
+    """Whether torch can copy elements of one dtype into another; of those with two elements in a byte, it cannot."""
+    try:
+        torch.empty(1, dtype=other).copy_(torch.zeros(1, dtype=torch.uint8).repeat(one.itemsize).view(one))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return one.is_floating_point
 
 
 class OutFile(Protocol):

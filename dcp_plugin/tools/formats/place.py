@@ -40,8 +40,7 @@ class Place:
         Raises:
             SaveFailed: There is something already, or nothing can be written there.
         """
-        if self._medium.kind(self.out) or (isinstance(self.out, Path) and os.path.lexists(self.out)):
-            raise SaveFailed(f"{self.out} exists. Name another one, or delete it first.")
+        require_absent(self.out)
         if self._medium.keeps_names:
             token = f"{uuid.uuid4().hex}.saving"
             return self.out.parent / token if self._is_file else self.out / token
@@ -77,6 +76,7 @@ class Place:
             posix.sync_directory(Path(str(self.out)).parent)
             self.discard(directory)
         else:
+            require_absent(self.out, "has come while it was written. Nothing was replaced.")
             self._medium.publish(self._reservation, last)
             self._reservation = None
 
@@ -88,3 +88,9 @@ class Place:
         elif self._medium.keeps_names:
             with suppress(OSError, CheckpointError):
                 self._medium.remove(self.out)
+
+
+def require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:
+    """Raises SaveFailed if anything is at ``out``, be it a link that leads nowhere."""
+    if medium_of(out).kind(out) or (isinstance(out, Path) and os.path.lexists(out)):
+        raise SaveFailed(f"{out} {otherwise}")

@@ -18,6 +18,7 @@ from dcp_plugin.tools.stream import Part, Stream
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,14 @@ class SafetensorsFile:
     def of(cls, name: str, named: Sequence[tuple[str, Part]], path: object) -> SafetensorsFile:
         """The file of these tensors. Those with the largest elements come first, so that all are aligned."""
         in_order = sorted(named, key=lambda pair: -pair[1].dtype.itemsize)
-        said: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        said: dict[str, object] = {_METADATA: {"format": "pt"}}
         at = 0
         for key, part in in_order:
+            if key == _METADATA:
+                raise CheckpointMismatch(
+                    f"{path}: {part.key} would be called {key}, which safetensors files keep for something else. Leave "
+                    f"it out, or rename it."
+                )
             if part.dtype not in _NAMES:
                 raise CheckpointMismatch(
                     f"{path}: {part.key} is {part.dtype}, which safetensors has no name for. Leave it out, or export "

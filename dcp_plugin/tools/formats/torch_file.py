@@ -17,10 +17,11 @@ from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import Record
 from dcp_plugin.host_memory import memory_view
 from dcp_plugin.media import NewFile
-from dcp_plugin.planning.flatten import unflatten
+from dcp_plugin.planning.flatten import name_of, step_of, unflatten
 from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.read import read_keys
 from dcp_plugin.tools.stream import Part, Stream
+from dcp_plugin.types import KeyPath
 
 _BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
 
@@ -103,6 +104,19 @@ def layout(
             if part.nbytes:
                 parts[leaves[key].data_ptr()] = part
     named = {selected.names[key]: leaf for key, leaf in leaves.items()}
-    paths = {new: index.path_of(key) if new == key else tuple(new.split(".", 1)) for key, new in selected.names.items()}
+    paths = {new: _path(index.path_of(key), key, new) for key, new in selected.names.items()}
     tree = unflatten(named, paths)
     return Layout([TorchFile.of(name, shaped(tree) if shaped else tree, parts)])
+
+
+def _path(path: KeyPath, key: str, new: str) -> KeyPath:
+    """Where a key goes under its new name: what lies below the prefix that was renamed stays nested as it was."""
+    if key == new:
+        return path
+    for begin in range(1, len(path)):
+        below = name_of(path[begin:])
+        if new == below:
+            return (str(step_of(path[begin])), *path[begin + 1 :])
+        if new.endswith(f".{below}"):
+            return (*new.removesuffix(f".{below}").split("."), *path[begin:])
+    return tuple(new.split(".", 1))
