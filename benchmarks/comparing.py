@@ -93,7 +93,9 @@ def main() -> None:
         for kind in chosen.state:
             with scratch(where) as root:
                 arguments = (kind, chosen.mib, chosen.percent, chosen.repeats, root, chosen.cold)
-                size = f"two of {chosen.mib} MiB in 200 tensors" if kind == "mixed" else f"two of {kind} tensors of 4 KiB"
+                size = (
+                    f"two of {chosen.mib} MiB in 200 tensors" if kind == "mixed" else f"two of {kind} tensors of 4 KiB"
+                )
                 temperature = "cold" if chosen.cold else "warm"
                 title = f"{temperature}, {size}, {chosen.percent:g} % differs, {where}"
                 report.table(title, on_ranks(1, _measure, *arguments))

@@ -39,8 +39,8 @@ def diff_command(
         bool,
         typer.Option(
             "--first-divergence",
-            help="A and B are runs of one seed: compare their checkpoints step by step, and name the first step, key and "
-            "element that differ.",
+            help="A and B are runs of one seed: compare their checkpoints step by step, and name the first step, key "
+            "and element that differ.",
         ),
     ] = False,
     include: IncludeOption = None,
@@ -124,13 +124,12 @@ def _print(found: CheckpointDiff, depth: int, most: int | None) -> None:
     if told_of:
         modules = found.modules(depth)
         rows = [
-            (module, f"{changed} of {tensors}", *_amount(amount)) for module, (changed, tensors, amount) in modules.items()
+            (module, f"{changed} of {tensors}", *_amount(amount))
+            for module, (changed, tensors, amount) in modules.items()
         ]
         _section("", ("module", "tensors", *_AMOUNT), rows, most, numbers=("tensors", *_AMOUNT))
         typer.echo()
-    rows = [
-        (one.key, shape(one.shape), one.dtype, *(_amount(one.amount) if told_of else ())) for one in found.changed
-    ]
+    rows = [(one.key, shape(one.shape), one.dtype, *(_amount(one.amount) if told_of else ())) for one in found.changed]
     numbers = _AMOUNT if told_of else ()
     _section("changed", ("tensor", "shape", "dtype", *numbers), rows, most, numbers)
     rows = [(one.key + one.at, one.old, one.new, _more(one.parts - 1)) for one in found.values]
@@ -156,7 +155,11 @@ def _amount(amount: Amount | None) -> tuple[str, str, str]:
         return "", "", ""
     largest = "" if amount.largest is None else f"{amount.largest:.3g}"
     not_finite = f" (NaN or Inf: {amount.not_finite:,})" if amount.not_finite else ""
-    return f"{_percent(amount.share)}{not_finite}", largest, f"{amount.relative:.2e}" if amount.largest is not None else ""
+    return (
+        f"{_percent(amount.share)}{not_finite}",
+        largest,
+        f"{amount.relative:.2e}" if amount.largest is not None else "",
+    )
 
 
 def _percent(share: float) -> str:

@@ -1,8 +1,8 @@
 """Which keys of two checkpoints have the same bytes, as far as their checksums tell: nothing is read.
 
 Over full columns, as a checkpoint may have a million keys. What is stored in equal chunks has checksums of the same
-bytes on both sides: a CRC32 at the end of each block, of which a change of up to 32 bits in a row changes one surely, and
-any other change all but one time in 2^32; and an XXH3-128, where the writer has computed one.
+bytes on both sides: a CRC32 at the end of each block, and an XXH3-128 where the writer has computed one. A change within
+32 bits surely changes the CRC32 of its block; any other does, all but one time in 2^32.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _checksums(index: CheckpointIndex) -> tuple[Column, Column]:
     return ends - counts, counts
 
 
-def _chunks_agree(one: CheckpointIndex, of_one: Column, other: CheckpointIndex, of_other: Column) -> tuple[Column, Column]:
+def _chunks_agree(
+    one: CheckpointIndex, of_one: Column, other: CheckpointIndex, of_other: Column
+) -> tuple[Column, Column]:
     """For each pair of chunks, whether checksums tell, and whether these agree."""
     mine, theirs = one.columns["place"][of_one], other.columns["place"][of_other]
     alike = (mine[:, 3] == theirs[:, 3]) & ((mine[:, 2] >= 0) == (theirs[:, 2] >= 0))

@@ -115,9 +115,7 @@ class CheckpointDiff:
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not any(
-            (self.added, self.removed, self.renamed, self.reshaped, self.retyped, self.changed, self.values)
-        )
+        return not any((self.added, self.removed, self.renamed, self.reshaped, self.retyped, self.changed, self.values))
 
     def modules(self, depth: int = 3) -> dict[str, tuple[int, int, Amount]]:
         """The modules with changed tensors: of each how many have changed, of how many, and how much together.
@@ -332,18 +330,22 @@ class _Comparison:
                 assert isinstance(stored, StoredTensor)
                 nbytes = prod(stored.shape) * stored.dtype.itemsize
                 decided: Literal["checksums", "bytes"] = "checksums" if name in told else "bytes"
-                changed.append(
-                    ChangedTensor(name, stored.shape, _dtype(stored), nbytes, decided, found[name])
-                )
+                changed.append(ChangedTensor(name, stored.shape, _dtype(stored), nbytes, decided, found[name]))
         return changed
 
     def _in_step(self, pairs: list[tuple[str, str]]) -> dict[str, Amount | None]:
         """The tensors whose bytes differ, and how much."""
-        parts = [(Part.whole(key, _tensor(self._one, key)), Part.whole(name, _tensor(self._other, name))) for key, name in pairs]
+        parts = [
+            (Part.whole(key, _tensor(self._one, key)), Part.whole(name, _tensor(self._other, name)))
+            for key, name in pairs
+        ]
         total, done = 2 * sum(mine.nbytes for mine, _ in parts), 0
         found: dict[str, Amount | None] = {}
         norms: dict[str, Amount] = {}
-        streams = Stream(self._one, [mine for mine, _ in parts], _WINDOW), Stream(self._other, [its for _, its in parts], _WINDOW)
+        streams = (
+            Stream(self._one, [mine for mine, _ in parts], _WINDOW),
+            Stream(self._other, [its for _, its in parts], _WINDOW),
+        )
         for mine, its in zip(*streams, strict=True):
             name = pairs[mine.part][1]
             same = equal(mine.tensor, its.tensor)
@@ -376,9 +378,7 @@ class _Comparison:
             if leaves:
                 first = leaves[0]
                 text = all(isinstance(leaf.old, str) and isinstance(leaf.new, str) for leaf in leaves)
-                changed.append(
-                    ChangedValue(name, first.at, short(first.old), short(first.new), len(leaves), text)
-                )
+                changed.append(ChangedValue(name, first.at, short(first.old), short(first.new), len(leaves), text))
         return changed
 
     def _renamed(self) -> dict[str, str]:
