@@ -50,7 +50,7 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class Retyped:
-    """A key whose tensors have different dtypes, or that is a tensor in one checkpoint only: ``"value"`` in the other."""
+    """A key whose tensors have different dtypes; ``"value"`` stands for what is no tensor."""
 
     key: str
     old: str
@@ -302,12 +302,14 @@ class _Comparison:
         return counts.tolist()  # type: ignore[no-any-return]
 
     def _redefined(self) -> tuple[list[Reshaped], list[Retyped]]:
-        reshaped, retyped = [], []
-        for name in self._at(self._agree.tensors & ~self._agree.same_shape):
-            shapes = [index[key].shape for index, key in self._entries(name)]  # type: ignore[union-attr]
-            reshaped.append(Reshaped(name, *shapes))
-        for name in self._at(~self._agree.same_dtype):
-            retyped.append(Retyped(name, *(_dtype(index[key]) for index, key in self._entries(name))))
+        reshaped = [
+            Reshaped(name, *(index[key].shape for index, key in self._entries(name)))
+            for name in self._at(self._agree.tensors & ~self._agree.same_shape)
+        ]
+        retyped = [
+            Retyped(name, *(_dtype(index[key]) for index, key in self._entries(name)))
+            for name in self._at(~self._agree.same_dtype)
+        ]
         return reshaped, retyped
 
     def _entries(self, name: str) -> tuple[Any, Any]:
