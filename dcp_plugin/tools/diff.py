@@ -253,8 +253,8 @@ class _Comparison:
         self._amounts, self._progress = amounts, progress
         self._checksums = checksums
         self._names = list(selected.common)
-        slots = [one.index.slots[key] for key in selected.common.values()]
-        theirs = [other.index.slots[name] for name in self._names]
+        slots = list(map(one.index.slots.__getitem__, selected.common.values()))
+        theirs = list(map(other.index.slots.__getitem__, self._names))
         self._agree = Agreement(one.index, np.array(slots, np.int64), other.index, np.array(theirs, np.int64))
         self._read: list[str] = []
 
@@ -294,7 +294,8 @@ class _Comparison:
 
     def _element_counts(self, pairs: Any) -> list[int]:
         table = self._other.index.table
-        slots = np.array([self._other.index.slots[self._names[at]] for at in pairs.tolist()], np.int64)
+        numbers = self._other.index.slots
+        slots = np.array([numbers[self._names[at]] for at in pairs.tolist()], np.int64)
         counts = np.ones(len(slots), np.int64)
         for dim in range(int(table.columns["ndim"].max(initial=0))):
             has = table.columns["ndim"][slots] > dim
