@@ -39,8 +39,8 @@ def diff_command(
         bool,
         typer.Option(
             "--first-divergence",
-            help="A and B are runs of one seed: compare their checkpoints step by step, and name the first step, key and "
-            "element that differ.",
+            help="A and B are runs of one seed: compare their checkpoints step by step, and name the first step, key "
+            "and element that differ.",
         ),
     ] = False,
     include: IncludeOption = None,

@@ -1,8 +1,8 @@
 """Which keys of two checkpoints have the same bytes, as far as their checksums tell: nothing is read.
 
 Over full columns, as a checkpoint may have a million keys. What is stored in equal chunks has checksums of the same
-bytes on both sides: a CRC32 at the end of each block, of which a change of up to 32 bits in a row changes one surely, and
-any other change all but one time in 2^32; and an XXH3-128, where the writer has computed one.
+bytes on both sides: a CRC32 at the end of each block, and an XXH3-128 where the writer has computed one. A change
+within 32 bits surely changes the CRC32 of its block; any other does, all but one time in 2^32.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class Retyped:
-    """A key whose tensors have different dtypes, or that is a tensor in one checkpoint only: ``"value"`` in the other."""
+    """A key whose tensors have different dtypes; ``"value"`` stands for what is no tensor."""
 
     key: str
     old: str
@@ -253,8 +253,8 @@ class _Comparison:
         self._amounts, self._progress = amounts, progress
         self._checksums = checksums
         self._names = list(selected.common)
-        slots = [one.index.slots[key] for key in selected.common.values()]
-        theirs = [other.index.slots[name] for name in self._names]
+        slots = list(map(one.index.slots.__getitem__, selected.common.values()))
+        theirs = list(map(other.index.slots.__getitem__, self._names))
         self._agree = Agreement(one.index, np.array(slots, np.int64), other.index, np.array(theirs, np.int64))
         self._read: list[str] = []
 
@@ -294,7 +294,8 @@ class _Comparison:
 
     def _element_counts(self, pairs: Any) -> list[int]:
         table = self._other.index.table
-        slots = np.array([self._other.index.slots[self._names[at]] for at in pairs.tolist()], np.int64)
+        numbers = self._other.index.slots
+        slots = np.array([numbers[self._names[at]] for at in pairs.tolist()], np.int64)
         counts = np.ones(len(slots), np.int64)
         for dim in range(int(table.columns["ndim"].max(initial=0))):
             has = table.columns["ndim"][slots] > dim
@@ -302,12 +303,14 @@ class _Comparison:
         return counts.tolist()  # type: ignore[no-any-return]
 
     def _redefined(self) -> tuple[list[Reshaped], list[Retyped]]:
-        reshaped, retyped = [], []
-        for name in self._at(self._agree.tensors & ~self._agree.same_shape):
-            shapes = [index[key].shape for index, key in self._entries(name)]  # type: ignore[union-attr]
-            reshaped.append(Reshaped(name, *shapes))
-        for name in self._at(~self._agree.same_dtype):
-            retyped.append(Retyped(name, *(_dtype(index[key]) for index, key in self._entries(name))))
+        reshaped = [
+            Reshaped(name, *(index[key].shape for index, key in self._entries(name)))
+            for name in self._at(self._agree.tensors & ~self._agree.same_shape)
+        ]
+        retyped = [
+            Retyped(name, *(_dtype(index[key]) for index, key in self._entries(name)))
+            for name in self._at(~self._agree.same_dtype)
+        ]
         return reshaped, retyped
 
     def _entries(self, name: str) -> tuple[Any, Any]:

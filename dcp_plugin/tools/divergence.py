@@ -1,7 +1,7 @@
 """``dcp_plugin.first_divergence``: where two runs that ought to be the same part ways.
 
 Their checkpoints are compared step by step, from the first step that both have. All of them, and not by halving: runs
-may differ in one step and agree in a later one, and where the layouts are equal, checksums tell of each without reading.
+may differ in one step and agree in a later one; and where layouts are equal, checksums tell of each without reading.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Divergence:
     still_equal: list[str] = field(default_factory=list)
     """Of these, what does not differ."""
     texts: list[str] = field(default_factory=list)
-    """Values of which only texts differ, up to that step. Paths, names and dates do, in runs that compute the same: they
-    do not count."""
+    """Values of which only texts differ, up to that step: paths, names and dates, which do in runs that compute the
+    same. They do not count."""
     diff: CheckpointDiff | None = field(default=None, repr=False)
     """All that differs at that step."""
 

@@ -74,7 +74,7 @@ def _same(old: Any, new: Any) -> bool:
         return _same_tensor(old, new)
     if isinstance(old, (np.ndarray, np.generic)):
         same = old.dtype == new.dtype and old.shape == new.shape
-        return same and (old.tolist() == new.tolist() if old.dtype.hasobject else old.tobytes() == new.tobytes())
+        return bool(same and (old.tolist() == new.tolist() if old.dtype.hasobject else old.tobytes() == new.tobytes()))
     if isinstance(old, float):
         return struct.pack("d", old) == struct.pack("d", new) or (old != old and new != new)
     try:
