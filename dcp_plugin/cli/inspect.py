@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,13 +17,13 @@ from dcp_plugin.cli.output import (
     shape,
     show,
     size,
-    storage_options,
     table,
     told,
     where,
 )
 
 if TYPE_CHECKING:
+    from dcp_plugin.paths import Where
     from dcp_plugin.tools.contents import Node, TensorStats
     from dcp_plugin.types import CheckpointInfo
 
@@ -48,13 +48,12 @@ def inspect_command(
     storage_option: StorageOptionsOption = None,
 ) -> None:
     """What is in a checkpoint: its modules by size, folded where layers are alike."""
-    options = storage_options(storage_option)
     with told(as_json):
         at = where(path, storage_option)
         if key:
-            _show_chunks(at, key, options, as_json)
+            _show_chunks(at, key, as_json)
         elif stats:
-            _show_stats(at, include or (), exclude or (), options, as_json)
+            _show_stats(at, include or (), exclude or (), as_json)
         else:
             from dcp_plugin.runs.catalog import inspect
 
@@ -104,10 +103,10 @@ def _print_summary(info: CheckpointInfo) -> None:
         typer.echo(", ".join(f"{name} {version}" for name, version in info.versions.items()))
 
 
-def _show_chunks(at: Any, globs: list[str], options: dict[str, Any], as_json: bool) -> None:
+def _show_chunks(at: Where, globs: list[str], as_json: bool) -> None:
     from dcp_plugin.tools.contents import chunks
 
-    found = chunks(at, globs, options)
+    found = chunks(at, globs)
     if as_json:
         show({"path": at, "chunks": found})
         return
@@ -121,11 +120,11 @@ def _show_chunks(at: Any, globs: list[str], options: dict[str, Any], as_json: bo
     table(columns, rows, numbers=("offset", "bytes"))
 
 
-def _show_stats(at: Any, include: Any, exclude: Any, options: dict[str, Any], as_json: bool) -> None:
+def _show_stats(at: Where, include: Iterable[str], exclude: Iterable[str], as_json: bool) -> None:
     from dcp_plugin.tools.contents import statistics
 
     with progress("reading") as bar:
-        found = statistics(at, include, exclude, options, bar)
+        found = statistics(at, include, exclude, progress=bar)
     if as_json:
         show({"path": at, "stats": found})
         return

@@ -15,7 +15,6 @@ from dcp_plugin.cli.output import (
     fail,
     show,
     size,
-    storage_options,
     table,
     told,
     where,
@@ -41,7 +40,7 @@ def list_command(
         from dcp_plugin.tools.listing import list_runs
 
         at = folder(root, storage_option, local_dir is not None)
-        runs = list_runs(at, storage_options(storage_option), local_dir)
+        runs = list_runs(at, local_dir=local_dir)
     if as_json:
         show({"root": at, "runs": [_document(run) for run in runs]})
         return

@@ -16,7 +16,6 @@ from dcp_plugin.cli.output import (
     progress,
     show,
     size,
-    storage_options,
     table,
     told,
 )
@@ -62,8 +61,7 @@ def prune_command(
                     keep_best,
                     damaged,
                     dry_run,
-                    storage_options(storage_option),
-                    bar,
+                    progress=bar,
                 )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error

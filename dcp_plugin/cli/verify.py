@@ -17,7 +17,6 @@ from dcp_plugin.cli.output import (
     progress,
     show,
     size,
-    storage_options,
     told,
     where,
 )
@@ -47,7 +46,7 @@ def verify_command(
             began = time.perf_counter()
             try:
                 with progress(path.name) as bar:
-                    report = verify(path, threads, base, storage_options(storage_option), bar)
+                    report = verify(path, threads, base, progress=bar)
                 document = _document(report, time.perf_counter() - began)
             except (CheckpointError, OSError) as error:
                 damaged = isinstance(error, (CheckpointCorrupt, CheckpointIncomplete))
