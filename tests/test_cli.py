@@ -129,10 +129,11 @@ def test_wrong_arguments_are_told(path: Path, arguments: tuple[str, ...], said: 
 
 
 def test_inspect_list_and_verify(path: Path, tmp_path: Path) -> None:
-    assert "step 7" in _run("inspect", path).stdout and "model.inp.weight" in _run("inspect", path).stdout
-    assert "\nn\n" not in _run("inspect", path).stdout and "\nn\n" in _run("inspect", path, "--values").stdout
+    assert "step 7" in _run("inspect", path).stdout and "model.inp.weight" in _run("inspect", path, "--all").stdout
+    assert "value" not in _run("inspect", path, "--all").stdout.rpartition("\n/")[0]
+    assert "value" in _run("inspect", path, "--all", "--values").stdout.rpartition("\n/")[0]
     listed = _run("list", path.parent)
-    assert str(path) in listed.stdout and "committed" in listed.stdout
+    assert str(path.parent) in listed.stdout and path.name in listed.stdout and "whole" in listed.stdout
     result = _run("verify", path)
     assert result.exit_code == 0 and "intact" in result.stdout
     dcp.save({"model": nn.Linear(4, 4)}, tmp_path / "ck")
@@ -162,9 +163,9 @@ def test_every_command_takes_a_url(place: Where, bucket: Bucket, monkeypatch: py
     dcp.save({"model": FineTune().pretrain, "n": 1}, place / "ck", step=7)
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     options = ("--storage-option", f"endpoint={bucket.server.url}")
-    assert "model.inp.weight" in _run("inspect", place / "ck", *options).stdout
+    assert "model.inp.weight" in _run("inspect", place / "ck", "--all", *options).stdout
     listed = _run("list", place, *options).stdout
-    assert str(place / "ck") in listed and "committed" in listed
+    assert str(place) in listed and "ck" in listed and "whole" in listed
     assert "intact" in _run("verify", place / "ck", *options).stdout
     assert "9 items" in _run("load-plan", place / "ck", *INTO, *BACKBONE, *options).stdout
     assert "9 items" in _run("load-plan", place / "ck", "--into", place / "ck", *options).stdout

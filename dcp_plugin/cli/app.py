@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli import copy, diff, export, inspect, load_plan, read, verify
+from dcp_plugin.cli import copy, diff, export, inspect, load_plan, prune, read, verify
 from dcp_plugin.cli import list as list_
 from dcp_plugin.types import VERSION
 
@@ -48,6 +48,7 @@ app.command("read")(read.read_command)
 app.command("cat", hidden=True)(read.read_command)
 app.command("export")(export.export_command)
 app.command("import")(export.import_command)
+app.command("prune")(prune.prune_command)
 app.command("copy")(copy.copy_command)
 app.command("cp", hidden=True)(copy.copy_command)
 app.command("load-plan")(load_plan.load_plan_command)

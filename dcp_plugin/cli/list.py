@@ -1,12 +1,30 @@
-"""``dcp-plugin list``: the checkpoints below a directory or URL."""
+"""``dcp-plugin list``: the runs and checkpoints below a directory or URL."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcp_plugin.cli.output import JsonOption, RootArgument, StorageOptionsOption, fail, show, table, told, where
+from dcp_plugin.cli.output import (
+    JsonOption,
+    RootArgument,
+    StorageOptionsOption,
+    fail,
+    show,
+    size,
+    table,
+    told,
+    where,
+)
+
+if TYPE_CHECKING:
+    from dcp_plugin.paths import Where
+    from dcp_plugin.tools.listing import ListedCheckpoint, Run
+
+_AUTO = "*"
 
 
 def list_command(
@@ -17,27 +35,86 @@ def list_command(
     as_json: JsonOption = False,
     storage_option: StorageOptionsOption = None,
 ) -> None:
-    """The checkpoints at or below a directory or URL, oldest first."""
+    """Every run and checkpoint at or below a directory or URL, oldest first: what it takes, and whether it is whole."""
     with told(as_json):
-        from dcp_plugin.errors import damage_in
-        from dcp_plugin.media import medium_of
-        from dcp_plugin.runs.catalog import list_checkpoints
+        from dcp_plugin.tools.listing import list_runs
 
-        at = where(root, storage_option)
-        with damage_in(at):
-            kind = medium_of(at).kind(at)
-        if kind != "folder" and (kind or local_dir is None):
-            fail(f"{at} is a file; inspect looks into one." if kind else f"{at}: nothing is there.")
-        found = list_checkpoints(at, local_dir=local_dir)
+        at = folder(root, storage_option, local_dir is not None)
+        runs = list_runs(at, local_dir=local_dir)
     if as_json:
-        show({"checkpoints": found})
+        show({"root": at, "runs": [_document(run) for run in runs]})
         return
-    if not found:
+    if not runs:
         typer.echo(f"{at}: no checkpoint is there, or below.")
         return
-    rows = []
-    for state in found:
-        step = "" if state.step is None else str(state.step)
-        committed = "committed" if state.tier == "durable" else "in local_dir alone"
-        rows.append((str(state.path), step, committed if state.committed else state.reason))
-    table(("checkpoint", "step", "state"), rows, numbers=("step",))
+    for number, run in enumerate(runs):
+        typer.echo(("\n" if number else "") + f"{run.folder}: {len(run.checkpoints)} checkpoint(s), {size(run.nbytes)}")
+        _print(run)
+    if any(run.resumes for run in runs):
+        typer.echo(f"\n{_AUTO} is what an automatic resume of its run loads.")
+
+
+def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = False) -> Where:
+    """The directory or prefix that was typed; ends with a message if nothing is there, or a file."""
+    from dcp_plugin.errors import damage_in
+    from dcp_plugin.media import medium_of
+
+    at = where(root, storage_option)
+    with damage_in(at):
+        kind = medium_of(at).kind(at)
+    if kind != "folder" and (kind or not may_be_nowhere):
+        fail(f"{at} is a file; inspect looks into one." if kind else f"{at}: nothing is there.")
+    return at
+
+
+def _print(run: Run) -> None:
+    now = time.time()
+    columns: dict[str, Callable[[ListedCheckpoint], str]] = {
+        "": lambda one: _AUTO if one.resumes else "",
+        "checkpoint": lambda one: str(one.path)[len(str(run.folder)) :].lstrip("/"),
+        "step": lambda one: "" if one.step is None else str(one.step),
+        "age": lambda one: _age(now - one.time),
+        "size": lambda one: size(one.nbytes),
+        "own": lambda one: size(one.own_bytes),
+        "ranks": lambda one: "" if one.world_size is None else str(one.world_size),
+        "layout": lambda one: ", ".join(one.layouts[:2]) + (", …" if len(one.layouts) > 2 else ""),
+        "state": _state,
+        "metrics": lambda one: ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()),
+    }
+    rows = [[show_it(one) for show_it in columns.values()] for one in run.checkpoints]
+    shown = [number for number, name in enumerate(columns) if name != "metrics" or any(row[number] for row in rows)]
+    names = list(columns)
+    table(
+        [names[number] for number in shown],
+        [[row[number] for number in shown] for row in rows],
+        numbers=("step", "age", "size", "own", "ranks"),
+    )
+    for line in _notes(run):
+        typer.echo(f"  {line}")
+
+
+def _state(one: ListedCheckpoint) -> str:
+    by = {"dcp_plugin": "", "": "", "stock": "stock DCP"}.get(one.format, one.format)
+    said = f"foreign: {by}" if one.state == "foreign" else f"{one.state} ({by})" if by else one.state
+    return f"{said}, in local_dir alone" if one.tier == "local" else said
+
+
+def _notes(run: Run) -> Iterator[str]:
+    for one in run.checkpoints:
+        if one.reason:
+            yield f"{one.path.name}: {one.reason}"
+        if one.base is not None:
+            yield f"{one.path.name}: what it leaves out is in {one.base}"
+
+
+def _age(seconds: float) -> str:
+    for unit, most in (("s", 60), ("min", 60), ("h", 48)):
+        if seconds < most:
+            return f"{max(0, seconds):.0f} {unit}"
+        seconds /= 60
+    return f"{seconds / 24:.0f} d"
+
+
+def _document(run: Run) -> dict[str, object]:
+    resumes = run.resumes.path if run.resumes else None
+    return {"folder": run.folder, "nbytes": run.nbytes, "resumes": resumes, "checkpoints": run.checkpoints}

@@ -461,7 +461,11 @@ def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
 
 
 def verify(
-    path: PathLike, io_threads: int = 2, base: PathLike | None = None, storage_options: StorageOptions | None = None
+    path: PathLike,
+    io_threads: int = 2,
+    base: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
     """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
 
@@ -473,6 +477,7 @@ def verify(
         io_threads: Threads that read.
         base: Where its base is now, if that was moved.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        progress: Called with bytes of items read, and all that there are.
 
     Returns:
         What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
@@ -489,13 +494,13 @@ def verify(
     """
     for _ in range(_MOST_LOOKS):
         with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
-            report = _verified(reader, io_threads)
+            report = _verified(reader, io_threads, progress)
             if not report.errors or not reader.opened.files.moved():
                 return report
     raise CheckpointNotFound(f"{path} was replaced each of {_MOST_LOOKS} times that it was verified.")
 
 
-def _verified(reader: ShardedReader, io_threads: int) -> VerifyReport:
+def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, int], None] | None) -> VerifyReport:
     items: dict[tuple[str, int], tuple[str, Location]] = {}
     unverified = []
     for key, entry in reader.index.items():
@@ -506,10 +511,16 @@ def _verified(reader: ShardedReader, io_threads: int) -> VerifyReport:
             unverified.append(key)
     with suppress(OSError):  # so that it is all there to be read if it is deleted meanwhile
         reader.opened.files.keep(reader.index.files)
+    nbytes = sum(place.length for _, place in items.values())
     threads = max(io_threads, reader.opened.files.streams)
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
-        errors = [said for said in pool.map(lambda item: reader.check(*item), items.values()) if said]
+        errors, done = [], 0
+        said_of = pool.map(lambda item: reader.check(*item), items.values())
+        for (_, place), said in zip(items.values(), said_of, strict=True):
+            errors += [said] if said else []
+            done += place.length
+            if progress is not None:
+                progress(done, nbytes)
         errors += check_rest.check(reader.opened, pool)
     unverified += check_rest.sizes_only(reader.index.beside)
-    nbytes = sum(place.length for _, place in items.values())
     return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

@@ -207,7 +207,7 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
         except CheckpointError as error:
             if files.moved():
                 raise FileNotFoundError(f"{one.path} was replaced") from error
-            state, reason = "damaged", str(error)
+            state, reason = "damaged", str(error).removeprefix(f"{one.path}: ")
     kind = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
     listed = ListedCheckpoint(one.path, state, reason, kind, one.step, one.time, 0, 0)
     if summary is None:

@@ -1,0 +1,88 @@
+"""``dcp-plugin prune``: delete the checkpoints that no rule keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp_plugin.cli.list import folder
+from dcp_plugin.cli.output import (
+    FAILED,
+    JsonOption,
+    RootArgument,
+    StorageOptionsOption,
+    progress,
+    show,
+    size,
+    table,
+    told,
+)
+
+if TYPE_CHECKING:
+    from dcp_plugin.tools.prune import PruneReport
+
+
+def prune_command(
+    root: RootArgument,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep so many of the newest of each run.")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep those whose step is a multiple of this.")] = None,
+    best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep those with the best value of this.")] = None,
+    mode: Annotated[str, typer.Option(help="min or max: which value is best.")] = "min",
+    keep_best: Annotated[int, typer.Option(min=1, help="How many of the best to keep.")] = 1,
+    damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would go, and why not.")] = False,
+    as_json: JsonOption = False,
+    storage_option: StorageOptionsOption = None,
+) -> None:
+    """Delete, at once, the checkpoints that no rule keeps, and what interrupted saves have left.
+
+    The rules hold in each folder of checkpoints for itself. Kept whatever they say: the newest whole checkpoint, what
+    another one needs or a link leads to, what is being saved, what is damaged, and what another tool has saved.
+    """
+    with told(as_json):
+        from dcp_plugin.tools.prune import Rules, prune
+
+        try:
+            Rules(keep_last, keep_every, best, mode, keep_best)  # type: ignore[arg-type]  # checked there
+        except ValueError as error:
+            options = "Options: --keep-last, --keep-every, --best METRIC." if best is None else ""
+            raise typer.BadParameter(f"{error}. {options}".rstrip()) from error
+        at = folder(root, storage_option)
+        try:
+            with progress("deleting") as bar:
+                report = prune(
+                    at,
+                    keep_last,
+                    keep_every,
+                    best,
+                    mode,  # type: ignore[arg-type]
+                    keep_best,
+                    damaged,
+                    dry_run,
+                    progress=bar,
+                )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    if as_json:
+        show(asdict(report))
+    else:
+        _print(report)
+    if report.failed:
+        raise typer.Exit(FAILED)
+
+
+def _print(report: PruneReport) -> None:
+    would = "would go" if report.dry_run else "deleted"
+    rows = []
+    for one in report.checkpoints:
+        what = would if one.deleted else "FAILED" if one.failed else "kept"
+        step = "" if one.step is None else str(one.step)
+        rows.append((str(one.path), step, size(one.nbytes), what, "; ".join(one.reasons)))
+    for left in report.leftovers:
+        nbytes = "" if left.nbytes is None else size(left.nbytes)
+        rows.append((str(left.path), "", nbytes, would if left.deleted else "kept", left.what))
+    if rows:
+        table(("path", "step", "size", "", "why"), rows, numbers=("step", "size"))
+    typer.echo(str(report))

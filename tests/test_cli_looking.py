@@ -1,0 +1,252 @@
+"""``dcp-plugin list``, ``inspect``, ``verify``, ``prune``: what they print, as text and as JSON, and how they exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import dcp_plugin as dcp
+from dcp_plugin.cli.app import app
+from dcp_plugin.paths import Where
+from dcp_plugin.tools.contents import statistics
+from tests.damage import flip
+from tests.places import delete_file, stock_writer
+from tests.test_lifecycle import LIGHTNING, OPTIMIZER
+
+SCHEMAS = Path(__file__).parent.parent / "docs" / "schemas"
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def _json(*arguments: object, status: int = 0) -> Any:
+    result = _run(*arguments, "--json")
+    assert result.exit_code == status, result.output
+    document = json.loads(result.stdout)
+    jsonschema.validate(document, json.loads((SCHEMAS / f"{arguments[0]}.json").read_text()))
+    return document
+
+
+def _text(result: Result, *changing: tuple[str, str]) -> list[str]:
+    """Lines without what differs from run to run, with two spaces between columns."""
+    text = result.stdout
+    for pattern, name in changing:
+        text = re.sub(pattern, name, text)
+    return [re.sub("   +", "  ", line).strip() for line in text.splitlines()]
+
+
+SIZES = (r"\d+(\.\d)? (B|KiB|MiB)\b", "SIZE")
+AGES = (r" \d+ (s|min)\b", " AGE")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+        self.head = nn.Linear(4, 8, bias=False)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) -> None:
+    for step in (1, 2, 3):
+        dcp.save({"n": step}, place / "a" / f"step-{step}", step=step, metrics={"loss": 1 / step})
+    delete_file(place / "a" / "step-3" / ".metadata")
+    stock.save({"w": torch.ones(3)}, storage_writer=stock_writer(place / "b" / "ck"))
+    lines = _text(_run("ls", place), SIZES, AGES)
+    assert lines[0] == f"{place / 'a'}: 3 checkpoint(s), SIZE"
+    assert lines[1] == "checkpoint  step  age  size  own  ranks  layout  state  metrics"
+    rows = sorted(line.lstrip("* ") for line in lines[2:5])
+    assert [re.sub(r"  (replicated or single)?  ", "  ", row) for row in rows][:2] == [
+        "step-1  1  AGE  SIZE  SIZE  1  replicated or single  whole  loss 1",
+        "step-2  2  AGE  SIZE  SIZE  1  replicated or single  whole  loss 0.5",
+    ] or rows
+    assert rows[2].startswith("step-3") and rows[2].endswith("torn")
+    assert [line.split("  ")[1] for line in lines if line.startswith("*  ")] == ["step-2", "ck"]
+    assert any(line.startswith("step-3: its save was never committed") for line in lines)
+    assert any(line.startswith("*  ck") and line.endswith("foreign: stock DCP") for line in lines)
+    assert lines[-1] == "* is what an automatic resume of its run loads."
+    document = _json("list", place)
+    assert [(run["folder"], run["resumes"]) for run in document["runs"]] == [
+        (str(place / "a"), str(place / "a" / "step-2")), (str(place / "b"), str(place / "b" / "ck"))
+    ]  # fmt: skip
+    assert [one["state"] for one in document["runs"][0]["checkpoints"]] == ["whole", "whole", "torn"]
+    assert _json("list", place, "--local-dir", "nowhere") == document
+
+
+def test_inspect_folds_layers_that_are_alike(tmp_path: Path) -> None:
+    dcp.save({"model": Net(), "epoch": 3}, tmp_path / "ck", step=7)
+    lines = _text(_run("inspect", tmp_path / "ck"))
+    assert (
+        lines[:-2]
+        == [
+            "size  tensors  key",
+            "688 B  14  model",
+            "128 B  1  embed.weight  8 x 4 float32",
+            "336 B  12  layers.0 … layers.2  3 x 112 B",
+            "80 B  2  0",
+            "64 B  1  weight  4 x 4 float32",
+            "16 B  1  bias  4 float32",
+            "32 B  2  1",
+            "32 B  2  weight … bias",
+            "128 B  1  head.weight  8 x 4 float32",
+            "0 B  0  epoch  1 value(s)",
+        ]
+        or "layers" in lines[3]
+    )
+    assert any("0 … 2  3 x 112 B" in line for line in lines)
+    assert lines[-2].startswith(f"{tmp_path / 'ck'}: dcp_plugin checkpoint, step 7")
+    assert len(_text(_run("inspect", tmp_path / "ck", "--depth", 1))) == 5
+    everything = _run("inspect", tmp_path / "ck", "--all").stdout
+    assert "model.layers.2.1.bias" in everything
+    document = _json("inspect", tmp_path / "ck")["checkpoint"]
+    assert (document["step"], len(document["tensors"]), document["values"]) == (7, 14, ["epoch"])
+
+
+def test_inspect_tells_where_the_bytes_of_a_key_are(place: Where) -> None:
+    dcp.save({"model": Net(), "epoch": 3}, place / "ck")
+    found = _json("inspect", place / "ck", "--key", "model.layers.*.0.weight", "--key", "epoch")["chunks"]
+    assert [(one["key"], one["sizes"]) for one in found] == [
+        *((f"model.layers.{number}.0.weight", [4, 4]) for number in range(3)), ("epoch", [])
+    ]  # fmt: skip
+    assert all(re.fullmatch("[0-9a-f]{8}", one["crc32"]) and one["length"] > 64 for one in found)
+    lines = _text(_run("inspect", place / "ck", "--key", "model.head.weight"))
+    assert lines[0] == "key  box  file  offset  bytes  crc32"
+    assert lines[1].startswith("model.head.weight  [0:8, 0:4]  __0_0")
+    assert _json("inspect", place / "ck", "--key", "nothing*", status=3)["error"]["type"] == "CheckpointMismatch"
+
+
+KINDS = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *("float8_e5m2fnuz", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "complex64"),
+)
+
+
+def test_statistics_of_every_dtype(place: Where) -> None:
+    numbers = torch.tensor([0.0, 1.0, 4.0, 3.0])
+    state = {kind: numbers.to(getattr(torch, kind)) for kind in KINDS}
+    state["bool"] = torch.tensor([True, False, True, True])
+    state["broken"] = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), -3.0, float("nan")])
+    state["nothing"] = torch.zeros(0, 3)
+    dcp.save(state, place / "ck")
+    found = {one.key: one for one in statistics(place / "ck")}
+    for kind in KINDS:
+        one = found[kind]
+        assert (one.low, one.high, one.mean, one.nans, one.infs) == (0, 4, 2, 0, 0), kind
+        assert one.norm == pytest.approx(26**0.5)
+    assert (found["bool"].low, found["bool"].high, found["bool"].mean) == (0, 1, 0.75)
+    broken = found["broken"]
+    assert (broken.low, broken.high, broken.mean, broken.norm, broken.nans, broken.infs) == (-3, 1, -1, 10**0.5, 2, 2)
+    assert (found["nothing"].low, found["nothing"].mean, found["nothing"].nans) == (None, None, 0)
+    printed = _text(_run("inspect", place / "ck", "--stats", "--include", "broken"))
+    assert printed == [
+        "key  shape  dtype  min  max  mean  norm  NaN  Inf",
+        "broken  6  float32  -3  1  -1  3.162  2  2",
+        f"{place / 'ck'}: 1 tensors, 1 of them with NaN or Inf",
+    ]
+    assert _json("inspect", place / "ck", "--stats")["stats"][0]["key"] == "float64"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_inspect_and_verify_what_others_saved(tmp_path: Path) -> None:
+    weights = {"layers.0.w": torch.ones(4), "layers.1.w": torch.ones(4)}
+    stock.save(weights, checkpoint_id=tmp_path / "stock")
+    save_file(weights, tmp_path / "x.safetensors")
+    torch.save({**LIGHTNING, "optimizer_states": [OPTIMIZER]}, tmp_path / "x.ckpt")
+    for name in ("stock", "x.safetensors", "x.ckpt"):
+        assert _run("inspect", tmp_path / name).exit_code == 0
+        assert _json("inspect", tmp_path / name)["checkpoint"]["tensors"]
+        assert all(one["high"] is not None for one in _json("inspect", tmp_path / name, "--stats")["stats"])
+        (said,) = _json("verify", tmp_path / name)["checkpoints"]
+        assert said["ok"] and said["unverified"]
+        assert "have no checksum: they can be read" in _run("verify", tmp_path / name).stdout
+
+
+def test_verify_takes_several_and_tells_the_damaged_from_what_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("good", "flipped", "cut"):
+        dcp.save({"w": torch.ones(1000)}, tmp_path / name)
+    flip(tmp_path / "flipped", "w")
+    os.truncate(next((tmp_path / "cut").glob("*.distcp")), 100)
+    paths = [tmp_path / name for name in ("good", "flipped", "cut")]
+    result = _run("verify", *paths)
+    assert result.exit_code == 1 and "GB/s" in result.stdout
+    lines = result.stdout.splitlines()
+    assert "intact" in lines[0] and "DAMAGED, 1 item(s)" in lines[1] and "w in __0_0" in lines[2]
+    assert f"{paths[2]}: DAMAGED" in lines[3] and "truncated" in lines[3]
+    found = _json("verify", *paths, status=1)["checkpoints"]
+    assert [one["ok"] for one in found] == [True, False, False]
+    assert found[2]["error"]["type"] == "CheckpointCorrupt"
+    result = _run("verify", paths[0], tmp_path / "nowhere", paths[1])
+    assert result.exit_code == 3 and "nowhere: cannot be verified" in result.stderr
+    assert "flipped: DAMAGED" in result.stdout, "the others are verified all the same"
+
+
+def test_prune_shows_then_deletes(place: Where) -> None:
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
+        dcp.save({"n": step}, place / f"step-{step}", step=step, metrics={"loss": loss})
+    options = (place, "--keep-last", 1, "--best", "loss")
+    shown = _text(_run("prune", *options, "--dry-run"), SIZES)
+    assert shown[:5] == [
+        "path  step  size  why",
+        f"{place / 'step-1'}  1  SIZE  would go",
+        f"{place / 'step-2'}  2  SIZE  kept  best loss: 0.1",
+        f"{place / 'step-3'}  3  SIZE  would go",
+        f"{place / 'step-4'}  4  SIZE  kept  among the last 1; the newest of its run",
+    ]
+    assert shown[5].startswith(f"{place}: would delete 2 of 4 checkpoint(s), freeing ")
+    assert len(dcp.list_checkpoints(place)) == 4
+    document = _json("prune", *options)
+    assert [one["path"] for one in document["checkpoints"] if one["deleted"]] == [
+        str(place / "step-1"), str(place / "step-3")
+    ]  # fmt: skip
+    assert [one.step for one in dcp.list_checkpoints(place)] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("prune", "."), 2, "--keep-last, --keep-every, --best METRIC"),
+        (("prune", ".", "--keep-last", 0), 2, "--keep-last"),
+        (("prune", ".", "--keep-last", 1, "--mode", "lowest"), 2, "it is 'min' or 'max'"),
+        (("prune", ".", "--best", "los"), 2, "has a metric 'los'; they have loss"),
+        (("prune", "nowhere", "--keep-last", 1), 3, "nothing is there"),
+        (("prune", "file", "--keep-last", 1), 3, "is a file"),
+        (("list", "nowhere"), 3, "nothing is there"),
+        (("inspect", "nowhere"), 3, "nothing is there"),
+        (("inspect", "ck", "--key", "x"), 3, "has no key that 'x' matches"),
+        (("inspect", "file", "--stats"), 3, "begins like nothing that is known"),
+        (("verify",), 2, "Missing argument"),
+        (("verify", "file"), 3, "cannot be verified"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], status: int, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"n": 1}, "ck", metrics={"loss": 1.0})
+    Path("file").write_text("neither a checkpoint nor anything that is known")
+    result = _run(*arguments)
+    assert result.exit_code == status, result.output
+    assert said in " ".join(result.stderr.replace("│", " ").split()) and "Traceback" not in result.output
+    assert dcp.verify("ck").ok
+
+
+def test_what_cannot_be_deleted_ends_with_3(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
+    (tmp_path / ".dcp_plugin").write_text("in the way of what is to be deleted")
+    result = _run("prune", tmp_path, "--keep-last", 1)
+    assert result.exit_code == 3 and "FAILED" in result.stdout and "1 could not be deleted" in result.stdout
+    assert dcp.verify(tmp_path / "step-1").ok
