@@ -49,7 +49,7 @@ _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 _AHEAD_OF_STREAMS = 16
 """Pieces that are asked for at a time, of all files together, where each is a request."""
 _PART_OF_FLIGHT = 2
-"""Of what a rank of a save may have on the way to a store, a copy takes the half: nobody else has its bytes in memory."""
+"""A copy has the half of what a rank of a save may have on the way to a store: nobody else needs these bytes."""
 FileIdentity = tuple[int, int, int, int]
 
 
