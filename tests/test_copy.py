@@ -22,6 +22,8 @@ from dcp_plugin.cli.app import app
 from dcp_plugin.media import WORKSPACE, medium_of
 from dcp_plugin.paths import Where, as_path
 from tests import programs
+from tests.faults.network import Cut
+from tests.faults.proxy import Proxy
 from tests.object_server import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -318,6 +320,26 @@ def test_what_was_interrupted_is_gone_on_with(way: tuple[Where, Where], how: str
     report = dcp.copy(source, target)
     assert report.copied == [target / "step-1"] and 7 * MIB <= report.bytes_reused < 8 * MIB
     assert 3 * MIB <= report.bytes_copied < 4 * MIB
+    _assert_has(target / "step-1", state)
+    assert _nothing_in_flight(target)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_a_network_that_is_cut_is_one_error_and_what_came_before_is_kept(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, method: str
+) -> None:
+    bare, options = as_path(bucket.url) / "run", {"retry_config": {"max_retries": 0}}
+    source, target = (tmp_path / "to", bare)[:: 1 if method == "PUT" else -1]
+    state = _save(source / "step-1", 1)
+    files = {name: len(data) for name, data in _files(source / "step-1").items() if name.endswith(".distcp")}
+    last = min(files, key=files.__getitem__).removesuffix(".distcp").partition("-")[0]
+    proxy.on(lambda asked: asked.method == method and last in asked.path, Cut("before"), times=None)
+    with pytest.raises(dcp.CheckpointError) as caught:
+        dcp.copy(source / "step-1", target / "step-1", io_threads=1, storage_options=options)
+    assert str(target / "step-1") in str(caught.value)
+    proxy.forget()
+    report = dcp.copy(source / "step-1", target / "step-1", storage_options=options)
+    assert report.bytes_reused >= 9 * MIB
     _assert_has(target / "step-1", state)
     assert _nothing_in_flight(target)
 

@@ -48,6 +48,8 @@ _PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 """What does not pass by itself: nothing is kept for another try."""
 _AHEAD_OF_STREAMS = 16
 """Pieces that are asked for at a time, of all files together, where each is a request."""
+_PART_OF_FLIGHT = 2
+"""A copy has the half of what a rank of a save may have on the way to a store: nobody else needs these bytes."""
 FileIdentity = tuple[int, int, int, int]
 
 
@@ -524,7 +526,10 @@ class Transfer:
             file = source.files.open(name)
         except OSError as error:
             raise SourceError(name, error) from error
-        with file, self.medium.create(directory, self._made(directory, name), size, _ignore, at_once) as to:
+        with (
+            file,
+            self.medium.create(directory, self._made(directory, name), size, _ignore, at_once * _PART_OF_FLIGHT) as to,
+        ):
             way.copy(name, file, size, to, looks)
         for look in looks:
             if isinstance(look, LookAtItems) and source.ours is not None:

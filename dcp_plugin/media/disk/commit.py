@@ -94,6 +94,7 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
     """
     reservation = None
     try:
+        _refuse_working_directory(final)
         if not copy_of:  # who copies has looked at what is there
             _refuse_to_replace_other_things(final, among_other_files)
         _refuse_below_a_file(final)
@@ -421,15 +422,18 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
         )
-    if final.is_dir() and final.samefile(os.curdir):
-        raise SaveFailed(
-            f"cannot save to {final}: it is the working directory of this process, which would go with the directory "
-            f"that is replaced. Save to a new name, for example {final / 'checkpoint'}."
-        )
     if final.is_dir() and os.listdir(final) and not (looks_like_checkpoint(final) or among_other_files):
         raise SaveFailed(
             f"cannot save to {final}: the directory has other things in it than a checkpoint, and replacing it would "
             f"delete them. Save to a new name, for example {final / 'checkpoint'}."
+        )
+
+
+def _refuse_working_directory(final: Path) -> None:
+    if final.is_dir() and final.samefile(os.curdir):
+        raise SaveFailed(
+            f"cannot save to {final}: it is the working directory of this process, which would go with the directory "
+            f"that is replaced. Save to a new name, for example {final / 'checkpoint'}."
         )
 
 
