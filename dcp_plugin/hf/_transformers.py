@@ -30,17 +30,23 @@ def config_from(model_class: Any, source: str, trust_remote_code: bool, override
     """
     config_class: Any = AutoConfig if is_auto(model_class) else model_class.config_class
     options = {"trust_remote_code": trust_remote_code} if is_auto(model_class) else {}
-    config, unused = config_class.from_pretrained(source, return_unused_kwargs=True, **options, **overrides)
+    # What is asked for by name is for the constructor, after which nothing of the file is left of it.
+    chosen = {name: overrides[name] for name in _IMPLEMENTATIONS if name in overrides}
+    settings = {name: value for name, value in overrides.items() if name not in chosen}
+    config, unused = config_class.from_pretrained(source, return_unused_kwargs=True, **options, **settings)
     # A name with a slash is a kernel that transformers would fetch from the hub. No public name tells what is asked.
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        for setting in ("attn_implementation", "experts_implementation"):
-            asked = getattr(part, f"_{setting}", None)
-            if setting not in overrides and "/" in str(asked):
+        for name in _IMPLEMENTATIONS:
+            asked = getattr(part, f"_{name}", None)
+            if "/" in str(asked) and not isinstance(chosen.get(name), str):
                 raise UnsafeCheckpoint(
                     f"The config.json of {source} asks for {asked!r}, code that would be fetched and executed. If you "
-                    f"trust it: {setting}={asked!r}; else {setting}='sdpa', say."
+                    f"trust it: {name}={asked!r}; else {name}='sdpa', say."
                 )
-    return config, unused
+    return config, {**unused, **chosen}
+
+
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def is_auto(model_class: Any) -> bool:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401  (once, in the server that ranks are forked from)
 import torch
 import transformers
 from torch import nn

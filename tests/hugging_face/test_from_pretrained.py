@@ -83,7 +83,7 @@ def _bytes_read(root: Path) -> int:
     return report.bytes_read
 
 
-_WIDTH = 512
+_WIDTH = 256
 
 
 def test_each_rank_reads_its_shards_and_nothing_of_the_optimizer(tmp_path: Path) -> None:
