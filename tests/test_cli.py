@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -61,6 +63,15 @@ def test_a_plan_shows_what_a_load_takes_and_reads_no_tensor(path: Path, tmp_path
         "model.pretrain.inp.weight", "model.inp.weight", "10 x 6", "float32", "240",
     ]  # fmt: skip
     assert lines[-1].startswith("9 items, 572 bytes") and lines[-1].endswith("2 left out")
+
+
+def test_a_plan_is_a_document_of_its_schema(path: Path) -> None:
+    schema = json.loads((Path(__file__).parent.parent / "docs/schemas/load-plan.json").read_text())
+    result = _run("load-plan", path, *INTO, *BACKBONE, "--json")
+    jsonschema.validate(plan := json.loads(result.stdout), schema)
+    assert len(plan["plan"]["items"]) == 9
+    failed = _run("load-plan", path.parent / "nothing", *INTO, "--json")
+    assert failed.exit_code == 3 and json.loads(failed.stdout)["error"]["type"] == "CheckpointNotFound"
 
 
 def test_a_plan_fails_as_the_load_would(path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing here or at the top of these modules imports torch or the library: ``--he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -39,16 +40,21 @@ def options(
     """Options of all commands."""
 
 
-app.command("list")(list_.list_command)
-app.command("ls", hidden=True)(list_.list_command)
-app.command("inspect")(inspect.inspect_command)
-app.command("verify")(verify.verify_command)
-app.command("diff")(diff.diff_command)
-app.command("read")(read.read_command)
-app.command("cat", hidden=True)(read.read_command)
-app.command("export")(export.export_command)
-app.command("import")(export.import_command)
-app.command("prune")(prune.prune_command)
-app.command("copy")(copy.copy_command)
-app.command("cp", hidden=True)(copy.copy_command)
-app.command("load-plan")(load_plan.load_plan_command)
+COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
+    "list": (list_.list_command, "ls", "Every run and checkpoint below a place."),
+    "inspect": (inspect.inspect_command, "", "What is in a checkpoint."),
+    "verify": (verify.verify_command, "", "Compare every byte with its checksum."),
+    "diff": (diff.diff_command, "", "What differs between two checkpoints."),
+    "read": (read.read_command, "cat", "Print tensors and values."),
+    "export": (export.export_command, "", "Write it in another format."),
+    "import": (export.import_command, "", "Make a checkpoint of another tool's file."),
+    "prune": (prune.prune_command, "", "Delete what no rule keeps."),
+    "copy": (copy.copy_command, "cp", "Copy checkpoints, disk or bucket."),
+    "load-plan": (load_plan.load_plan_command, "", "What a partial load would take."),
+}
+"""Each command with its alias, and what the list of all says of it."""
+
+for name, (command, alias, said) in COMMANDS.items():
+    app.command(name, short_help=f"{said} Also: {alias}." if alias else said)(command)
+    if alias:
+        app.command(alias, hidden=True)(command)
