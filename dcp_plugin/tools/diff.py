@@ -272,7 +272,7 @@ class _Comparison:
         renamed = self._renamed()
         moved = set(renamed.values())
         reshaped, retyped = self._redefined()
-        redefined = {one.key for one in (*reshaped, *retyped)}
+        redefined = {one.key for one in reshaped} | {one.key for one in retyped}
         return CheckpointDiff(
             self._one.path,
             self._other.path,
