@@ -300,7 +300,7 @@ class _Comparison:
         for dim in range(int(table.columns["ndim"].max(initial=0))):
             has = table.columns["ndim"][slots] > dim
             counts[has] *= table.columns["shape"][table.shape_starts[slots[has]] + dim]
-        return counts.tolist()  # type: ignore[no-any-return]
+        return counts.tolist()
 
     def _redefined(self) -> tuple[list[Reshaped], list[Retyped]]:
         reshaped = [
