@@ -120,6 +120,7 @@ def _divergence_document(found: Divergence) -> dict[str, Any]:
 
 
 def _print(found: CheckpointDiff, depth: int, most: int | None) -> None:
+    rows: list[tuple[str, ...]]
     told_of = found.changed and any(one.amount is not None for one in found.changed)
     if told_of:
         modules = found.modules(depth)

@@ -272,7 +272,7 @@ class _Comparison:
         renamed = self._renamed()
         moved = set(renamed.values())
         reshaped, retyped = self._redefined()
-        redefined = {one.key for one in (*reshaped, *retyped)}
+        redefined = {one.key for one in reshaped} | {one.key for one in retyped}
         return CheckpointDiff(
             self._one.path,
             self._other.path,
@@ -300,7 +300,7 @@ class _Comparison:
         for dim in range(int(table.columns["ndim"].max(initial=0))):
             has = table.columns["ndim"][slots] > dim
             counts[has] *= table.columns["shape"][table.shape_starts[slots[has]] + dim]
-        return counts.tolist()  # type: ignore[no-any-return]
+        return counts.tolist()
 
     def _redefined(self) -> tuple[list[Reshaped], list[Retyped]]:
         reshaped = [

@@ -20,7 +20,7 @@ from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tools import amounts
-from dcp_plugin.tools.diff import CheckpointDiff, diff
+from dcp_plugin.tools.diff import CheckpointDiff, Reshaped, Retyped, diff
 from dcp_plugin.tools.stream import Part, Progress, Stream, require_elements
 
 MODEL, OPTIMIZER, RNG, LOADER, OTHER = "model", "optimizer", "random streams", "data loader", "other state"
@@ -145,7 +145,7 @@ def first_divergence(
     if not common:
         told = [some([str(step) for step in sorted(one)]) for one in steps]
         raise CheckpointMismatch(f"{runs[0]} (steps {told[0]}) and {runs[1]} (steps {told[1]}) have no step in common")
-    only = [sorted(mine.keys() - its.keys()) for mine, its in (steps, steps[::-1])]
+    only = sorted(steps[0].keys() - steps[1].keys()), sorted(steps[1].keys() - steps[0].keys())
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
     texts: dict[str, None] = {}
     for number, step in enumerate(common, 1):
@@ -181,7 +181,9 @@ def _steps_of(run: Where) -> dict[int, Where]:
 def _differing(found: CheckpointDiff) -> set[str]:
     """The keys that differ and count."""
     keys = {*found.added, *found.removed, *found.renamed, *found.renamed.values()}
-    keys |= {one.key for one in (*found.reshaped, *found.retyped, *found.changed)}
+    keys |= (
+        {one.key for one in found.reshaped} | {one.key for one in found.retyped} | {one.key for one in found.changed}
+    )
     return keys | {value.key for value in found.values if not value.text}
 
 
@@ -197,7 +199,8 @@ def _first(found: CheckpointDiff, options: dict[str, Any]) -> tuple[str, str, tu
     for value in found.values:
         if value.key == key:
             return key, value.at, (value.old, value.new), None
-    for told in (*found.reshaped, *found.retyped):
+    redefined: list[Reshaped | Retyped] = [*found.reshaped, *found.retyped]
+    for told in redefined:
         if told.key == key:
             return key, "", (str(told.old), str(told.new)), None
     if key in found.removed or key in found.added:
