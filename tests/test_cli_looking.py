@@ -64,53 +64,45 @@ def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) ->
     for step in (1, 2, 3):
         dcp.save({"n": step}, place / "a" / f"step-{step}", step=step, metrics={"loss": 1 / step})
     delete_file(place / "a" / "step-3" / ".metadata")
-    stock.save({"w": torch.ones(3)}, storage_writer=stock_writer(place / "b" / "ck"))
+    there: Any = place / "b" / "ck" if isinstance(place, Path) else str(place / "b" / "ck")  # as users name it to stock
+    stock.save({"w": torch.ones(3)}, storage_writer=stock_writer(there))
     lines = _text(_run("ls", place), SIZES, AGES)
     assert lines[0] == f"{place / 'a'}: 3 checkpoint(s), SIZE"
     assert lines[1] == "checkpoint  step  age  size  own  ranks  layout  state  metrics"
     rows = sorted(line.lstrip("* ") for line in lines[2:5])
-    assert [re.sub(r"  (replicated or single)?  ", "  ", row) for row in rows][:2] == [
-        "step-1  1  AGE  SIZE  SIZE  1  replicated or single  whole  loss 1",
-        "step-2  2  AGE  SIZE  SIZE  1  replicated or single  whole  loss 0.5",
-    ] or rows
-    assert rows[2].startswith("step-3") and rows[2].endswith("torn")
-    assert [line.split("  ")[1] for line in lines if line.startswith("*  ")] == ["step-2", "ck"]
+    assert rows[:2] == [
+        "step-1  1  AGE  SIZE  SIZE  1  whole  loss 1",
+        "step-2  2  AGE  SIZE  SIZE  1  whole  loss 0.5",
+    ]
+    assert rows[2].startswith("step-3") and "  torn" in rows[2]
+    assert [line for line in lines if line.startswith("*  step")] == [f"*  {rows[1]}"]
     assert any(line.startswith("step-3: its save was never committed") for line in lines)
-    assert any(line.startswith("*  ck") and line.endswith("foreign: stock DCP") for line in lines)
+    assert any(line.startswith("*") and line.endswith("foreign: stock DCP") for line in lines)
     assert lines[-1] == "* is what an automatic resume of its run loads."
-    document = _json("list", place)
-    assert [(run["folder"], run["resumes"]) for run in document["runs"]] == [
+    runs = _json("list", place)["runs"]
+    assert [(run["folder"], run["resumes"]) for run in runs] == [
         (str(place / "a"), str(place / "a" / "step-2")), (str(place / "b"), str(place / "b" / "ck"))
     ]  # fmt: skip
-    assert [one["state"] for one in document["runs"][0]["checkpoints"]] == ["whole", "whole", "torn"]
-    assert _json("list", place, "--local-dir", "nowhere") == document
+    assert sorted(one["state"] for one in runs[0]["checkpoints"]) == ["torn", "whole", "whole"]
 
 
 def test_inspect_folds_layers_that_are_alike(tmp_path: Path) -> None:
     dcp.save({"model": Net(), "epoch": 3}, tmp_path / "ck", step=7)
     lines = _text(_run("inspect", tmp_path / "ck"))
-    assert (
-        lines[:-2]
-        == [
-            "size  tensors  key",
-            "688 B  14  model",
-            "128 B  1  embed.weight  8 x 4 float32",
-            "336 B  12  layers.0 … layers.2  3 x 112 B",
-            "80 B  2  0",
-            "64 B  1  weight  4 x 4 float32",
-            "16 B  1  bias  4 float32",
-            "32 B  2  1",
-            "32 B  2  weight … bias",
-            "128 B  1  head.weight  8 x 4 float32",
-            "0 B  0  epoch  1 value(s)",
-        ]
-        or "layers" in lines[3]
-    )
-    assert any("0 … 2  3 x 112 B" in line for line in lines)
+    assert lines[:-2] == [
+        "size  tensors  key",
+        "592 B  14  model",
+        "128 B  1  embed.weight  8 x 4 float32",
+        "336 B  12  layers",
+        "336 B  12  0 … 2  3 x 112 B",
+        "80 B  2  0",
+        "32 B  2  1",
+        "128 B  1  head.weight  8 x 4 float32",
+        "0 B  0  epoch  1 value(s)",
+    ]
     assert lines[-2].startswith(f"{tmp_path / 'ck'}: dcp_plugin checkpoint, step 7")
     assert len(_text(_run("inspect", tmp_path / "ck", "--depth", 1))) == 5
-    everything = _run("inspect", tmp_path / "ck", "--all").stdout
-    assert "model.layers.2.1.bias" in everything
+    assert "model.layers.2.1.bias" in _run("inspect", tmp_path / "ck", "--all").stdout
     document = _json("inspect", tmp_path / "ck")["checkpoint"]
     assert (document["step"], len(document["tensors"]), document["values"]) == (7, 14, ["epoch"])
 

@@ -192,8 +192,8 @@ def chunks(
         >>> import torch, dcp_plugin
         >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
         >>> (chunk,) = chunks("run/step-1", "w")
-        >>> chunk.sizes, chunk.file
-        ((2, 3), '__0_0.distcp')
+        >>> chunk.offsets, chunk.sizes, len(chunk.crc32)
+        ((0, 0), (2, 3), 8)
     """
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
         index = reader.index
