@@ -196,6 +196,10 @@ def test_nothing_that_a_configuration_names_is_fetched_or_executed(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({**told, **hostile["code"]}))
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path)
+    adapters = {"peft_type": "LORA", "target_modules": ["q_proj"], "megatron_core": "evil", "megatron_config": {"a": 1}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
+    with pytest.raises(dcp.UnsafeCheckpoint, match="has megatron_config"):
+        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path, config=m.config("llama"))
 
 
 @on_ranks(1)
