@@ -127,10 +127,14 @@ def peft_model_of(model: PreTrainedModel, adapter_config: Any) -> nn.Module:
     """The model with adapters on the meta device; they are loaded, not made."""
     from peft import get_peft_model
 
-    named = adapter_config.base_model_name_or_path
+    said = dict(vars(adapter_config))
     adapter_config.base_model_name_or_path = model.__dict__.get("name_or_path") or None  # else PEFT warns
+    if "init_lora_weights" in said:  # some kinds of it compute with weights that are not there, or open files
+        adapter_config.init_lora_weights = False
     adapted: nn.Module = get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
-    adapter_config.base_model_name_or_path = named
+    for name in ("base_model_name_or_path", "init_lora_weights"):
+        if name in said:
+            setattr(adapter_config, name, said[name])
     return adapted
 
 

@@ -19,9 +19,10 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.hf import _transformers
 from dcp_plugin.hf.plan import ModelPlan, plan_model
-from dcp_plugin.hf.settings import Given, Settings
+from dcp_plugin.hf.settings import Given
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.state.module import materialise
+from dcp_plugin.storage.reader import ShardedReader
 
 _NOT_TAKEN = {
     "device_map": "device= names one device, distributed_config= or parallelize= shards over several",
@@ -120,7 +121,8 @@ def from_pretrained(
         where = as_path(path, options)
 
         def compared() -> ModelPlan:
-            return plan_model(Settings.of(given, where), where, prefix, strict, sharding.tied)
+            with ShardedReader(where, base=checkpointer.config.base) as reader:
+                return plan_model(given, reader, prefix, strict, sharding.tied)
 
         with checkpointer.shown(where):
             plan = checkpointer.ranks.agree(f"compare {where} with the model", compared)

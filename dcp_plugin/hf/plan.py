@@ -21,7 +21,7 @@ from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.hf import _transformers
-from dcp_plugin.hf.settings import Settings
+from dcp_plugin.hf.settings import Given, Settings
 from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import Where
@@ -89,7 +89,7 @@ class ModelPlan:
         )
 
 
-def plan_model(settings: Settings, path: Where, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
+def plan_model(given: Given, reader: ShardedReader, prefix: str | None, strict: bool, tied: bool) -> ModelPlan:
     """Build a model and compare it with a checkpoint. No communication.
 
     Args:
@@ -100,14 +100,14 @@ def plan_model(settings: Settings, path: Where, prefix: str | None, strict: bool
     Raises:
         CheckpointMismatch: They do not fit.
     """
-    with ShardedReader(path) as reader:
-        index = reader.index
-        model = _build(settings, settings.dtype(), tied)
-        if settings.dtype() is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
-            model = _build(settings, dtype, tied)
-        if settings.adapter_config is None:
-            return _Comparison(settings, model, model, strict).plan(path, index, prefix)
-        return _plan_with_adapters(settings, model, path, index, prefix, strict)
+    index, path = reader.index, reader.path
+    settings = Settings.of(given, path)
+    model = _build(settings, settings.dtype(), tied)
+    if settings.dtype() is None and (dtype := _stored_dtype(list(model.state_dict()), index)) is not None:
+        model = _build(settings, dtype, tied)
+    if settings.adapter_config is None:
+        return _Comparison(settings, model, model, strict).plan(path, index, prefix)
+    return _plan_with_adapters(settings, model, path, index, prefix, strict)
 
 
 def _build(settings: Settings, dtype: torch.dtype | None, tied: bool) -> PreTrainedModel:

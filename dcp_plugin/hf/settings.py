@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from dcp_plugin.errors import CheckpointMismatch, damage_in
+from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, damage_in
 from dcp_plugin.hf import _transformers
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.media import medium_of
@@ -106,7 +106,15 @@ def _adapters_in(folder: Path) -> Any:
     from peft import PeftConfig
 
     with damage_in(folder / ADAPTERS):
-        return PeftConfig.from_pretrained(str(folder))
+        config = PeftConfig.from_pretrained(str(folder))
+    # PEFT imports the module that the first names, and opens the files that the second names.
+    for name in ("megatron_config", "adapters"):
+        if getattr(config, name, None):
+            raise UnsafeCheckpoint(
+                f"{folder / ADAPTERS} has {name}, for which PEFT imports or opens what that names. If you trust it: "
+                "adapter_config=PeftConfig.from_pretrained(…)."
+            )
+    return config
 
 
 def _config(given: Given, folder: Path, base: PathLike | None, path: Where) -> tuple[Any, str | None, dict[str, Any]]:

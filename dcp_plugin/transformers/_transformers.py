@@ -96,7 +96,7 @@ def accepting_sharded_models(given: Iterable[Any]) -> Iterator[None]:
 
 def is_sharded_at_load(trainer: Trainer) -> bool:
     """Whether ``from_pretrained(distributed_config=...)`` has sharded the model, and Accelerate does not know of it."""
-    return bool(trainer.is_distributed_loading_by_transformers)
+    return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))  # older ones shard no model
 
 
 def unwrapped(trainer: Trainer) -> nn.Module:

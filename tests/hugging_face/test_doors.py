@@ -48,6 +48,45 @@ def test_the_prefix_is_found_in_what_any_door_writes(tmp_path: Path) -> None:
         assert not loaded.training and loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+@pytest.mark.long
+@on_ranks(1)
+def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    import torch
+
+    from dcp_plugin.lightning import DCPCheckpointIO
+    from tests.hugging_face import models as m
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = m.model("llama-tied")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.language_model(input_ids=batch, labels=batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu", plugins=[DCPCheckpointIO()], max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(m.ids(), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "last.ckpt", config=m.config("llama-tied"))
+    assert_same(m.seen(module.language_model), m.seen(loaded))
+
+
+@on_ranks(1)
+def test_what_is_not_there_is_said_before_anything_else(tmp_path: Path) -> None:
+    from tests.hugging_face import models as m
+
+    with pytest.raises(dcp.CheckpointNotFound):
+        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path / "nothing")
+
+
 @on_ranks(1)
 def test_a_checkpoint_of_the_trainer_has_the_configuration(tmp_path: Path) -> None:
     import torch
@@ -157,6 +196,10 @@ def test_nothing_that_a_configuration_names_is_fetched_or_executed(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({**told, **hostile["code"]}))
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path)
+    adapters = {"peft_type": "LORA", "target_modules": ["q_proj"], "megatron_core": "evil", "megatron_config": {"a": 1}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
+    with pytest.raises(dcp.UnsafeCheckpoint, match="has megatron_config"):
+        dcp.hf.from_pretrained(m.AutoModelForCausalLM, tmp_path, config=m.config("llama"))
 
 
 @on_ranks(1)
