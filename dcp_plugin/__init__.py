@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.read import read
+    from dcp_plugin.tools.report import report
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -69,6 +70,7 @@ _HOMES = {
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.read": ("read",),
+    "dcp_plugin.tools.report": ("report",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -104,6 +106,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "read",
+    "report",
     "resolve_resume",
     "resume_or_init",
     "save",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli import inspect, load_plan, verify
+from dcp_plugin.cli import inspect, load_plan, report, verify
 from dcp_plugin.cli import list as list_
 from dcp_plugin.types import VERSION
 
@@ -43,4 +43,5 @@ app.command("list")(list_.list_command)
 app.command("ls", hidden=True)(list_.list_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("verify")(verify.verify_command)
+app.command("report")(report.report_command)
 app.command("load-plan")(load_plan.load_plan_command)
