@@ -99,7 +99,10 @@ class SaveFigures:
 
 
 def note(figures: SaveFigures) -> None:
-    """Append the line of a save; of one that failed, where there are lines already. What goes wrong with that is not the save's failure."""
+    """Append the line of a save; of one that failed, where there are lines already.
+
+    What goes wrong with that is not the save's failure.
+    """
     file: Where = workspace_of(cast(Path, figures.event.path)) / NAME
     try:
         if isinstance(figures.event, events.SaveAborted) and not _read(file):

@@ -153,7 +153,7 @@ def seconds(run: RunFigures) -> Chart:
             "name": "Training waited",
             "x": list(range(len(saves))),
             "y": blocked,
-            "marker": {"color": "--orange", "size": 8, "symbol": "line-ew", "line": {"width": 3, "color": "--orange"}},
+            "marker": {"color": "--orange", "size": 9, "symbol": "diamond", "line": {"width": 1.2, "color": "--card"}},
             "hovertemplate": [
                 f"{_hover(s)}<br>training waited {_short(s.blocked_seconds)}<extra></extra>" for s in saves
             ],
@@ -215,7 +215,10 @@ def ranks(run: RunFigures) -> Chart:
             {
                 "type": "heatmap",
                 "z": rows,
-                "colorscale": _HEAT,
+                "colorscale": {
+                    "light": _HEAT,
+                    "dark": [[at, colour] for (at, _), (_, colour) in zip(_HEAT, _HEAT[::-1], strict=True)],
+                },
                 "zmin": 0,
                 "xgap": 1 if len(saves) < 120 else 0,
                 "ygap": 1 if most < 40 else 0,
@@ -238,11 +241,14 @@ def ranks(run: RunFigures) -> Chart:
 
 def modules(run: RunFigures) -> Chart:
     """The newest checkpoint as areas."""
-    colour_of: dict[str, str] = {}
     whole = run.modules[0].id
+    tops = [module.id for module in run.modules if module.parent == whole]
+    if len(tops) < 3:  # one colour each would be few: their parts have them
+        tops = [module.id for module in run.modules if module.parent in tops]
+    colour_of: dict[str, str] = {}
     for module in run.modules[1:]:  # parents come before their parts
-        fresh = _MODULES[sum(one.parent == whole for one in run.modules if one.id in colour_of) % len(_MODULES)]
-        colour_of[module.id] = fresh if module.parent == whole else colour_of[module.parent]
+        own = _MODULES[tops.index(module.id) % len(_MODULES)] if module.id in tops else "--m0"
+        colour_of[module.id] = own if module.id in tops else colour_of.get(module.parent, own)
     colours = ["--card", *(colour_of[module.id] for module in run.modules[1:])]
     trace = {
         "type": "treemap",

@@ -35,7 +35,7 @@ _STRAGGLES = 1.5
 
 @dataclass(frozen=True)
 class Save:
-    """One save. Seconds and bytes are None where nobody has noted them: another tool's, or one of an earlier version."""
+    """One save. Seconds and bytes are None where nobody has noted them: another tool, or an earlier version."""
 
     name: str
     time: float

@@ -25,14 +25,17 @@ function draw() {
   const style = getComputedStyle(document.documentElement);
   const narrow = innerWidth < 560;
   for (const [id, chart] of Object.entries(charts)) {
-    const traces = coloured(chart.traces, style).map((trace, number) =>
-      chart.choice ? { ...trace, visible: number === (shown[id] ?? 0) } : trace);
+    const traces = coloured(chart.traces, style).map((trace, number) => ({
+      ...trace,
+      ...(chart.choice ? { visible: number === (shown[id] ?? 0) } : {}),
+      ...(trace.colorscale ? { colorscale: trace.colorscale[dark.matches ? "dark" : "light"] } : {}),
+    }));
     const given = coloured(chart.layout, style);
     const layout = {
       height: narrow ? Math.min(chart.height, 300) : chart.height,
       margin: { l: 8, r: 8, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: style.getPropertyValue("--ink").trim() },
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12.5 }, itemclick: "toggle" },
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12.5 }, traceorder: "normal" },
       hoverlabel: { bgcolor: style.getPropertyValue("--card").trim(), bordercolor: style.getPropertyValue("--line").trim(),
         font: { color: style.getPropertyValue("--ink").trim(), size: 12.5 }, align: "left" },
       hovermode: "closest", dragmode: false, ...given,

@@ -104,7 +104,10 @@ def _seconds(value: float | None, long: bool = False) -> str:
 
 def _head(run: RunFigures) -> str:
     first, last = run.saves[0], run.saves[-1]
-    when = _date(first.time) if first is last else f"{_date(first.time)} to {_date(last.time)}"
+    begin, end, day = _date(first.time), _date(last.time), "%d %b %Y"
+    if _date(first.time, day) == _date(last.time, day):
+        end = _date(last.time, "%H:%M UTC")
+    when = begin if first is last else f"{begin.removesuffix(' UTC')} to {end}"
     ranks = max((len(save.ranks.get("bytes", [])) for save in run.saves), default=0)
     of = f", {_count(ranks, 'rank')}" if ranks else ""
     return f"""<header>
@@ -150,7 +153,7 @@ def _cards(run: RunFigures) -> str:
             _card(
                 "Reused",
                 f"{100 * linked / (linked + written):.0f} %",
-                f"{size(linked)} linked, {size(written)} written",
+                f"{size(linked)} not written again",
             )
         )
     return f'<dl class="cards">{"".join(cards)}</dl>'
@@ -164,21 +167,27 @@ def _section(title: str, said: str, body: str) -> str:
 def _chart_or_why(run: RunFigures, name: str, chart: dict[str, object] | None) -> str:
     if chart is None:
         return f'<div class="empty">{escape(run.missing.get(name, ""))}</div>'
-    return f'<div class="chart" id="{name}" style="min-height:{chart["height"]}px"></div>'
+    return f'<div class="chart" id="{name}"></div>'
 
 
 def _metrics(run: RunFigures, chart: dict[str, object] | None) -> str:
     said = ""
-    if chart is not None and (name := chosen_metrics(run)[0]):
+    if chart is not None and (name := _told_metric(run)):
         known = [save for save in run.published if name in save.metrics]
         best = min(known, key=lambda save: save.metrics[name])
         newest = known[-1]
         if "loss" in name.lower():
             said = (
-                f"Each point is a checkpoint. <strong>{escape(name)}</strong> is {newest.metrics[name]:.4g} in the newest, "
-                f"and lowest, {best.metrics[name]:.4g}, at step {step_of(best)}."
+                f"Each point is a checkpoint. <strong>{escape(name)}</strong> is {newest.metrics[name]:.4g} in the "
+                f"newest, and lowest, {best.metrics[name]:.4g}, at step {step_of(best)}."
             )
     return _section("Metrics at the saves", said or "Each point is a checkpoint.", _chart_or_why(run, "metrics", chart))
+
+
+def _told_metric(run: RunFigures) -> str:
+    """The one that is told in words: of a validation, if there is one."""
+    names = chosen_metrics(run)
+    return next((name for name in names if "val" in name.lower()), names[0])
 
 
 def _seconds_section(run: RunFigures, chart: dict[str, object] | None) -> str:
@@ -186,7 +195,7 @@ def _seconds_section(run: RunFigures, chart: dict[str, object] | None) -> str:
     if chart is not None:
         said = (
             "A bar is one save, from the call until it is published, for the slowest rank. What is above the "
-            "orange mark went on in the background."
+            "orange diamond went on in the background."
         )
     return _section("Seconds per save", said, _chart_or_why(run, "seconds", chart))
 
@@ -196,14 +205,18 @@ def _ranks(run: RunFigures, chart: dict[str, object] | None) -> str:
     if chart is not None:
         names = [("Writing", 0), ("Copying", 1), ("Waiting", 2)]
         buttons = (
-            f'<button type="button" data-chart="ranks" data-trace="{number}" aria-pressed="{str(not number).lower()}">{name}</button>'
+            f'<button type="button" data-chart="ranks" data-trace="{number}" '
+            f'aria-pressed="{str(not number).lower()}">{name}</button>'
             for name, number in names
         )
         choice = f'<div class="choice" role="group" aria-label="What the colours show">{"".join(buttons)}</div>'
-        said = "A row is a rank, a column is a save: a straggler is a dark row, a slow moment of the storage a dark column."
+        said = (
+            "A row is a rank, a column is a save: a straggler stands out as a row, a slow moment of the storage as "
+            "a column."
+        )
     body = "".join(
-        f'<p class="told"><strong>Rank {one.rank} is slow</strong>: its writing takes {one.times:.1f} times the median of all '
-        f"ranks, and it was the slowest in {one.slowest} of {one.of} saves.</p>"
+        f'<p class="told"><strong>Rank {one.rank} is slow</strong>: its writing takes {one.times:.1f} times the '
+        f"median of all ranks, and it was the slowest in {one.slowest} of {one.of} saves.</p>"
         for one in run.stragglers
     )
     return _section("Ranks", said, body + choice + _chart_or_why(run, "ranks", chart))
@@ -227,15 +240,18 @@ def _trainings(run: RunFigures, chart: object) -> str:
     said = ""
     if goodput is not None:
         said = (
-            f"<strong>Goodput {100 * goodput:.1f} %</strong>: of {_seconds(known.elapsed_seconds, True)} between the first "
-            f"save and the last, saves held the training up for {_seconds(known.waited_seconds, True)}, and "
-            f"{_count(known.restarts, 'restart')} took {_seconds(known.lost_seconds, True)}: the time between the saves "
-            "before and after, beyond the usual one."
+            f"<strong>Goodput {100 * goodput:.1f} %</strong>: of {_seconds(known.elapsed_seconds, True)} between the "
+            f"first save and the last, saves held the training up for {_seconds(known.waited_seconds, True)}, and "
+            f"{_count(known.restarts, 'restart')} took {_seconds(known.lost_seconds, True)}: the time between "
+            "the saves before and after, beyond the usual one."
         )
     if known.ended_badly is not None:
         said += f" {_count(known.ended_badly, 'training')} ended without saying goodbye."
     rows = "".join(_row_of_training(run, number) for number in range(1, known.count + 1))
-    head = "<tr><th>Training</th><th>First save</th><th>Last save</th><th class=number>Saves</th><th class=number>Steps</th><th>Failed saves</th></tr>"
+    head = (
+        "<tr><th>Training</th><th>First save</th><th>Last save</th><th class=number>Saves</th>"
+        "<th class=number>Steps</th><th>Failed saves</th></tr>"
+    )
     return _section(title, said, f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>')
 
 
@@ -287,8 +303,9 @@ def _row_of_save(save: Save, names: list[str]) -> str:
 
 def _foot() -> str:
     return """<footer>
-<p>Seconds are of the clocks of the ranks: copying is the copy to host memory; writing is this rank's data files, on their
-way to the disk or the store; waiting is how long the training stood still. Goodput does not count what a restart loses
-before the first save of a run, nor after its last.</p>
-<p>Made by dcp-plugin from what is kept beside the checkpoints. This page contains all that it shows, and fetches nothing.</p>
+<p>Seconds are of the clocks of the ranks: copying is the copy to host memory; writing is this rank's data files, on
+their way to the disk or the store; waiting is how long the training stood still. Goodput does not count what a
+restart loses before the first save of a run, nor after its last.</p>
+<p>Made by dcp-plugin from what is kept beside the checkpoints. This page contains all that it shows, and
+fetches nothing.</p>
 </footer>"""
