@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dcp_plugin.saving.queue import SaveHandle
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
+    from dcp_plugin.tools.export import ExportReport, export
     from dcp_plugin.tools.read import read
     from dcp_plugin.tools.report import report
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
@@ -69,6 +70,7 @@ _HOMES = {
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
+    "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.report": ("report",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
@@ -87,6 +89,7 @@ __all__ = [
     "CheckpointUnreadable",
     "Checkpointer",
     "DurabilityUnknown",
+    "ExportReport",
     "LoadReport",
     "NoSharedMemory",
     "PartialLoad",
@@ -101,6 +104,7 @@ __all__ = [
     "ShardedWriter",
     "UnsafeCheckpoint",
     "VerifyReport",
+    "export",
     "inspect",
     "latest",
     "list_checkpoints",

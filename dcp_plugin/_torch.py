@@ -270,13 +270,16 @@ def sharded_like(value: ShardedTensor, tensors: list[torch.Tensor]) -> ShardedTe
 
 
 class _PickleOnly:
-    """Stands in for torch's zip writer and keeps the pickle; the payload is never asked for its bytes."""
+    """Stands in for torch's zip writer and keeps the pickle; the payload is asked for its bytes later, if at all."""
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
+        self.storages: dict[str, torch.UntypedStorage] = {}
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        if not name.startswith("data/"):
+        if name.startswith("data/"):
+            self.storages[name] = data
+        else:
             self.records[name] = data.encode() if isinstance(data, str) else bytes(data)
 
 
@@ -285,9 +288,14 @@ def pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, byte
 
     ``torch.save`` itself copies and checksums the payload; ``_save`` takes the writer as an argument.
     """
+    return pickled_parts(torch.empty(shape, dtype=dtype))[0]
+
+
+def pickled_parts(tree: Any) -> tuple[dict[str, bytes], dict[str, torch.UntypedStorage]]:
+    """The records that ``torch.save`` writes for ``tree`` before its payloads, and the storage of each payload."""
     writer = _PickleOnly()
-    torch.serialization._save(torch.empty(shape, dtype=dtype), writer, pickle, 2, False)  # type: ignore[no-untyped-call]
-    return writer.records
+    torch.serialization._save(tree, writer, pickle, 2, False)  # type: ignore[no-untyped-call]
+    return writer.records, writer.storages
 
 
 def transforms_of(descriptors: Sequence[str]) -> list[StreamTransformExtension]:

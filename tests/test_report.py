@@ -25,9 +25,7 @@ from dcp_plugin.tools.report import collect
 from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, heat_saves, modules_of
 from dcp_plugin.types import TensorInfo
 
-HOSTILE = (
-    "</script><script>document.title='HACKED'</script><img src=x onerror=\"document.title='HACKED'\">%{x}"
-)
+HOSTILE = "</script><script>document.title='HACKED'</script><img src=x onerror=\"document.title='HACKED'\">%{x}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCHEMA = Path(__file__).parent.parent / "docs" / "schemas" / "report.json"
 
@@ -76,9 +74,26 @@ def test_restarts_stragglers_and_what_others_have_written_into_the_figures(tmp_p
     garbage: list[dict[str, object]] = [
         {**saved, "save": "a", "time": "now"},
         {**saved, "save": "b", "event": "boom"},
-        {**saved, "save": "c", "run": 7, "time": 105, "seconds": -1, "bytes": "many", "step": "x", "ranks": {"bytes": 7}, "metrics": [1]},
+        {
+            **saved,
+            "save": "c",
+            "run": 7,
+            "time": 105,
+            "seconds": -1,
+            "bytes": "many",
+            "step": "x",
+            "ranks": {"bytes": 7},
+            "metrics": [1],
+        },
         {**saved, "save": "d", "time": 1e300, "path": 5},
-        {**saved, "save": "e", "run": "", "time": 105.5, "ranks": {name: [True] for name in figures.COLUMNS}, "seconds": 1e999},
+        {
+            **saved,
+            "save": "e",
+            "run": "",
+            "time": 105.5,
+            "ranks": {name: [True] for name in figures.COLUMNS},
+            "seconds": 1e999,
+        },
     ]
     put(tmp_path, [*good, *garbage])
     for path in tmp_path.glob("step-*"):

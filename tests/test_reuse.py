@@ -57,7 +57,7 @@ def _check_alone(path: Where, model: nn.Module) -> None:
     """Delete all other checkpoints: stock torch loads this one, and no byte of it is damaged."""
     medium = medium_of(path)
     for other in medium.entries(path.parent):
-        if other.path != path:
+        if other.path != path and other.path.name != WORKSPACE:
             medium.remove(other.path)
     assert_same(_loaded_by_stock(path, model), full_state(model.state_dict()))
     assert dcp.verify(path).ok

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli import inspect, load_plan, report, verify
+from dcp_plugin.cli import export, inspect, load_plan, read, report, verify
 from dcp_plugin.cli import list as list_
 from dcp_plugin.types import VERSION
 
@@ -43,5 +43,9 @@ app.command("list")(list_.list_command)
 app.command("ls", hidden=True)(list_.list_command)
 app.command("inspect")(inspect.inspect_command)
 app.command("verify")(verify.verify_command)
+app.command("read")(read.read_command)
+app.command("cat", hidden=True)(read.read_command)
+app.command("export")(export.export_command)
+app.command("import")(export.import_command)
 app.command("report")(report.report_command)
 app.command("load-plan")(load_plan.load_plan_command)

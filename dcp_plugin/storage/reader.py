@@ -284,6 +284,8 @@ class ShardedReader(StorageReader):
         Raises:
             CheckpointMismatch: It is in several items.
         """
+        if key in self.index.values_here:
+            return self._value_here(key)
         entry = self.index[key]
         places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
         if len(places) != 1:
@@ -337,14 +339,17 @@ class ShardedReader(StorageReader):
     def _value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> bytes | bytearray:
         key = read.item.storage_index.fqn
         if key in self.index.values_here:
-            value = self.index.values_here[key]
-            if isinstance(value, RefusedValue):
-                raise UnsafeCheckpoint(
-                    f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would "
-                    f"restore; nothing was executed. The rest can be loaded without it: PartialLoad(exclude=...)."
-                )
-            return encode(value)
+            return self._value_here(key)
         return self._plain(values[read.location.file, read.location.offset], read.location)
+
+    def _value_here(self, key: str) -> bytes:
+        value = self.index.values_here[key]
+        if isinstance(value, RefusedValue):
+            raise UnsafeCheckpoint(
+                f"{self.path}: {key} is, or has in it, an object of {value.of}, which only executing code would "
+                f"restore; nothing was executed. The rest can be had without it: exclude={key!r}."
+            )
+        return encode(value)
 
     def _fetch_of_value(self, read: _Read, values: dict[tuple[str, int], bytearray]) -> Iterator[Fetch]:
         """Values that are equal share an item, which is read once."""

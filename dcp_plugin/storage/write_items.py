@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
@@ -29,6 +30,22 @@ from dcp_plugin.host_memory import PIECE, Rings, finish_device_work, is_plain_me
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors import WholeItem
+from dcp_plugin.types import Shape
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor whose bytes come while they are written: it need not be in memory."""
+
+    dtype: torch.dtype
+    shape: Shape
+    pieces: Callable[[], Iterator[memoryview]]
+    """Its bytes in row-major order. Each piece is used before the next is asked for."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 Data = torch.Tensor | WholeItem | bytes
 _WORTH_A_FILE = 1 << 20
@@ -53,7 +70,11 @@ class Destination:
 
 
 def write(
-    items: Sequence[Data], to: Destination, checkpoint: Where, stable: Collection[int] = (), taken: Collection[str] = ()
+    items: Sequence[Data | Streamed],
+    to: Destination,
+    checkpoint: Where,
+    stable: Collection[int] = (),
+    taken: Collection[str] = (),
 ) -> list[Location]:
     """Write and sync the items; where each of them is.
 
@@ -107,7 +128,7 @@ def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -
     return name
 
 
-def _item_length(data: Data) -> int:
+def _item_length(data: Data | Streamed) -> int:
     if isinstance(data, WholeItem):
         return data.length
     return len(data) if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape)).length
@@ -156,10 +177,10 @@ _Layout = tuple[list[int], int]
 """Where each item of a file begins, and the size of the file."""
 
 
-def _layout(items: list[Data], lengths: list[int]) -> _Layout:
+def _layout(items: list[Data | Streamed], lengths: list[int]) -> _Layout:
     starts, end = [], 0
     for data, length in zip(items, lengths, strict=True):
-        if isinstance(data, torch.Tensor) and data.nbytes >= IN_PLACE:
+        if isinstance(data, (torch.Tensor, Streamed)) and data.nbytes >= IN_PLACE:
             end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % PAGE
         starts.append(end)
         end += padded(length)
@@ -167,7 +188,7 @@ def _layout(items: list[Data], lengths: list[int]) -> _Layout:
 
 
 def _write_file(
-    to: Destination, name: str, items: list[Data], layout: _Layout, meter: _Meter, hashed: bool
+    to: Destination, name: str, items: list[Data | Streamed], layout: _Layout, meter: _Meter, hashed: bool
 ) -> list[Location]:
     starts, size = layout
     rings = Rings()
@@ -183,7 +204,12 @@ def _write_file(
 
 
 def _write_item(
-    file: NewFile, name: str, data: Data, checksum: bool, rings: Rings, also: Callable[[memoryview], object] | None
+    file: NewFile,
+    name: str,
+    data: Data | Streamed,
+    checksum: bool,
+    rings: Rings,
+    also: Callable[[memoryview], object] | None,
 ) -> Location:
     """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
     offset = file.tell()
@@ -199,9 +225,13 @@ def _write_item(
         pieces = iter([memoryview(data)])
     else:
         around = frame(data.dtype, tuple(data.shape))
-        head, head_crc, length, kept = around.head, around.head_crc, around.payload_length, is_plain_memory(data)
+        head, head_crc, length = around.head, around.head_crc, around.payload_length
         file.write(head)
-        pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
+        if isinstance(data, Streamed):
+            pieces, kept = data.pieces(), False
+        else:
+            kept = is_plain_memory(data)
+            pieces = rings.pieces(data, _IN_PLACE_PIECE if file.takes_in_place(data.data_ptr()) else PIECE)
     running = RunningCrc(block_size(length))
     for piece in pieces:
         if checksum:

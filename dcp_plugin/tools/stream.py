@@ -170,6 +170,6 @@ def require_elements(reader: ShardedReader, key: str, stored: StoredTensor) -> N
     """Raises CheckpointMismatch if a tensor has no elements that can be read one by one."""
     if stored.stored_whole and reader.opened.format == "dcp_plugin":
         raise CheckpointMismatch(
-            f"{reader.path}: {key} is of a class of its own (quantized, or a wrapper of other tensors) that torch.save has "
-            f"written as a whole: dcp_plugin.read gives it. To go on without it: exclude={key!r}."
+            f"{reader.path}: {key} is of a class of its own (quantized, or a wrapper of other tensors), which "
+            f"torch.save has written as a whole: dcp_plugin.read gives it. To go on without it: exclude={key!r}."
         )

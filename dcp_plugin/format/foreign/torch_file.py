@@ -24,7 +24,7 @@ import torch
 from dcp_plugin import torch_pickles
 from dcp_plugin._torch import load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
-from dcp_plugin.format import Files, expect
+from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 
@@ -34,7 +34,6 @@ _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_stat
 LIGHTNING = "pytorch-lightning_version"
 """The key that all of Lightning's checkpoints have."""
 _EXTRA_STATE = "_extra_state"
-_PLAIN = (bool, int, float, str)
 _DEPTH = 3
 _COPIED = 8 << 20
 _MOST_VISITS = 3_000_000
@@ -83,7 +82,7 @@ def read_file(files: Files, name: str) -> Contents:
         for key, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 contents.views[key] = _view(archive, key, leaf)
-            elif key.endswith(_EXTRA_STATE) or isinstance(leaf, (StandIn, *_PLAIN)):
+            elif key.endswith(_EXTRA_STATE) or isinstance(leaf, StandIn) or values.is_plain(leaf):
                 refused = refused_in(leaf)
                 contents.values[key] = RefusedValue(refused) if refused else leaf
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(contents.values)):
@@ -173,7 +172,7 @@ def _other_leaves(
             continue
         if isinstance(value, Mapping):
             yield from _other_leaves(value, taken, visits, f"{prefix}{key}.", depth - 1)
-        elif isinstance(value, (torch.Tensor, StandIn, *_PLAIN)):
+        elif isinstance(value, (torch.Tensor, StandIn)) or values.is_plain(value):
             yield prefix + key, value
 
 

@@ -1,0 +1,97 @@
+"""The zip of a ``torch.save`` file of any size, whose tensors are written as they come.
+
+All sizes are known before the first byte; checksums are known when a record has been written, and stand behind it. It
+is, to the byte, what torch itself writes: ``torch.load`` computes from the sizes alone where records are, and goes by
+what ``mz_zip_writer_add_mem_ex_v2`` of its miniz.c does (``_get_offset`` in ``torch/serialization.py``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from isal.isal_zlib import crc32
+
+_ROOT = "archive/"
+_ALIGNMENT = 64
+_MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
+_UTF8_NAMES, _HAS_DESCRIPTOR = 0x0800, 0x0008
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_END64_LOCATOR = struct.Struct("<IIQI")
+_END = struct.Struct("<IHHHHIIH")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file in the archive, stored as it is."""
+
+    name: str
+    offset: int
+    """Of its header."""
+    size: int
+    """Of its data."""
+
+    @property
+    def header(self) -> bytes:
+        name, extra = (_ROOT + self.name).encode(), self._extra
+        padding = -(self.offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        return _LOCAL.pack(0x04034B50, 0, self._flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+    def descriptor(self, crc: int) -> bytes:
+        """What comes behind the data, whose CRC32 it tells."""
+        if not self.size:
+            return b""
+        large = max(self.size, self.offset) >= _MOST
+        return struct.pack("<IIQQ" if large else "<IIII", 0x08074B50, crc, self.size, self.size)
+
+    def entry(self, crc: int) -> bytes:
+        """Its entry in the directory."""
+        name, extra = (_ROOT + self.name).encode(), self._extra
+        size, offset = min(self.size, _MOST), min(self.offset, _MOST)
+        counts = (len(name), len(extra), 0, 0, 0, 0, offset)
+        return _CENTRAL.pack(0x02014B50, 0, 0, self._flags, 0, 0, 0, crc, size, size, *counts) + name + extra
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.header) + self.size + len(self.descriptor(0))
+
+    @property
+    def _flags(self) -> int:
+        return _UTF8_NAMES | (_HAS_DESCRIPTOR if self.size else 0)
+
+    @property
+    def _extra(self) -> bytes:
+        """The numbers that 32 bits are too few for."""
+        numbers = [self.size] * 2 if self.size >= _MOST else []
+        numbers += [self.offset] if self.offset >= _MOST else []
+        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+
+def records(sizes: Iterable[tuple[str, int]]) -> list[Record]:
+    """Where the files of an archive are, by their names and sizes."""
+    found: list[Record] = []
+    at = 0
+    for name, size in sizes:
+        found.append(Record(name, at, size))
+        at = found[-1].end
+    return found
+
+
+def directory(there: list[Record], crcs: Iterable[int]) -> bytes:
+    """The end of an archive: what is where, with the CRC32 of each file."""
+    begin = there[-1].end if there else 0
+    entries = b"".join(record.entry(crc) for record, crc in zip(there, crcs, strict=True))
+    count = len(there)
+    end64 = _END64.pack(0x06064B50, _END64.size - 12, 0x031E, 0x002D, 0, 0, count, count, len(entries), begin)
+    locator = _END64_LOCATOR.pack(0x07064B50, 0, begin + len(entries), 1)
+    few, small, low = min(count, _MOST_ENTRIES), min(len(entries), _MOST), min(begin, _MOST)
+    return entries + end64 + locator + _END.pack(0x06054B50, 0, 0, few, few, small, low, 0)
+
+
+def checksum(data: bytes | memoryview, before: int = 0) -> int:
+    """The CRC32 of data that comes behind what had the CRC32 ``before``."""
+    return crc32(data, before)

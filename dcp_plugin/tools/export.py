@@ -1,0 +1,318 @@
+"""``dcp_plugin.export``: a checkpoint, or a part of one, in the format of another tool.
+
+One way through an export: the checkpoint is opened, keys are selected and renamed, a format lays out its files
+(:mod:`dcp_plugin.tools.formats`), the tensors are streamed into them, and the whole gets its name. With several ranks
+each writes some of the files.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+
+from dcp_plugin.errors import CheckpointError, SaveFailed, some
+from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.storage.writer import Publication
+from dcp_plugin.tools import keys
+from dcp_plugin.tools.formats import Layout, Selected, hugging_face, lightning_file, safetensors_files, torch_file
+from dcp_plugin.tools.formats.dcp_files import DcpCheckpoint
+from dcp_plugin.tools.formats.place import Place
+from dcp_plugin.tools.stream import Progress, Stream
+
+Format = Literal["hf", "safetensors", "torch", "lightning", "dcp"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_TIMEOUT = 1800.0
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export has made."""
+
+    path: Where
+    """Where it is."""
+    format: str
+    files: list[str]
+    """What it consists of; of one file, its name."""
+    tensors: int
+    values: int
+    nbytes: int
+    """Of the tensors, in the output."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys of the checkpoint that are not in it."""
+    notes: list[str] = field(default_factory=list)
+    """What whoever reads it should know."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        left_out = f"; left out {len(self.left_out)} keys ({some(self.left_out, 3)})" if self.left_out else ""
+        notes = "".join(f"\n{note}" for note in self.notes)
+        rate = self.nbytes / max(self.seconds, 1e-9) / 1e9
+        return (
+            f"{self.path}: {self.format}, {self.tensors} tensors and {self.values} values in {len(self.files)} "
+            f"file(s), {self.nbytes / 2**20:.1f} MiB in {self.seconds:.1f} s ({rate:.2f} GB/s){left_out}{notes}"
+        )
+
+
+def export(
+    path: PathLike,
+    out: PathLike,
+    format: Format = "hf",  # noqa: A002 - its name is fixed
+    *,
+    include: str | Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    config: PathLike | None = None,
+    ranks: int = 1,
+    base: PathLike | None = None,
+    allow_pickle: tuple[str, ...] = (),
+    io_threads: int = 2,
+    storage_options: StorageOptions | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write a checkpoint in another format. Collective if there is a process group: each rank writes some of the files.
+
+    The tensors are streamed: the memory that it takes does not grow with the checkpoint. ``out`` appears when it is
+    complete.
+
+    Args:
+        path: A checkpoint of this package, of stock DCP, of a framework, or a safetensors or ``torch.save`` file.
+        out: What is made: a directory for ``"hf"`` and ``"dcp"``, a file for ``"torch"`` and ``"lightning"``, and for
+            ``"safetensors"`` a file if its name ends with ``.safetensors``, else a directory. Nothing may be there.
+        format: ``"hf"``: a folder for ``from_pretrained`` of transformers: weights in safetensors files, with the
+            configuration and the tokenizer that lie beside the checkpoint or in ``config``. ``"safetensors"``: the
+            tensors of the module, or what ``include`` selects. ``"torch"``: one file for ``torch.load``, nested as it
+            was saved. ``"lightning"``: a ``.ckpt`` for stock Lightning. ``"dcp"``: a checkpoint of ours, which stock
+            ``torch.distributed.checkpoint`` reads.
+        include: Globs of keys; without one, what the format is made for.
+        exclude: Globs of keys to leave out.
+        rename: Prefixes of keys, and what they are in the output: ``{"model.": ""}``.
+        dtype: Floating-point tensors are converted to it.
+        max_shard_size: Bytes of a file, or text such as ``"5GB"``, for ``"hf"`` (default 5 GB) and directories of
+            ``"safetensors"``.
+        config: For ``"hf"``: a folder with the model's ``config.json``, and the tokenizer, if the checkpoint has none.
+        ranks: For ``"dcp"``: for how many ranks it is laid out.
+        base: Where the base of the checkpoint is now, if that was moved.
+        allow_pickle: Globs of keys whose values may be loaded by executing code from the checkpoint.
+        io_threads: Threads that read.
+        storage_options: How the stores of URLs are reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        progress: Called with bytes written, and bytes in all, of this rank.
+
+    Returns:
+        What was made.
+
+    Raises:
+        SaveFailed: Something is at ``out``, or nothing can be written there.
+        CheckpointMismatch: A pattern matches nothing, or the format cannot hold what is selected.
+        UnsafeCheckpoint: A value could only be had by executing code.
+        CheckpointError: The checkpoint cannot be opened, or its bytes are not those that were saved.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> model = torch.nn.Linear(2, 3)
+        >>> dcp_plugin.save({"model": model, "optim": torch.optim.AdamW(model.parameters())}, "run/step-1")
+        >>> dcp_plugin.export("run/step-1", "model.safetensors", format="safetensors").tensors
+        2
+        >>> from safetensors.torch import load_file
+        >>> sorted(load_file("model.safetensors"))
+        ['bias', 'weight']
+    """
+    began = time.monotonic()
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r} is none of {', '.join(get_args(Format))}")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: a checkpoint is laid out for at least one")
+    named = bool(keys.texts(include)) or rename is not None
+    options = _Options(format, _dtype(dtype), _size(max_shard_size), config, ranks, allow_pickle, named)
+    where = as_path(out, storage_options)
+    group = Ranks.of_default_group(_TIMEOUT)
+    try:
+        with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
+            names = group.agree("select keys", lambda: _names(reader, format, include, exclude, rename))
+            selected = Selected(reader, names, options.dtype)
+            made = (_as_dcp if format == "dcp" else _as_files)(selected, where, options, group, progress)
+            left_out = [key for key in reader.index if key not in selected.names and key not in made.names]
+    finally:
+        group.close()
+    tensors = len(Selected(reader, made.names).tensors)
+    return ExportReport(
+        *(where, format, made.files, tensors, len(made.names) - tensors, made.nbytes, left_out, made.notes),
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    format: Format
+    dtype: torch.dtype | None
+    most: int | None
+    config: PathLike | None
+    ranks: int
+    allow_pickle: tuple[str, ...]
+    named: bool
+    """Whether the caller has said which keys go out, or under which names."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    files: list[str]
+    names: Mapping[str, str]
+    nbytes: int
+    notes: list[str] = field(default_factory=list)
+
+
+def _dtype(named: str | torch.dtype | None) -> torch.dtype | None:
+    found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    if named is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype={named!r} is no floating-point dtype of torch")
+    return found
+
+
+def _size(text: int | str | None) -> int | None:
+    """Bytes, from what people write."""
+    if text is None or isinstance(text, int):
+        size = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"max_shard_size={text!r}: it is a number of bytes, or text such as '5GB' or '512MiB'")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size is not None and size < 1:
+        raise ValueError(f"max_shard_size={text!r}: at least a byte")
+    return size
+
+
+def _names(
+    reader: ShardedReader,
+    made_as: Format,
+    include: str | Iterable[str],
+    exclude: str | Iterable[str],
+    rename: Mapping[str, str] | None,
+) -> dict[str, str]:
+    """What goes out, under which names: for safetensors, without more said, the tensors of the module, without its
+    name."""
+    index = reader.index
+    chosen = keys.select(index, include, exclude, reader.path)
+    if made_as in ("hf", "safetensors"):
+        chosen = [key for key in chosen if isinstance(index[key], StoredTensor)]
+        if not keys.texts(include):
+            modules = [name for name, kind in reader.kinds.items() if kind == "module"]
+            of_modules = [key for key in chosen if key.partition(".")[0] in modules]
+            chosen = of_modules or chosen
+            if rename is None and len(modules) == 1 and of_modules:
+                rename = {f"{modules[0]}.": ""}
+    return keys.renamed(chosen, rename or {}, reader.path)
+
+
+def _as_files(selected: Selected, out: Where, options: _Options, group: Ranks, progress: Progress | None) -> _Made:
+    is_file = options.format in ("torch", "lightning") or (
+        options.format == "safetensors" and out.name.endswith(".safetensors")
+    )
+
+    def lay_out() -> tuple[Selected, Layout]:
+        if options.format == "hf":
+            return hugging_face.layout(selected, options.config, options.most, options.named)
+        if options.format == "torch":
+            return selected, torch_file.layout(selected, out.name, options.allow_pickle)
+        if options.format == "lightning":
+            return selected, lightning_file.layout(selected, out.name, options.allow_pickle)
+        stem = out.name.removesuffix(".safetensors") if is_file else "model"
+        return selected, safetensors_files.layout(selected, stem, None if is_file else options.most)
+
+    chosen, layout = group.agree("lay out the files", lay_out)
+    place = Place(out, is_file)
+    directory = group.from_zero(f"begin {out}", place.begin)
+    mine = layout.files[group.rank :: group.size]
+    count = _Counter(sum(file.size for file in mine), progress)
+
+    def write() -> None:
+        for file in mine:
+            with _refused(out), place.create(directory, file.name, file.size, count.add) as made:
+                file.write(made, Stream(selected.reader, file.parts))
+        with _refused(out):
+            place.flush(directory)
+
+    try:
+        group.agree(f"write {out}", write)
+        group.from_zero(f"complete {out}", lambda: _complete(place, directory, layout, out))
+    except BaseException:
+        place.discard(directory)
+        raise
+    nbytes = sum(part.nbytes for file in layout.files for part in file.parts)
+    files = [*(file.name for file in layout.files), *layout.last]
+    return _Made(files, chosen.names, nbytes, layout.notes)
+
+
+def _complete(place: Place, directory: Where, layout: Layout, out: Where) -> None:
+    with _refused(out):
+        place.publish(directory, layout.last)
+
+
+def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, progress: Progress | None) -> _Made:
+    checkpoint = group.agree("lay out the checkpoint", lambda: DcpCheckpoint(selected, options.ranks))
+    publication = Publication(out, medium_of(out))
+
+    def begin() -> Where:
+        if publication.medium.kind(out):
+            raise SaveFailed(f"{out} exists. Name another one, or delete it first.")
+        return publication.reserve()
+
+    directory = group.from_zero(f"begin {out}", begin)
+    count = _Counter(checkpoint.nbytes // group.size, progress)
+
+    def write() -> dict[int, object]:
+        with _refused(out):
+            publication.medium.join(directory, out)
+            mine = range(group.rank, options.ranks, group.size)
+            return {rank: checkpoint.write(rank, directory, out, count.add) for rank in mine}
+
+    def publish(written: list[dict[int, object]]) -> list[str]:
+        locations = {rank: there for part in written for rank, there in part.items()}
+        checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])  # type: ignore[misc]
+        return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
+
+    try:
+        files = group.combine(f"write {out}", write, publish)
+    except BaseException:
+        publication.discard()
+        raise
+    return _Made(files, selected.names, checkpoint.nbytes)
+
+
+@contextmanager
+def _refused(out: Where) -> Iterator[None]:
+    """What the place refuses is a SaveFailed that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise SaveFailed(f"cannot write {out}: {error}. {medium_of(out).advice}") from error
+
+
+class _Counter:
+    """Counts what was written."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._progress is not None:
+                self._progress(min(self._done, self._total), self._total)

@@ -1,0 +1,157 @@
+"""A DCP checkpoint of our own, laid out anew for any number of ranks; stock reads it, as it reads all of ours.
+
+Each rank gets the rows of a tensor that FSDP2 would give it. Tensors that are the same bytes in the source are so in
+the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.format.payload import MAX_PAYLOAD
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import Where
+from dcp_plugin.planning.load_balance import BoxPart
+from dcp_plugin.storage import write_items
+from dcp_plugin.storage.write_items import Streamed
+from dcp_plugin.storage.writer import Facts, Publication
+from dcp_plugin.tools.formats import Selected
+from dcp_plugin.tools.stream import Part, Stream
+from dcp_plugin.types import KeyPath
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What one rank writes of a key: a box of a tensor, or all of a value."""
+
+    key: str
+    part: Part | None = None
+
+
+class DcpCheckpoint:
+    """The checkpoint that an export makes.
+
+    Args:
+        selected: What goes into it.
+        ranks: For how many ranks it is laid out.
+    """
+
+    def __init__(self, selected: Selected, ranks: int) -> None:
+        self._selected = selected
+        self._ranks = ranks
+        self._first: dict[object, str] = {}
+        self._same: dict[str, str] = {}
+        self._items = [self._items_of(rank) for rank in range(ranks)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.part.nbytes for items in self._items for item in items if item.part)
+
+    def write(self, rank: int, directory: Where, out: Where, progress: Callable[[int], None]) -> list[Location]:
+        """Write the file of one rank; where each of its items is."""
+        items = self._items[rank]
+        reader = self._selected.reader
+        stream = Stream(reader, [item.part for item in items if item.part])
+        pieces = groupby(stream, key=lambda piece: piece.part)
+
+        def bytes_of(nbytes: int) -> Iterator[memoryview]:
+            if nbytes:
+                for piece in next(pieces)[1]:
+                    yield piece.data
+                    progress(len(piece.data))
+
+        data: list[bytes | Streamed] = []
+        for item in items:
+            part = item.part
+            if part is None:
+                data.append(reader.item(item.key))
+            else:
+                data.append(Streamed(part.dtype, part.sizes, lambda nbytes=part.nbytes: bytes_of(nbytes)))  # type: ignore[misc]
+        medium = medium_of(out)
+        token = directory.stem if medium.keeps_names else ""
+        to = write_items.Destination(medium, directory, rank, token, 1, True)
+        locations = write_items.write(data, to, out)
+        medium.flush(directory)
+        opaque = [item.part is None and item.key in self._selected.tensors for item in items]
+        return [replace(at, payload_offset=None) if whole else at for at, whole in zip(locations, opaque, strict=True)]
+
+    def publish(self, publication: Publication, locations: Sequence[Sequence[Location]]) -> None:
+        """Write the index over what all ranks have written, and give the checkpoint its name."""
+        index = self._index(locations, publication.file_sizes())
+        summary, reader = self._selected.reader.summary, self._selected.reader
+        names = {name.partition(".")[0] for name in self._selected.names.values()}
+        kinds = {name: kind for name, kind in reader.kinds.items() if name in names}
+        facts = Facts(step=summary.step if summary else None, world_size=self._ranks, kinds=kinds)
+        publication.publish(index, facts)
+
+    def _index(self, locations: Sequence[Sequence[Location]], files: dict[str, int]) -> CheckpointIndex:
+        chunks: dict[str, list[StoredChunk]] = {}
+        values: dict[str, Location] = {}
+        for items, there in zip(self._items, locations, strict=True):
+            for item, location in zip(items, there, strict=True):
+                if item.part is None:
+                    values[item.key] = location
+                else:
+                    chunks.setdefault(item.key, []).append(StoredChunk(item.part.offsets, item.part.sizes, location))
+        index = self._selected.reader.index
+        entries: list[tuple[str, Entry]] = []
+        paths: dict[str, KeyPath] = {}
+        for key, name in self._selected.names.items():
+            source = self._same.get(key, key)
+            stored = index[key]
+            if not isinstance(stored, StoredTensor):
+                entries.append((name, StoredValue(values[source])))
+            elif source in values:
+                whole = StoredChunk((0,) * len(stored.shape), stored.shape, values[source])
+                entries.append((name, StoredTensor(stored.dtype, stored.shape, (whole,))))
+            else:
+                dtype = self._selected.part(key).dtype
+                entries.append((name, StoredTensor(dtype, stored.shape, tuple(chunks[source]))))
+            if name == key:
+                paths[name] = index.path_of(key)
+        made = CheckpointIndex.build(entries, files, paths)
+        made.empty = [name for key, name in self._selected.names.items() if key in index.empty]
+        return made
+
+    def _items_of(self, rank: int) -> list[_Item]:
+        reader = self._selected.reader
+        items = []
+        for key in self._selected.names:
+            entry = reader.index[key]
+            whole = isinstance(entry, StoredValue) or (
+                entry.stored_whole and reader.opened.format == "dcp_plugin" and len(entry.chunks) == 1
+            )
+            if whole:
+                items += [_Item(key)] if rank == 0 else []
+                continue
+            assert isinstance(entry, StoredTensor)
+            if rank == 0:
+                first = self._first.setdefault(_bytes_of(key, entry), key)
+                self._same.update({key: first} if first != key else {})
+            if key not in self._same:
+                items += [_Item(key, part) for part in _of_rank(self._selected.part(key), rank, self._ranks)]
+        return items
+
+
+def _bytes_of(key: str, entry: StoredTensor) -> object:
+    """Equal for tensors that are the same bytes of the same files."""
+    places = [(chunk.location.file, chunk.location.offset, chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return (entry.dtype, entry.shape, *places) if places and entry.chunks[0].location.length else key
+
+
+def _of_rank(part: Part, rank: int, ranks: int) -> list[Part]:
+    """What a rank has of a tensor: its rows, as ``torch.chunk`` deals them out, in items of a size that zip takes."""
+    offsets, sizes = part.offsets, part.sizes
+    if sizes and ranks > 1:
+        rows = -(-sizes[0] // ranks)
+        begin = min(rank * rows, sizes[0])
+        offsets, sizes = (begin, *offsets[1:]), (min(rows, sizes[0] - begin), *sizes[1:])
+        if not sizes[0] and (rank or part.sizes[0]):
+            return []
+    elif rank:
+        return []
+    boxes = BoxPart(offsets, sizes, part.dtype.itemsize).at_most(MAX_PAYLOAD)
+    return [replace(part, offsets=box.offsets, sizes=box.sizes) for box in boxes]

@@ -1,0 +1,259 @@
+"""A folder for ``from_pretrained`` of transformers: the weights in safetensors files, and what says which model it is.
+
+With transformers installed and a ``config.json`` at hand, the model is made on the meta device, where it takes no
+memory: its own names decide which keys of the checkpoint are its weights, behind which prefix, and whether all are
+there. Without, the keys stay as they are.
+
+Of a model with LoRA adapters the folder is what peft's ``save_pretrained`` makes: the adapter, and its configuration,
+which names the base model; and the base model itself, where its ``config.json`` is at hand. ``from_pretrained`` of
+transformers then takes the base from the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, some
+from dcp_plugin.format import Files, exists, read
+from dcp_plugin.format.index import StoredTensor
+from dcp_plugin.loading.key_map import find_prefix
+from dcp_plugin.media import medium_of
+from dcp_plugin.paths import PathLike, as_path
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tools.formats import Layout, Selected, safetensors_files
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+DEFAULT_SHARD = 5 * 10**9
+"""Bytes."""
+_BESIDE = (
+    *(CONFIG, ADAPTER, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
+)
+_MOST = 256 << 20
+_WRAPPER = re.compile(r"(?:^|(?<=\.))base_model\.model\.")
+_OF_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save)\.([^.]+)(?=\.|$)")
+_BASE_LAYER = ".base_layer."
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The small files that say which model it is, and its tokenizer."""
+
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, reader: ShardedReader, config: PathLike | None) -> Beside:
+        """Those beside the checkpoint; those of the folder ``config`` take their place.
+
+        Raises:
+            CheckpointNotFound: There is no ``config.json`` in that folder.
+        """
+        found = _small_files(reader.opened.files)
+        if config is not None:
+            folder = as_path(config)
+            try:
+                named = _small_files(medium_of(folder).open(folder))
+            except OSError as error:
+                raise CheckpointNotFound(f"config={folder} cannot be read: {error.strerror or error}") from error
+            if not {CONFIG, ADAPTER} & named.keys():
+                raise CheckpointNotFound(f"config={folder}: there is no {CONFIG} in it")
+            found |= named
+        return cls(found)
+
+    def said(self, name: str) -> dict[str, Any]:
+        """What a JSON file says; nothing if it is not there."""
+        if name not in self.files:
+            return {}
+        try:
+            said = json.loads(self.files[name])
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorrupt(f"{name} is no JSON: {error}") from error
+        return said if isinstance(said, dict) else {}
+
+
+def _small_files(files: Files) -> dict[str, bytes]:
+    found = {}
+    for name in _BESIDE:
+        if exists(files, name) and files.size(name) <= _MOST:
+            found[name] = read(files, name)
+    return found
+
+
+def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_is: bool) -> tuple[Selected, Layout]:
+    """The files of the weights, and those beside them; and the selection that has the model's own names.
+
+    Args:
+        as_it_is: Whether names were chosen by the caller, and stay.
+
+    Raises:
+        CheckpointMismatch: The checkpoint does not have the model's weights; naming keys.
+    """
+    beside = Beside.of(selected.reader, config)
+    most = most or DEFAULT_SHARD
+    adapter = {key: name for key, name in selected.names.items() if _OF_ADAPTER.search(f".{name}")}
+    if adapter and not as_it_is:
+        return _with_adapter(selected, adapter, beside, most)
+    notes: list[str] = []
+    if not as_it_is:
+        selected, notes = _of_model(selected, beside)
+    made = safetensors_files.layout(selected, "model", most)
+    return selected, replace(made, last={**made.last, **_said_of(beside, selected.dtype)}, notes=notes)
+
+
+def _of_model(selected: Selected, beside: Beside) -> tuple[Selected, list[str]]:
+    """The selection that the model's own names make."""
+    said = beside.said(CONFIG)
+    if not said:
+        note = f"No {CONFIG} was found beside the checkpoint, and from_pretrained needs one: config=… names its folder."
+        return selected, [note]
+    models = list(_models(said))
+    if not models:
+        return selected, ["transformers, or the model's class, is not installed: the keys were not compared with it."]
+    refusal: CheckpointMismatch | None = None
+    for kind, expected in models:
+        try:
+            chosen = _chosen(selected, expected, said)
+        except CheckpointMismatch as error:
+            refusal = refusal or error
+        else:
+            notes = [] if said.get("architectures") else [f"{CONFIG} names no architecture: the weights are of {kind}."]
+            return replace(selected, names=chosen), notes
+    assert refusal is not None
+    raise refusal
+
+
+_Shapes = dict[str, tuple[int, ...]]
+_HEADS = ("FOR_CAUSAL_LM", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM", "FOR_SEQUENCE_CLASSIFICATION", "")
+"""Of transformers' mappings from a kind of model to its classes: which are tried where none is named."""
+
+
+def _models(said: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
+    """The models that may be meant: class, and names and shapes of the weights. None if none can be made here.
+
+    The classes are transformers' own, by the name in the configuration: nothing of the checkpoint is executed.
+    """
+    try:
+        import transformers
+        from transformers.models.auto import modeling_auto
+    except ImportError:
+        return
+    kinds = said.get("architectures") or [
+        names.get(said.get("model_type"))
+        for head in _HEADS
+        if (names := getattr(modeling_auto, f"MODEL_{head}_MAPPING_NAMES".replace("__", "_"), None))
+    ]
+    for kind in kinds:
+        model_class = getattr(transformers, kind, None) if isinstance(kind, str) else None
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            config_class: Any = model_class.config_class
+            with torch.device("meta"):
+                model = model_class(config_class.from_dict(dict(said)))
+            yield kind, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> dict[str, str]:
+    """Which keys are the weights, by the names that the model has for them."""
+    key_of = {name: key for key, name in selected.names.items()}
+    prefix = _prefix(key_of, expected)
+    chosen = {key_of[prefix + name]: name for name in expected if prefix + name in key_of}
+    tied = _tied(selected, chosen) if said.get("tie_word_embeddings", True) else set()
+    missing = [name for name in expected if prefix + name not in key_of]
+    if said.get("tie_word_embeddings", True):  # transformers makes it of the embeddings
+        missing = [name for name in missing if not name.endswith("lm_head.weight")]
+    path = selected.reader.path
+    if missing:
+        raise CheckpointMismatch(
+            f"{path} does not have {len(missing)} of the {len(expected)} weights of the model that {CONFIG} describes: "
+            f"{some(missing)}. It has {some(list(key_of), 3)}. Give rename= or include=, or another config=."
+        )
+    for key, name in chosen.items():
+        if selected.stored(key).shape != expected[name]:
+            raise CheckpointMismatch(
+                f"{path}: {key} has shape {selected.stored(key).shape}, and the model that {CONFIG} describes has "
+                f"{expected[name]}"
+            )
+    return {key: name for key, name in chosen.items() if key not in tied}
+
+
+def _prefix(names: Iterable[str], expected: Mapping[str, Any]) -> str:
+    """What the weights are called behind; empty if nothing fits better."""
+    there = list(names)
+    if any(name in expected for name in there):
+        return ""
+    usual = [name for name in expected if not name.endswith("lm_head.weight")]
+    found = find_prefix(usual, there)
+    return found[1] if found is not None and not found[0] else ""
+
+
+def _tied(selected: Selected, chosen: Mapping[str, str]) -> set[str]:
+    """The output embedding, if it is the same bytes as another weight: safetensors files have it once."""
+    heads = [key for key, name in chosen.items() if name.endswith("lm_head.weight")]
+    places = {_place(selected.stored(key)) for key in chosen if key not in heads}
+    return {key for key in heads if _place(selected.stored(key)) in places}
+
+
+def _place(stored: StoredTensor) -> object:
+    return stored.shape, *((chunk.location.file, chunk.location.offset) for chunk in stored.chunks)
+
+
+def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside, most: int) -> tuple[Selected, Layout]:
+    """As peft saves it: the adapter's keys without its name, the base model's without what peft puts around it."""
+    said = beside.said(ADAPTER)
+    if not said:
+        raise CheckpointMismatch(
+            f"{selected.reader.path} has LoRA adapters ({some(list(adapter), 2)}) and no {ADAPTER} beside it: name the "
+            f"folder that has one: config=…"
+        )
+    names = {key: _OF_ADAPTER.sub(_without_adapter_name, name) for key, name in adapter.items()}
+    made = safetensors_files.layout(replace(selected, names=_from_wrapper(names)), "adapter_model", None)
+    notes: list[str] = []
+    base: Layout = Layout([])
+    if beside.said(CONFIG):
+        inner = {
+            key: _WRAPPER.sub("", name, count=1).replace(_BASE_LAYER, ".")
+            for key, name in selected.names.items()
+            if key not in adapter and ".original_module." not in name
+        }
+        inner |= {
+            key: _WRAPPER.sub("", name, count=1).replace(".original_module.", ".")
+            for key, name in selected.names.items()
+            if ".original_module." in name
+        }
+        of_base, notes = _of_model(replace(selected, names=inner), beside)
+        base = safetensors_files.layout(of_base, "model", most)
+        names |= of_base.names
+    else:
+        notes = [f"The base model is not in it: {ADAPTER} says that it is {said.get('base_model_name_or_path')}."]
+    last = {**base.last, **_said_of(beside, selected.dtype)}
+    return replace(selected, names=names), Layout([*made.files, *base.files], last, notes)
+
+
+def _without_adapter_name(match: re.Match[str]) -> str:
+    return "" if match[1] == "modules_to_save" else f".{match[1]}"
+
+
+def _from_wrapper(names: Mapping[str, str]) -> dict[str, str]:
+    """From the part on that peft puts around a model; what a framework puts around that is not of the adapter."""
+    found = {}
+    for key, name in names.items():
+        match = _WRAPPER.search(name)
+        found[key] = name[match.start() :] if match else f"base_model.model.{name}"
+    return found
+
+
+def _said_of(beside: Beside, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """The small files; ``config.json`` says the dtype that the weights have now."""
+    files = dict(beside.files)
+    said = beside.said(CONFIG)
+    if said and dtype is not None:
+        names = [name for name in ("dtype", "torch_dtype") if name in said] or ["dtype"]
+        said |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
+        files[CONFIG] = json.dumps(said, indent=2).encode() + b"\n"
+    return files

@@ -1,0 +1,98 @@
+"""safetensors: one file, or several of a bounded size and an index that says which has what.
+
+The format: https://github.com/huggingface/safetensors#format; the index of several is that of Hugging Face's
+``save_pretrained``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.foreign.safetensors import DTYPES, MOST_HEADER
+from dcp_plugin.media import NewFile
+from dcp_plugin.tools.formats import Layout, Selected, require_tensors
+from dcp_plugin.tools.stream import Part, Stream
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """One file: the length of the header, the header, the tensors."""
+
+    name: str
+    parts: list[Part]
+    header: bytes
+
+    @classmethod
+    def of(cls, name: str, named: Sequence[tuple[str, Part]], path: object) -> SafetensorsFile:
+        """The file of these tensors. Those with the largest elements come first, so that all are aligned."""
+        in_order = sorted(named, key=lambda pair: -pair[1].dtype.itemsize)
+        said: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for key, part in in_order:
+            if part.dtype not in _NAMES:
+                raise CheckpointMismatch(
+                    f"{path}: {part.key} is {part.dtype}, which safetensors has no name for. Leave it out, or export "
+                    f"as torch."
+                )
+            said[key] = {
+                "dtype": _NAMES[part.dtype], "shape": list(part.sizes), "data_offsets": [at, at + part.nbytes]
+            }  # fmt: skip
+            at += part.nbytes
+        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        if len(text) > MOST_HEADER:
+            raise CheckpointMismatch(f"{path} has too many keys for one safetensors file: give max_shard_size")
+        return cls(name, [part for _, part in in_order], len(text).to_bytes(8, "little") + text)
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(part.nbytes for part in self.parts)
+
+    def write(self, file: NewFile, stream: Stream) -> None:
+        file.write(self.header)
+        for piece in stream:
+            file.write(piece.data)
+
+
+def layout(selected: Selected, stem: str, most: int | None) -> Layout:
+    """The files of all selected tensors; one if they have at most ``most`` bytes.
+
+    Args:
+        stem: What the files are called: ``<stem>.safetensors``, or ``<stem>-00001-of-00003.safetensors``.
+
+    Raises:
+        CheckpointMismatch: Nothing is selected; or a tensor has a dtype that the format does not know.
+    """
+    require_tensors(selected, "safetensors")
+    named = [(selected.names[key], selected.part(key)) for key in selected.tensors]
+    shards = _shards(named, most)
+    path = selected.reader.path
+    if len(shards) == 1:
+        return Layout([SafetensorsFile.of(f"{stem}.safetensors", shards[0], path)])
+    files, weight_map = [], {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+        files.append(SafetensorsFile.of(name, shard, path))
+        weight_map.update(dict.fromkeys([key for key, _ in shard], name))
+    total = sum(part.nbytes for _, part in named)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return Layout([*files], {f"{stem}.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"})
+
+
+def _shards(named: list[tuple[str, Part]], most: int | None) -> list[list[tuple[str, Part]]]:
+    """The tensors in their order, in files of at most so many bytes; a larger one is alone."""
+    shards: list[list[tuple[str, Part]]] = [[]]
+    filled = 0
+    for key, part in named:
+        if shards[-1] and most is not None and filled + part.nbytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append((key, part))
+        filled += part.nbytes
+    return shards

@@ -1,0 +1,108 @@
+"""A ``torch.save`` file of any size: its pickle is torch's own, its tensors are written as they are read.
+
+``torch.load(weights_only=True)`` reads it, and with ``mmap=True`` without reading the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from dcp_plugin import _torch
+from dcp_plugin.format import torch_archive
+from dcp_plugin.format.torch_archive import Record
+from dcp_plugin.host_memory import memory_view
+from dcp_plugin.media import NewFile
+from dcp_plugin.planning.flatten import unflatten
+from dcp_plugin.tools.formats import Layout, Selected
+from dcp_plugin.tools.read import read_keys
+from dcp_plugin.tools.stream import Part, Stream
+
+_BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """One file."""
+
+    name: str
+    parts: list[Part]
+    records: list[Record]
+    small: dict[str, bytes]
+    """The records that hold no tensor."""
+
+    @classmethod
+    def of(cls, name: str, tree: Any, parts: dict[int, Part]) -> TorchFile:
+        """The file of ``tree``.
+
+        Args:
+            parts: By the address of a tensor in the tree, what its elements are. All others are written as they are.
+        """
+        before, storages = _torch.pickled_parts(tree)
+        sizes = [(name, len(data)) for name, data in before.items()]
+        in_order: list[Part] = []
+        small = {**before, **_BEHIND}
+        for record, storage in storages.items():
+            if (part := parts.get(storage.data_ptr())) is not None:
+                in_order.append(part)
+            elif storage.nbytes():
+                small[record] = bytes(memory_view(torch.tensor([], dtype=torch.uint8).set_(storage)))
+            sizes.append((record, storage.nbytes()))
+        sizes += [(name, len(data)) for name, data in _BEHIND.items()]
+        return cls(name, in_order, torch_archive.records(sizes), small)
+
+    @property
+    def size(self) -> int:
+        return self.records[-1].end + len(torch_archive.directory(self.records, [0] * len(self.records)))
+
+    def write(self, file: NewFile, stream: Stream) -> None:
+        pieces = groupby(stream, key=lambda piece: piece.part)
+        crcs = []
+        for record in self.records:
+            file.write(record.header)
+            crc = 0
+            if record.name in self.small:
+                crc = torch_archive.checksum(self.small[record.name])
+                file.write(self.small[record.name])
+            elif record.size:
+                for piece in next(pieces)[1]:
+                    crc = torch_archive.checksum(piece.data, crc)
+                    file.write(piece.data)
+            file.write(record.descriptor(crc))
+            crcs.append(crc)
+        file.write(torch_archive.directory(self.records, crcs))
+
+
+def layout(
+    selected: Selected, name: str, allow_pickle: tuple[str, ...], shaped: Callable[[dict[str, Any]], Any] | None = None
+) -> Layout:
+    """One file with the nested state.
+
+    Args:
+        shaped: What becomes of the state, whose tensors have no elements yet.
+
+    Raises:
+        UnsafeCheckpoint: A value could only be had by executing code.
+    """
+    index = selected.reader.index
+    leaves: dict[str, Any] = {}
+    parts: dict[int, Part] = {}
+    values = read_keys(selected.reader, selected.values, torch.device("cpu"), allow_pickle)
+    for key in selected.names:
+        if key in values:
+            leaves[key] = values[key]
+        elif selected.stored(key).stored_whole and selected.reader.opened.format == "dcp_plugin":
+            leaves[key] = read_keys(selected.reader, [key], torch.device("cpu"))[key]
+        else:
+            part = selected.part(key)
+            leaves[key] = torch.empty(part.sizes, dtype=part.dtype)  # no memory is touched: nobody reads or writes it
+            if part.nbytes:
+                parts[leaves[key].data_ptr()] = part
+    named = {selected.names[key]: leaf for key, leaf in leaves.items()}
+    paths = {new: index.path_of(key) if new == key else tuple(new.split(".", 1)) for key, new in selected.names.items()}
+    tree = unflatten(named, paths)
+    return Layout([TorchFile.of(name, shaped(tree) if shaped else tree, parts)])
