@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
+    from dcp_plugin.tools.report import report
     from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
 
 
@@ -82,6 +83,7 @@ _HOMES = {
     "dcp_plugin.tools.export": ("ExportReport", "export"),
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.copy": ("CopyReport", "copy"),
+    "dcp_plugin.tools.report": ("report",),
     "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -132,6 +134,7 @@ __all__ = [
     "load",
     "prune",
     "read",
+    "report",
     "resolve_resume",
     "resume_or_init",
     "save",

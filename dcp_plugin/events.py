@@ -232,12 +232,17 @@ def _write_line(line: str) -> None:
 _NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "interval"}
 
 
-def append_json(path: Path, event: SaveFinished | SaveAborted | IntervalProposed) -> None:
-    """Append how a save has ended, or what was proposed after it, to a file of JSON lines."""
+def as_json(event: SaveFinished | SaveAborted | IntervalProposed) -> dict[str, object]:
+    """An event as a record that says what it is, and that it is of now."""
     told: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
     told |= asdict(event) | {"path": str(event.path)}
     if isinstance(event, SaveFinished):
         told["gb_per_second"] = event.gb_per_second
+    return told
+
+
+def append_json(path: Path, event: SaveFinished | SaveAborted | IntervalProposed) -> None:
+    """Append how a save has ended, or what was proposed after it, to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:  # one write, so that programs that share the file do not cut each other's lines
-        file.write(json.dumps(told) + "\n")
+        file.write(json.dumps(as_json(event)) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,21 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
+from dcp_plugin.media import WORKSPACE
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.runs import figures
+
+
+def names_in(folder: Path) -> list[str]:
+    """What is in a folder of checkpoints, but for a workspace in which nothing is left but figures."""
+    return sorted(one.name for one in folder.iterdir() if one.name != WORKSPACE or not is_tidy(folder))
+
+
+def is_tidy(folder: Path) -> bool:
+    """Whether saves have left nothing in the workspace of a folder but figures."""
+    workspace = folder / WORKSPACE
+    return not workspace.exists() or os.listdir(workspace) == [figures.NAME]
 
 
 def stock_reader(path: Where) -> StorageReader:

@@ -27,6 +27,7 @@ from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
 from tests.memory import extra_peak
+from tests.places import names_in
 from tests.slowness import Gate, slow_writes
 
 
@@ -178,7 +179,7 @@ def test_a_second_thread_is_told_and_changes_nothing(tmp_path: Path) -> None:
     first.join()
     ours.save({"n": 3}, tmp_path / "third")
     ours.close()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["first", "third"]
+    assert names_in(tmp_path) == ["first", "third"]
 
 
 def test_a_save_from_within_a_save_is_refused_and_fails_that_one(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_save_from_within_a_save_is_refused_and_fails_that_one(tmp_path: Path)
     with pytest.raises(dcp.CheckpointError, match=r"inner from within the save of .*outer"):
         ours.save({"n": 1}, tmp_path / "outer", files=lambda directory: _save_inner(ours, tmp_path))
     ours.save({"n": 1}, tmp_path / "after")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["after"]
+    assert names_in(tmp_path) == ["after"]
 
 
 def _save_inner(ours: dcp.Checkpointer, root: Path) -> None:
@@ -222,7 +223,7 @@ def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path
     unsubscribe()
     ours.close()
     assert len(refused) == 3 * 6, "at the start, at the bytes and at the end"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ck", "old"]
+    assert names_in(tmp_path) == ["ck", "old"]
 
 
 def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: Path, monkeypatch: Any) -> None:

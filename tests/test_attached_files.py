@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 
 import dcp_plugin as dcp
-from dcp_plugin.media import WORKSPACE
 from dcp_plugin.media.disk import posix
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.launch import on_ranks
 from tests.layouts import build, train
+from tests.places import is_tidy, names_in
 
 
 def _note(text: str) -> Any:
@@ -32,7 +32,7 @@ def _note(text: str) -> Any:
 def test_files_of_all_ranks_are_part_of_the_checkpoint_also_in_the_background(tmp_path: Path) -> None:
     launch.run(_save_with_files, 2, tmp_path / "ck")
     assert {path.name for path in (tmp_path / "ck" / "deep").iterdir()} == {"note_0.txt", "note_1.txt"}
-    assert not (tmp_path / WORKSPACE).exists()
+    assert is_tidy(tmp_path)
 
 
 def _save_with_files(path: Path) -> None:
@@ -44,7 +44,7 @@ def _save_with_files(path: Path) -> None:
 def test_a_failure_to_add_files_is_raised_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
     said = launch.run(_fail_to_add, 2, tmp_path / "ck")
     assert all("rank 1: OSError: no room" in text for text in said)
-    assert os.listdir(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 def _fail_to_add(path: Path) -> str:
@@ -90,7 +90,7 @@ def test_files_of_others_survive_a_kill_in_the_middle_of_an_overwrite(tmp_path: 
     dcp.save({"n": 3}, tmp_path / "next")
     assert (path / "log.txt").read_text() == "theirs"
     assert (path / "new.bin").exists() and not (path / "old.bin").exists()
-    assert not (tmp_path / WORKSPACE).exists()
+    assert is_tidy(tmp_path)
 
 
 def test_numbered_checkpoints_of_accelerate_are_made_outside_of_their_folder(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_numbered_checkpoints_of_accelerate_are_made_outside_of_their_folder(tmp
     seen: list[str] = []
     dcp.Checkpointer().save({"n": 1}, path, files=lambda directory: seen.extend(os.listdir(tmp_path / "checkpoints")))
     assert seen == []
-    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_3"]
-    assert os.listdir(tmp_path) == ["checkpoints"]
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint_3"]
+    assert names_in(tmp_path) == ["checkpoints"]
     dcp.Checkpointer().remove(path)
-    assert os.listdir(tmp_path / "checkpoints") == []
+    assert names_in(tmp_path / "checkpoints") == []
 
 
 @on_ranks(2)

@@ -25,6 +25,7 @@ from dcp_plugin.media.disk import commit
 from tests import launch
 from tests.launch import on_ranks
 from tests.layouts import build, train
+from tests.places import names_in
 from tests.slowness import RankGate, has_ended
 
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
@@ -87,7 +88,7 @@ def test_a_failed_background_save_is_raised_once_on_every_rank(tmp_path: Path) -
     unsubscribe()
     ours.save(state, tmp_path / "d")
     ours.close()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["d"]
+    assert names_in(tmp_path) == ["d"]
 
 
 @on_ranks(3)
@@ -269,8 +270,8 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(
     stock_save(state, storage_writer=dcp.ShardedWriter("~/run/3"), no_dist=True)
     for name in "01":
         dcp.Checkpointer().remove(f"~/run/{name}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "events", "run"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "3"]
+    assert names_in(tmp_path) == ["elsewhere", "events", "run"]
+    assert names_in(tmp_path / "run") == ["2", "3"]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(dcp.CheckpointConfig)])

@@ -19,12 +19,13 @@ import dcp_plugin as dcp
 from dcp_plugin import CheckpointMismatch, SaveInterval, events
 from dcp_plugin.media import WORKSPACE
 from dcp_plugin.paths import Where
-from dcp_plugin.runs import history, interval
+from dcp_plugin.runs import figures, history, interval
 from dcp_plugin.runs.history import RunHistory
 from dcp_plugin.runs.interval import PRIOR_SECONDS, Failures, SaveCost, cheapest_seconds, propose
 from dcp_plugin.saving.pace import CostMeter
 from tests import launch
 from tests.launch import on_ranks
+from tests.places import names_in
 from tests.slowness import Gate, slow_writes
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
@@ -183,11 +184,11 @@ def test_the_history_is_in_nobodys_way(tmp_path: Path) -> None:
         with_history.due(step)
         with_history.save({"step": step}, tmp_path / f"step-{step}", step)
     with_history.close()
-    assert os.listdir(tmp_path / WORKSPACE) == [history.NAME]
+    assert set(os.listdir(tmp_path / WORKSPACE)) == {history.NAME, figures.NAME}
     assert sorted(one.path.name for one in dcp.list_checkpoints(tmp_path)) == ["step-3", "step-4"]
     assert dcp.latest(tmp_path) == tmp_path / "step-4"
     dcp.save({"step": 9}, tmp_path / "step-9")
-    assert os.listdir(tmp_path / WORKSPACE) == [history.NAME], "the next save sweeps there"
+    assert set(os.listdir(tmp_path / WORKSPACE)) == {history.NAME, figures.NAME}, "the next save sweeps there"
 
 
 def test_who_does_not_ask_has_nothing_beside_the_checkpoints(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_who_does_not_ask_has_nothing_beside_the_checkpoints(tmp_path: Path) -> 
     checkpointer.save({"step": 1}, tmp_path / "step-1")
     proposed = checkpointer.proposed_interval()
     assert proposed is not None and proposed.mtbf_seconds == DAY and proposed.steps is None
-    assert os.listdir(tmp_path) == ["step-1"]
+    assert names_in(tmp_path) == ["step-1"]
 
 
 # All ranks hear the same

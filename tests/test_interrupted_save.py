@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
-from dcp_plugin.media import WORKSPACE
 from dcp_plugin.media.disk import commit, posix
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
+from tests.places import is_tidy
 
 KILLED = -signal.SIGKILL
 
@@ -74,7 +74,7 @@ def test_killed_save_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victims
         assert [state.path.suffix for state in in_flight] == [".saving"]
         assert torn.name in in_flight[0].reason
     launch.run(_save, 2, tmp_path / "run" / "step-4", 1, 4)
-    assert not (tmp_path / "run" / WORKSPACE).exists()
+    assert is_tidy(tmp_path / "run")
     assert [state.committed for state in dcp.list_checkpoints(tmp_path)] == [True, True]
     assert dcp.latest(tmp_path) == tmp_path / "run" / "step-4"
 
@@ -125,7 +125,7 @@ def test_a_commit_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: 
     assert dcp.verify(found).ok
     dcp.save({"model": model, "optim": optimizer}, tmp_path / "next", step=4)
     assert dcp.inspect(path).step == step
-    assert not (tmp_path / WORKSPACE).exists()
+    assert is_tidy(tmp_path)
 
 
 @pytest.mark.parametrize("replace", ["with a save", "with a link", "a link with a save"])
@@ -153,7 +153,7 @@ def test_a_file_system_that_fails_between_two_renames_costs_no_checkpoint(
         attempt.get(replace, lambda: dcp.save({"n": 99}, path, step=99))()
     monkeypatch.undo()
     assert dcp.inspect(path).step == 3 and dcp.verify(path).ok and path.is_symlink() == is_link
-    assert not (tmp_path / WORKSPACE).exists()
+    assert is_tidy(tmp_path)
 
 
 def test_a_directory_that_the_script_makes_anew_does_not_hide_what_a_kill_moved_aside(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_living_save_is_not_swept_by_another(tmp_path: Path) -> None:
     launch.run(_save_plain, 1, tmp_path / "other")
     assert reservation.directory.is_dir()
     commit.discard(reservation)
-    assert not (tmp_path / WORKSPACE).exists()
+    assert is_tidy(tmp_path)
 
 
 def _save_plain(path: Path) -> None:

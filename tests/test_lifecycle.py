@@ -24,7 +24,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.runs import catalog
 from tests import launch
 from tests.forge import change_summary
-from tests.places import delete_file, stock_writer
+from tests.places import delete_file, is_tidy, names_in, stock_writer
 
 
 def _save(path: Any, n: int, **options: object) -> Any:
@@ -259,7 +259,7 @@ def test_remove_takes_directories_files_and_links(tmp_path: Path) -> None:
     assert path.is_dir()
     ours.remove(path)
     ours.remove(path)
-    assert not list(tmp_path.iterdir())
+    assert not names_in(tmp_path)
 
 
 def test_a_save_over_a_file_or_a_link_replaces_just_that(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_torn_record_is_swept(tmp_path: Path) -> None:
     (workspace / "0123.saving").mkdir(parents=True)
     (workspace / "0123.json").write_bytes(b'{"targ')
     _save(tmp_path / "ck", 1)
-    assert not workspace.exists()
+    assert is_tidy(tmp_path)
 
 
 def test_latest_passes_over_a_checkpoint_whose_copy_was_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -308,7 +308,7 @@ def test_a_url_of_an_unknown_kind_is_refused_and_makes_no_directory(
     for call in (lambda: dcp.save({"n": 1}, "hdfs://host/ck"), lambda: dcp.latest("ftp://host")):
         with pytest.raises(ValueError, match="URL of an unknown kind"):
             call()
-    assert not list(tmp_path.iterdir())
+    assert not names_in(tmp_path)
 
 
 def test_a_clock_that_was_set_back_neither_deletes_the_new_nor_prefers_the_old(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_clock_that_was_set_back_neither_deletes_the_new_nor_prefers_the_old(t
     new = _save(tmp_path / "step-2", 2)
     assert dcp.latest(tmp_path) == new
     newest = _save(tmp_path / "step-3", 3, keep_last=1)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    assert names_in(tmp_path) == ["step-3"]
     assert dcp.latest(tmp_path) == newest
 
 
@@ -353,7 +353,7 @@ def test_a_link_takes_the_place_of_a_link_and_of_a_checkpoint(tmp_path: Path) ->
     catalog.link(tmp_path / "3", tmp_path / "1")
     assert dcp.inspect(tmp_path / "3").step == 1
     assert os.readlink(tmp_path / "3") == "1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "last"]
+    assert names_in(tmp_path) == ["1", "2", "3", "last"]
 
 
 @pytest.mark.parametrize("before", ["link", "checkpoint"])
@@ -368,7 +368,7 @@ def test_a_process_killed_before_it_has_linked_leaves_what_was_there(tmp_path: P
     assert outcome.exit_code == -signal.SIGKILL
     assert dcp.inspect(tmp_path / "last").step == 1
     dcp.save({"x": 3}, tmp_path / "3", step=3)
-    assert not (tmp_path / ".dcp_plugin").exists(), "the next save tidies up"
+    assert is_tidy(tmp_path), "the next save tidies up"
 
 
 def _link_and_die(root: Path) -> None:

@@ -24,6 +24,7 @@ from tests import launch
 from tests.compare import assert_same
 from tests.damage import flip
 from tests.layouts import build, train, whole_state
+from tests.places import names_in
 
 CLONE_NEWNS = 0x20000
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 0x1000, 0x4000, 1 << 18
@@ -249,7 +250,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_resumed(
     with pytest.raises(dcp.CheckpointIncomplete, match=r"set aside.*dcp_plugin\.damaged"):
         dcp.load(_run(2), newest)
     dcp.save(state, tmp_path / "step-4", keep_last=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"], "it is neither counted nor deleted"
+    assert names_in(tmp_path) == ["step-3", "step-4"], "it is neither counted nor deleted"
     dcp.save(state, newest)
     assert dcp.verify(newest).ok and not (newest / "dcp_plugin.damaged").exists(), "a new save is not damaged"
 

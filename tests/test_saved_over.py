@@ -29,6 +29,7 @@ from dcp_plugin.lightning import stock_format
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import build, finished_saves, train
+from tests.places import names_in
 
 
 def _tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -183,7 +184,7 @@ def test_what_was_overwritten_by_stock_is_not_counted_or_deleted_by_keep_last(tm
         if step == 0:
             _save_by_stock({"t": _tensors(8)}, tmp_path / "0")
     ours.save({"t": _tensors(3)}, tmp_path / "3", step=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3"]
+    assert names_in(tmp_path) == ["0", "2", "3"]
 
 
 def test_what_stock_has_saved_over_is_no_base_to_link_from_and_is_resumed_as_stocks(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from torch import nn
 import dcp_plugin as dcp
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import INDEX, index_file
-from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import assert_same, full_state
 from tests.finetune import Tuned, build, finished_saves, train
 from tests.forge import change_summary
+from tests.places import is_tidy, names_in
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_without_a_known_base_the_first_save_says_what_to_do(tmp_path: Path) -> 
     model, optimizer = build()
     with pytest.raises(dcp.SaveFailed, match=r"base=PATH"):
         dcp.save(_state(model, optimizer), tmp_path / "run", trainable_only=True)
-    assert not list(tmp_path.iterdir())
+    assert not names_in(tmp_path)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     dcp.save(_state(model, optimizer), tmp_path / "run", trainable_only=True)
@@ -203,7 +203,7 @@ def test_a_base_is_neither_overwritten_nor_pruned_by_what_needs_it(
         for step in range(3):
             ours.save(_state(model, optimizer), tmp_path / str(step))
         ours.remove(tmp_path / "base")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "base"]
+    assert names_in(tmp_path) == ["2", "base"]
     assert caplog.text.count("is not deleted") == 1  # not after every save
     _check(tmp_path / "2", model)
 
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_completes_its_neighbour_is_not_overwritten_by_anybody
     ours.save(_state(model, optimizer), tmp_path / "0")
     with pytest.raises(dcp.SaveFailed, match=r"/0 leaves out.*new name"):
         dcp.save(_state(*build(seed=9)), tmp_path / "last")
-    assert not (tmp_path / WORKSPACE).exists()
+    assert is_tidy(tmp_path)
     _check(tmp_path / "0", model)
     ours.remove(tmp_path / "0")
     dcp.save(_state(*build(seed=9)), tmp_path / "last")
@@ -347,7 +347,7 @@ def test_an_exclude_that_matches_nothing_is_an_error_at_the_first_save(tmp_path:
         dcp.CheckpointMismatch, match=r"exclude=\['model.backbon.\*'\] matches no key.*model\.backbone\."
     ):
         dcp.save(_state(model, optimizer), tmp_path / "0", exclude=["model.backbon.*"])
-    assert not list(tmp_path.iterdir())
+    assert not names_in(tmp_path)
     ours = dcp.Checkpointer(exclude=["*.teacher.*"])
     state: dict[str, Any] = {"model": nn.ModuleDict({"student": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)})}
     ours.save(state, tmp_path / "0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin import events
 from tests.launch import on_ranks
+from tests.places import names_in
 from tests.slowness import Gate, slow_writes
 
 OLD, NEW = {"n": 1}, {"n": 2}
@@ -36,7 +36,7 @@ class _Stateful:
 def _untouched(root: Path) -> bool:
     there = {"n": 0}
     dcp.load(there, root / "ck")
-    return there == OLD and os.listdir(root) == ["ck"]
+    return there == OLD and names_in(root) == ["ck"]
 
 
 @pytest.mark.parametrize("error", [OSError("no room"), ValueError("odd"), MemoryError(), dcp.CheckpointError("mine")])

@@ -19,6 +19,7 @@ from dcp_plugin import events
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+from tests.places import names_in
 from tests.programs import Program
 from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
 
@@ -63,7 +64,7 @@ def _skip_where_ranks_differ(root: Path) -> None:
     assert not second.skipped
     ours.close()
     unsubscribe()
-    assert sorted(entry.name for entry in root.iterdir()) == ["a", "b"]
+    assert names_in(root) == ["a", "b"]
 
 
 def _skip(root: Path) -> None:
@@ -84,7 +85,7 @@ def _skip(root: Path) -> None:
         ours.wait()
         assert not first.skipped and not ours.save({"model": model, "optim": optimizer}, root / "c").skipped
     ours.close()
-    assert sorted(entry.name for entry in root.iterdir()) == ["a", "c"]
+    assert names_in(root) == ["a", "c"]
     assert ("b is NOT saved" in "".join(told)) == (dist.get_rank() == 0)
     assert_same(_restored(root / "a"), expected)
 
@@ -161,7 +162,7 @@ def _queue_with_failure(root: Path) -> None:
         assert second.done() and second.exception() is None
         ours.save({"t": torch.ones(3)}, root / "fourth")
         ours.close()
-    assert sorted(entry.name for entry in root.iterdir()) == ["fourth", "second"]
+    assert names_in(root) == ["fourth", "second"]
 
 
 def _events(root: Path) -> None:

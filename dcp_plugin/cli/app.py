@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli import copy, diff, export, inspect, load_plan, prune, read, verify
+from dcp_plugin.cli import copy, diff, export, inspect, load_plan, prune, read, report, verify
 from dcp_plugin.cli import list as list_
 from dcp_plugin.types import VERSION
 
@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str, str]] = {
     "import": (export.import_command, "", "Make a checkpoint of another tool's file."),
     "prune": (prune.prune_command, "", "Delete what no rule keeps."),
     "copy": (copy.copy_command, "cp", "Copy checkpoints, disk or bucket."),
+    "report": (report.report_command, "", "One page about a run, to be opened from disk."),
     "load-plan": (load_plan.load_plan_command, "", "What a partial load would take."),
 }
 """Each command with its alias, and what the list of all says of it."""

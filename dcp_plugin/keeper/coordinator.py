@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from dcp_plugin import events
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.columns import Places
@@ -31,7 +32,8 @@ from dcp_plugin.keeper.node import Node, retried
 from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, figures
+from dcp_plugin.runs.figures import SaveFigures
 from dcp_plugin.storage.writer import Facts, Publication, compose
 from dcp_plugin.tiers.steps import Record
 from dcp_plugin.tiers.survey import make_run, path_of
@@ -61,6 +63,7 @@ class Save:
     """Which save of the run it is, from 1 on."""
     record: Record | None = None
     local: bool = False
+    local_at: float | None = None
     error: Exception | None = None
     hopeless: bool = False
     """Whether several keepers have died with it."""
@@ -417,7 +420,7 @@ class Coordinator:
             needed = [*self._writing.tokens(), *self._replicating.tokens(), *self._draining.tokens()]
             run = self._run_of(save)
             self._on_all(save, "complete", lambda node: (self._ranks(node), needed, run))
-            save.local = True
+            save.local, save.local_at = True, time.monotonic()
         except Exception as error:
             save.error = save.error or error
             self._say(f"{save.path} is not complete locally: {error}")
@@ -556,6 +559,7 @@ class Coordinator:
 
     def _end(self, save: Save, end: End) -> None:
         end = replace(end, seconds=time.monotonic() - save.began, path=str(save.path), error=_plain(end.error))
+        self._note(save, end)
         path = save.path if end.published else None
         try:
             self._on_all(save, "end", lambda node: (self._ranks(node), self._told(save, node, end), path))
@@ -565,6 +569,32 @@ class Coordinator:
             self._node.end(save.token, self._ranks(here), self._told(save, here, end), path)
         if end.published or not end.local or end.error is not None:
             self._drop(save)
+
+    @staticmethod
+    def _note(save: Save, end: End) -> None:
+        """What the save has cost, for who asks later."""
+        if (head := save.job.head) is None:
+            return
+        seconds = time.monotonic() - save.job.began
+        failed = end.error is not None and not end.published
+        if failed or not save.parts:
+            aborted = events.SaveAborted(save.path, save.job.step, 0, f"{type(end.error).__name__}: {end.error}")
+            figures.note(SaveFigures(aborted, head.save_id, head.run, {}))
+            return
+        blocked = save.job.spent.blocked_seconds
+        event = events.SaveFinished(
+            save.path,
+            save.job.step,
+            0,
+            seconds=seconds,
+            blocked_seconds=seconds if blocked is None else blocked,
+            staging_seconds=save.job.spent.staging_seconds,
+            write_seconds=end.seconds,
+            tier="durable" if end.published else "local",
+            local_seconds=save.local_at and save.local_at - save.job.began,
+        )
+        parts = [save.parts[rank].written for rank in sorted(save.parts)]
+        figures.note(SaveFigures.of_parts(event, head.save_id, head.run, head.facts.metrics, parts))
 
     @staticmethod
     def _told(save: Save, node: Sequence[Peer], end: End) -> End:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,7 @@ class Node:
         except OSError as error:
             raise SaveFailed(f"the host copy of rank {rank} for {job.path} is gone ({error})") from error
         written = writer.write(items, to, job.frozen)
+        spent = replace(job.spent, write_seconds=time.monotonic() - began)
         beside = self.spool.folder / f"{token}.{rank}.files"
         attached: dict[str, str] = {}
         if beside.is_dir():
@@ -224,7 +225,7 @@ class Node:
             attached = check_rest.told_beside(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
-        part = Part(WrittenPart.of(written), files, attached, sizes, time.monotonic() - began)
+        part = Part(WrittenPart.of(written, spent), files, attached, sizes, time.monotonic() - began)
         self.spool.put(name, pickle.dumps((str(directory or ""), part)))
         return part
 

@@ -52,7 +52,7 @@ from dcp_plugin.paths import ObjectPath, StoreOptions, Where
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import RankPlan, data_of, items_of
-from dcp_plugin.storage.writer import Facts, WrittenPart
+from dcp_plugin.storage.writer import Facts, Spent, WrittenPart
 from dcp_plugin.tensors import WholeItem
 from dcp_plugin.tiers.steps import key_of
 from dcp_plugin.tiers.wire import Address
@@ -432,6 +432,8 @@ class Head:
     save_id: str
     among_other_files: bool
     """Whether the path may be a directory with other things in it, which stay."""
+    run: str
+    """Stands for the run, among figures."""
     durable: bool
     """Whether it goes on to its path whatever ``durable_every`` says."""
 
@@ -454,6 +456,10 @@ class RankJob:
     """How the store of the path is reached: a pickle of the others has nothing of it."""
     client: str = ""
     """Of the spool: who has staged it."""
+    began: float = 0.0
+    """When the call began: seconds of this node's monotonic clock."""
+    spent: Spent = field(default_factory=Spent)
+    """Until it was handed over."""
     beside_rank_zero: bool = True
     """Whether rank 0 is on this node, and with it who leads the save."""
     head: Head | None = None

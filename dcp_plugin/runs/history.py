@@ -27,7 +27,7 @@ logger = logging.getLogger("dcp_plugin")
 NAME = "training.history"
 _MOST_RUNS = 64
 _MOST_BYTES = 1 << 16
-_OPEN, _CLEAN, _LOST = "open", "clean", "lost"
+_OPEN, _CLEAN, LOST = "open", "clean", "lost"
 
 _open_here: set[str] = set()
 """The runs of this process that have not ended."""
@@ -60,7 +60,7 @@ class RunHistory:
         Args:
             clean: Not by an error.
         """
-        self._write(seconds, _CLEAN if clean else _LOST)
+        self._write(seconds, _CLEAN if clean else LOST)
         _open_here.discard(self._run)
 
     def _write(self, seconds: float, end: str) -> Failures:
@@ -76,16 +76,25 @@ class RunHistory:
                 logger.warning("how long this run trains cannot be noted in %s: %s", self._file, error)
             self._told = True
         everything = [*runs, mine]
-        return Failures(sum(run["seconds"] for run in everything), sum(run["end"] == _LOST for run in everything))
+        return Failures(sum(run["seconds"] for run in everything), sum(run["end"] == LOST for run in everything))
 
     def _read(self) -> list[dict[str, Any]]:
-        try:
-            with medium_of(self._file).open(self._file.parent).open(NAME) as file:
-                noted = json.loads(file.read(_MOST_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return []
-        runs = noted.get("runs") if isinstance(noted, dict) else None
-        return [run for run in runs if _is_run(run)] if isinstance(runs, list) else []
+        return _runs_in(self._file.parent)
+
+
+def ends_beside(workspace: Where) -> list[str]:
+    """How the runs in a history have ended; :data:`LOST` is one that did not say goodbye."""
+    return [_as_it_ended(run)["end"] for run in _runs_in(workspace)]
+
+
+def _runs_in(workspace: Where) -> list[dict[str, Any]]:
+    try:
+        with medium_of(workspace).open(workspace).open(NAME) as file:
+            noted = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return []
+    runs = noted.get("runs") if isinstance(noted, dict) else None
+    return [run for run in runs if _is_run(run)] if isinstance(runs, list) else []
 
 
 def _is_run(run: object) -> bool:
@@ -94,7 +103,7 @@ def _is_run(run: object) -> bool:
     seconds: object = run.get("seconds")
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
         return False
-    return math.isfinite(seconds) and seconds >= 0 and run.get("end") in (_OPEN, _CLEAN, _LOST)
+    return math.isfinite(seconds) and seconds >= 0 and run.get("end") in (_OPEN, _CLEAN, LOST)
 
 
 def _as_it_ended(run: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +112,7 @@ def _as_it_ended(run: dict[str, Any]) -> dict[str, Any]:
         return run
     pid, machine = run.get("pid"), run.get("machine")
     elsewhere = not machine or machine != _machine() or pid == os.getpid()
-    return {**run, "end": _LOST} if elsewhere or posix.has_ended(posix.machine(), pid) else run
+    return {**run, "end": LOST} if elsewhere or posix.has_ended(posix.machine(), pid) else run
 
 
 def _machine() -> str:

@@ -37,7 +37,8 @@ from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
 from dcp_plugin.planning.save import PlanExchange, RankPlan, data_of, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, figures
+from dcp_plugin.runs.figures import SaveFigures
 from dcp_plugin.saving.base import KeySelection, LeftOut
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
@@ -45,7 +46,7 @@ from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, sha
 from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, WrittenPart
+from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, Spent, WrittenPart
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
@@ -258,17 +259,20 @@ class SavePipeline:
             CheckpointError: On every rank. What was at the path is untouched, unless the message says that the
                 checkpoint is published.
         """
-        publication = request.publication
-        began = time.monotonic()
+        publication, began = request.publication, time.monotonic()
+        of_all: list[WrittenPart] = []  # on rank 0
         try:
             planned = self.plan(request, staged, ranks, partial(_reserve, publication))
-            part = Attempt.of(lambda: self._write(request, planned))
-            ranks.combine(
-                f"write {request.path}", part.get, lambda parts: self._publish(request, staged.get(), planned, parts)
-            )
+            part = Attempt.of(lambda: self._write(request, planned, staged.get().copy_seconds))
+
+            def publish(parts: list[WrittenPart]) -> None:
+                self._publish(request, staged.get(), planned, parts)
+                of_all.extend(parts)
+
+            ranks.combine(f"write {request.path}", part.get, publish)
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
-            self.abort(error, request, ranks.rank)
+            self.abort(error, request, ranks.rank, note=True)
         except BaseException:  # Ctrl-C
             publication.discard(all_ended=ranks.size == 1)
             raise
@@ -288,6 +292,9 @@ class SavePipeline:
             bytes_reused=written.bytes_reused,
         )
         self.tell(event)
+        if of_all:
+            metrics = staged.get().metrics
+            figures.note(SaveFigures.of_parts(event, publication.save_id, figures.this_run(), metrics, of_all))
         return event
 
     def plan(
@@ -316,13 +323,14 @@ class SavePipeline:
         plan, (path, directory) = self.exchange.plan(step, ranks, hold, reserve, self._local)
         return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
-    def _write(self, request: SaveRequest, planned: PlannedState) -> WrittenPart:
+    def _write(self, request: SaveRequest, planned: PlannedState, staging_seconds: float) -> WrittenPart:
         planned.refuse_another_path(request.path)
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
         writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
-        items = [(item, data_of(item, planned.state)) for item in planned.plan.items]
-        return WrittenPart.of(writer.write(items, planned.directory, planned.frozen))
+        began, items = time.monotonic(), [(item, data_of(item, planned.state)) for item in planned.plan.items]
+        written = writer.write(items, planned.directory, planned.frozen)
+        return WrittenPart.of(written, Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(
         self, request: SaveRequest, staged: StagedState, planned: PlannedState, parts: list[WrittenPart]
@@ -364,11 +372,18 @@ class SavePipeline:
         items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
         return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
 
-    def abort(self, error: Exception, request: SaveRequest, rank: int) -> NoReturn:
-        """Tell subscribers that the save has failed, and raise it."""
+    def abort(self, error: Exception, request: SaveRequest, rank: int, note: bool = False) -> NoReturn:
+        """Tell subscribers that the save has failed, and raise it.
+
+        Args:
+            note: Among the figures of the run, too: a keeper does that itself.
+        """
         if request.publication.published:  # and a rank was lost before all had heard of it
             error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
-        self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}"))
+        event = events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}")
+        self.tell(event)
+        if note and rank == 0:
+            figures.note(SaveFigures(event, request.publication.save_id, figures.this_run(), {}))
         raise_as_failed_save(error, request.path)
 
     def tell(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:

@@ -24,9 +24,11 @@ from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.runs import figures
 from dcp_plugin.saving.job import PlannedState, SavePipeline, SaveRequest, StagedState
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.staging.snapshot import HostPool
+from dcp_plugin.storage.writer import Spent
 from dcp_plugin.tiers.steps import new_token
 
 logger = logging.getLogger("dcp_plugin")
@@ -202,6 +204,8 @@ class KeptSaves:
             loaded=None if loaded is None else str(loaded),
             options=options,
             client=self.client.spool.client,
+            began=request.began,
+            spent=Spent(self._blocked(request), staged.copy_seconds),
             beside_rank_zero=self.client.beside_rank_zero,
         )
         if (plan := planned.plan.global_plan) is None:
@@ -214,9 +218,16 @@ class KeptSaves:
             facts=self._pipeline.facts(request, staged, planned, ranks.size),
             save_id=str(uuid.uuid4()),
             among_other_files=request.with_files,
+            run=figures.this_run(),
             durable=request.durable,
         )
         return replace(job, head=head)
+
+    def _blocked(self, request: SaveRequest) -> float | None:
+        """What the training has waited when it hands a save over; None if it goes on waiting."""
+        if request.blocked_seconds is None and self._config.async_save:
+            return time.monotonic() - request.began
+        return request.blocked_seconds
 
     def follow(
         self, token: str, handle: SaveHandle, request: SaveRequest, staging_seconds: float

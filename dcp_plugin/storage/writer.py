@@ -98,6 +98,16 @@ class WrittenItems:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """Seconds that one rank has spent with its part of a save."""
+
+    blocked_seconds: float | None = None
+    """What its training waited; None if that is until the save is published."""
+    staging_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class WrittenPart:
     """What one rank tells rank 0 when it has written its part of a save: :class:`WrittenItems` in columns."""
 
@@ -107,11 +117,12 @@ class WrittenPart:
     bytes_reused: int
     why_not_reused: str
     """Why not more was linked, in words; empty if nothing stood in the way."""
+    spent: Spent = field(default_factory=Spent)
 
     @classmethod
-    def of(cls, written: WrittenItems) -> WrittenPart:
+    def of(cls, written: WrittenItems, spent: Spent) -> WrittenPart:
         found = written.findings
-        return cls(Places.of(written.locations), written.nbytes, len(found.linked), found.bytes, found.why_not)
+        return cls(Places.of(written.locations), written.nbytes, len(found.linked), found.bytes, found.why_not, spent)
 
 
 @dataclass(frozen=True)

@@ -153,9 +153,10 @@ def first_divergence(
         found = diff(*pair, include, exclude, amounts=False, checksums=checksums, progress=progress, **options)
         texts |= dict.fromkeys(value.key for value in found.values if value.text)
         if _differing(found):
-            where = _first(found, options)
+            key, at, values, ulps = _first(found, options)
             differ, equal = _by_kind(found, options)
-            return Divergence(*runs, common[:number], *only, step, *where, differ, equal, list(texts), found)
+            compared = common[:number]
+            return Divergence(*runs, compared, *only, step, key, at, values, ulps, differ, equal, list(texts), found)
     return Divergence(*runs, common, *only, texts=list(texts))
 
 

@@ -15,6 +15,7 @@ import dcp_plugin as dcp
 from tests import launch
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.places import names_in
 
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["Accelerate alone", "attached"])
 
@@ -188,8 +189,8 @@ def test_a_limit_of_one_and_a_crash_leave_one_checkpoint(tmp_path: Path, native:
         assert not (tmp_path / "checkpoints" / "checkpoint_0").exists()
     else:
         launch.run(_resume_and_save, 1, tmp_path)
-        assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_5"], "a torn one counts not"
-        assert os.listdir(tmp_path) == ["checkpoints"]
+        assert names_in(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_5"], "a torn one counts not"
+        assert names_in(tmp_path) == ["checkpoints"]
 
 
 def _save_limited(root: Path, native: bool) -> None:

@@ -11,6 +11,7 @@ import pytest
 import dcp_plugin as dcp
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.places import names_in
 
 
 @on_ranks(1)
@@ -125,4 +126,4 @@ def test_files_of_trackers_have_to_be_local(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="notes", project_config=settings)
     attach(accelerator)
     accelerator.init_trackers("run")
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert names_in(tmp_path) == ["logs"]

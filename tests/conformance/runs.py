@@ -21,6 +21,7 @@ from torch import nn
 from tests.conformance.differences import NEXT_EPOCH_BEGUN, NO_EPOCH_SKIPPED, RESUMED_BY_ACCELERATE
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace, note
+from tests.places import names_in
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _fit(
 
 def _see(trace: Trace, when: str, tool: Tool, trainer: Any, callbacks: list[Any]) -> None:
     folder = tool.folder / "checkpoints"
-    trace.see(f"{when}: files", sorted(path.name for path in folder.iterdir()) if folder.exists() else [])
+    trace.see(f"{when}: files", names_in(folder) if folder.exists() else [])
     trace.see(f"{when}: progress", [trainer.current_epoch, trainer.global_step, trainer.should_stop])
     trace.see(f"{when}: metrics", {name: float(value) for name, value in trainer.callback_metrics.items()})
     trace.see(f"{when}: rates", [config.scheduler.get_last_lr() for config in trainer.lr_scheduler_configs])
@@ -354,7 +355,7 @@ class _Script:
 
     def see(self, trace: Trace, when: str, tool: Tool) -> None:
         project = tool.folder / "project" / "checkpoints"
-        trace.see(f"{when}: folders", sorted(path.name for path in project.iterdir()) if project.exists() else [])
+        trace.see(f"{when}: folders", names_in(project) if project.exists() else [])
         configuration = self.accelerator.project_configuration
         trace.see(f"{when}: iteration", configuration.iteration)
         trace.see(f"{when}: counter", self.counter.count)

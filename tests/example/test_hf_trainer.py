@@ -10,6 +10,7 @@ import pytest
 from hf_trainer import choose_strategy
 
 from tests import programs
+from tests.places import names_in
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -36,7 +37,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     resumed = train(tmp_path, "strategy=single", "checkpoint=sync", "steps=6", "resume=must")
     assert resumed.returncode == 0, resumed.stderr
     checkpoints = tmp_path / "transformers"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert names_in(checkpoints) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     history = json.loads((checkpoints / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
     assert resumed.stdout.count("'loss'") == 2

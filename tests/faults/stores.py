@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.packed import end_of, token_in
 from dcp_plugin.paths import as_path
+from dcp_plugin.runs import figures
 from tests.faults.oracle import Facts, find, wrong
 from tests.faults.proxy import Fault, Hangup, Proxy, Request, where
 from tests.faults.scenes import NEW, SCENES, Scene, number_in, prepare, resume, save, state_of
@@ -37,6 +38,11 @@ from tests.object_server import Bucket, Server, serving
 
 IN_BUCKETS = [name for name, scene in SCENES.items() if not scene.others]
 PRELOADED = ("obstore", "obstore.store", "s3fs", "torch.distributed.checkpoint._fsspec_filesystem")
+
+
+def _is_left(key: str) -> bool:
+    """Whether it is in a workspace, and not the figures that stay there."""
+    return "/.dcp_plugin/" in key and not key.endswith(f"/{figures.NAME}")
 
 
 @dataclass
@@ -168,7 +174,7 @@ class Place:
         published = {end[0] for data in last if (end := end_of(data)) is not None}
         for key in self.keys(root):
             tokens = {token_in(part) for part in key.split("/")}
-            if "/.dcp_plugin/" in key or not tokens <= published | self._published | {""}:
+            if _is_left(key) or not tokens <= published | self._published | {""}:
                 left.append(key)
         return [f"left after the next save: {left}"] if left else []
 
@@ -308,7 +314,7 @@ def _strays(bucket: Bucket) -> list[str]:
 
     store = from_url(bucket.url)
     keys = [str(one["path"]) for page in obstore.list(store) for one in page]
-    strays = [key for key in keys if "/.dcp_plugin/" in key]
+    strays = [key for key in keys if _is_left(key)]
     for folder in {key.rpartition("/")[0] for key in keys if key.endswith(METADATA)}:
         tokens = {token_in(key[len(folder) + 1 :]) for key in keys if key.startswith(f"{folder}/")} - {""}
         strays += [f"{folder}: {tokens}"] if len(tokens) > 2 else []

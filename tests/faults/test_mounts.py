@@ -15,6 +15,7 @@ from tests.faults import mounts
 from tests.faults.oracle import find, problems
 from tests.faults.scenes import NEW, SCENES, prepare, save
 from tests.faults.victims import Victims
+from tests.places import names_in
 
 ext4 = pytest.mark.skipif(bool(mounts.why_no_ext4()), reason=mounts.why_no_ext4())
 
@@ -60,7 +61,7 @@ def test_without_locks_what_a_process_of_this_machine_left_is_swept(
     assert list(tmp_path.glob(".dcp_plugin/*.saving")), "it has left something"
     monkeypatch.setattr(posix, "lock", without)
     save(tmp_path / "step-2", 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+    assert names_in(tmp_path) == ["step-2"]
 
 
 def test_whether_a_process_has_ended_is_known_on_its_machine_only() -> None:

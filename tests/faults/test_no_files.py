@@ -16,6 +16,7 @@ import torch
 
 import dcp_plugin as dcp
 from tests.launch import on_ranks
+from tests.places import is_tidy
 
 KINDS: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
@@ -85,7 +86,7 @@ def test_in_place_of_a_file_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
         ours.close()
         _save(damaged, 4, keep_last=2)
         assert dcp.verify(damaged).ok and dcp.latest(run) == damaged
-        assert not (run / ".dcp_plugin").exists()
+        assert is_tidy(run)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from dcp_plugin.lightning import DCPCheckpointIO
 from tests.compare import assert_same
 from tests.lightning import training as t
+from tests.places import names_in
 from tests.slowness import at_random, slow_copies
 
 
@@ -90,8 +91,8 @@ def test_a_lazy_checkpoint_is_the_state_at_its_call_whoever_writes_weights(write
     expected = _fit(writer, tmp_path / "expected")
     with slow_copies(at_random(0.002)):
         ours = _fit(writer, tmp_path / "lazy", async_save=True, staging="lazy")
-    names = sorted(path.name for path in (tmp_path / "expected").iterdir())
-    assert len(names) > 5 and names == sorted(path.name for path in (tmp_path / "lazy").iterdir())
+    names = names_in(tmp_path / "expected")
+    assert len(names) > 5 and names == names_in(tmp_path / "lazy")
     for name in names:
         one, other = (
             expected.load_checkpoint(tmp_path / "expected" / name),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launch import on_ranks
+from tests.places import names_in
 
 
 class Interrupted(Exception):
@@ -82,7 +83,7 @@ def test_what_an_epoch_still_had_to_do_after_its_last_batch_is_done_after_the_re
             with pytest.raises(Interrupted):
                 fit(0, moment, num_sanity_val_steps=0)
             calls, losses, best_path, loops = fit(9, num_sanity_val_steps=0)
-            files = sorted(file.name for file in (root / moment).iterdir())
+            files = names_in(root / moment)
             seen[moment] = calls, losses, Path(best_path).name, loops, files
         return seen
 

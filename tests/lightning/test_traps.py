@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from tests import launch
 from tests.compare import assert_same, same_bytes
 from tests.launch import on_ranks
+from tests.places import names_in
 
 
 def _saved(t: Any, layout: str, path: Path, *callbacks: Any, steps: int = 3, **options: Any) -> dict[str, Any]:
@@ -493,7 +494,7 @@ def test_trap_15_in_the_background_old_checkpoints_are_deleted_and_failures_are_
     def train(name: str, **options: Any) -> list[str]:
         saving = t.ModelCheckpoint(tmp_path / name, "{step}", every_n_train_steps=1)
         t.trainer_for("single", [saving], max_steps=4, **options).fit(t.Model(), t.plain_loader("single", 6))
-        return sorted(path.name for path in (tmp_path / name).iterdir())
+        return names_in(tmp_path / name)
 
     assert len(train("stock", stock=True, plugins=[AsyncCheckpointIO(SlowIO())])) > 1
     assert train("ours", plugin=t.DCPCheckpointIO(async_save=True)) == ["step=4.ckpt"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests import trackers
 from tests.launch import on_ranks
+from tests.places import names_in
 
 
 @pytest.mark.long
@@ -119,7 +120,7 @@ def _mlflow(root: Path, log_model: Any) -> Any:
         client, found = logger.experiment, []
         for folder in sorted(one.path for one in client.list_artifacts(logger.run_id)):
             downloaded = Path(client.download_artifacts(logger.run_id, folder))
-            inside = sorted(path.name for path in downloaded.iterdir())
+            inside = names_in(downloaded)
             metadata = json.dumps(yaml.safe_load((downloaded / "metadata.yaml").read_text()), sort_keys=True)
             found.append((folder, inside, metadata, (downloaded / "aliases.txt").read_text()))
         return found, Path(client.download_artifacts(logger.run_id, "epoch=1/epoch=1.ckpt"))

@@ -15,6 +15,7 @@ import pytest
 import dcp_plugin as dcp
 from tests import launch
 from tests.launch import on_ranks
+from tests.places import names_in
 
 
 def _kind(name: str) -> Any:
@@ -253,4 +254,4 @@ def test_an_output_dir_that_is_a_url_is_refused_and_that_of_file_is_the_path(tmp
     trainer = t.trainer(f"file://{tmp_path}/run", max_steps=1, save_steps=1)
     trainer.train()
     trainer.train(resume_from_checkpoint=f"file://{tmp_path}/run/checkpoint-1")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert names_in(tmp_path) == ["run"]

@@ -8,6 +8,7 @@ import pytest
 
 from dcp_plugin import CheckpointConfig, resolve_resume
 from tests.launch import on_ranks
+from tests.places import is_tidy
 
 
 @pytest.mark.parametrize(("strategy", "saved"), [("no", []), ("steps", [3, 6])])
@@ -31,5 +32,5 @@ def test_without_an_interval_a_trainer_is_as_before(tmp_path: Path) -> None:
     trainer = t.trainer(tmp_path)
     trainer.train()
     assert {path.name for path in tmp_path.iterdir()} >= {"checkpoint-3", "checkpoint-6"}
-    assert not (tmp_path / ".dcp_plugin").exists()
+    assert is_tidy(tmp_path)
     assert not any("checkpoint/proposed_interval_seconds" in entry for entry in trainer.state.log_history)

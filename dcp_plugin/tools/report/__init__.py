@@ -1,0 +1,69 @@
+"""``dcp_plugin.report``: one page about a run, for a browser.
+
+``collect`` finds what is known, ``charts`` and ``page`` show it. The rule: nothing that others have written reaches the
+page unescaped, and the page needs no network.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from dcp_plugin.errors import CheckpointError
+from dcp_plugin.paths import PathLike, StorageOptions
+from dcp_plugin.tools.report.collect import RunFigures, collect
+
+__all__ = ["RunFigures", "collect", "report"]
+
+
+def report(run: PathLike, out: str | os.PathLike[str], storage_options: StorageOptions | None = None) -> Path:
+    """Write one HTML page about a run: metrics, seconds, ranks, sizes, reuse, failures and restarts.
+
+    Args:
+        run: The folder of the checkpoints, or one above it; or the URL of one. Saves note beside the checkpoints what
+            they cost; of checkpoints without such notes the page shows what there is, and says what is missing.
+        out: The file, replaced if it is there.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointNotFound: There is no checkpoint at or below ``run``, and no note of one.
+        CheckpointError: plotly is not installed.
+        OSError: ``out`` cannot be written, or the store of a URL cannot be reached.
+
+    Example:
+        >>> import dcp_plugin
+        >>> for step in range(3):
+        ...     dcp_plugin.save({"weights": [0.0] * step}, f"run/step-{step}", step, metrics={"loss": 1 / (1 + step)})
+        >>> dcp_plugin.report("run", "report.html").name
+        'report.html'
+    """
+    return write(collect(run, storage_options), out)
+
+
+def write(figures: RunFigures, out: str | os.PathLike[str]) -> Path:
+    """Write the page of these figures. It appears whole or not at all. Raises as :func:`report`."""
+    from dcp_plugin.tools.report.page import page
+
+    text, path = page(figures, _plotly()), Path(out)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        fresh.write_text(text, "utf-8")
+        os.replace(fresh, path)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
+    return path
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise CheckpointError("a report needs plotly: pip install 'dcp-plugin[report]'") from error
+    text: str = get_plotlyjs()
+    return text.replace("</script", "<\\/script")

@@ -1,0 +1,86 @@
+"""What saves have cost is noted beside the run, within bounds, and no save depends on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_plugin as dcp
+from dcp_plugin.errors import SaveFailed
+from dcp_plugin.paths import Where
+from dcp_plugin.runs import figures
+from tests.launch import on_ranks
+
+
+def test_one_line_for_each_save_and_none_after_a_failure_where_nothing_was(tmp_path: Path) -> None:
+    with pytest.raises(SaveFailed):
+        dcp.save({"n": 1}, tmp_path / "run" / "a", metrics={"loss": "x"})
+    assert not (tmp_path / "run").exists()
+    state = {"w": torch.ones(1000), "n": 1}
+    dcp.save(state, tmp_path / "run" / "a", step=1, metrics={"loss": float("nan")})
+    with pytest.raises(SaveFailed):
+        dcp.save(state, tmp_path / "run" / "b", metrics={"loss": "x"})
+    saved, failed = figures.read(tmp_path / "run")
+    assert (saved["event"], saved["path"], saved["step"], saved["metrics"]) == ("saved", "a", 1, {"loss": "nan"})
+    assert saved["bytes"] == saved["ranks"]["bytes"][0] >= 4000 and saved["place"] == "disk"
+    assert saved["seconds"] >= saved["blocked_seconds"] >= saved["ranks"]["write_seconds"][0] > 0
+    assert failed["event"] == "failed" and "'loss'" in failed["error"] and failed["run"] == saved["run"]
+
+
+@on_ranks(2)
+def test_figures_of_all_ranks_by_every_writer(place: Where, tmp_path: Path) -> None:
+    settings: list[dict[str, Any]] = [{}, {"async_save": True}, {"async_save": True, "writer": "process"}]
+    for number, config in enumerate([*settings, {"async_save": True, "local_dir": str(tmp_path / "local")}]):
+        checkpointer, run = dcp.Checkpointer(**config), place / str(number)
+        state = {"w": torch.ones(1000), "rank": dist.get_rank()}
+        for step in range(2):
+            checkpointer.save(state, run / f"step-{step}", step, metrics={"loss": step}).wait()
+        checkpointer.close()
+        dist.barrier()
+        found = figures.read(run)
+        assert [(save["step"], save["metrics"]) for save in found] == [(0, {"loss": 0.0}), (1, {"loss": 1.0})], (
+            config,
+            found,
+        )
+        assert len({save["run"] for save in found}) == 1
+        for save in found:
+            ranks = save["ranks"]
+            assert set(ranks) == set(figures.COLUMNS) and {len(column) for column in ranks.values()} == {2}
+            assert sum(ranks["bytes"]) == save["bytes"] > 4000 and min(ranks["write_seconds"]) > 0
+            assert save["seconds"] >= save["blocked_seconds"] > 0
+            assert (save["local_seconds"] is not None) == ("local_dir" in config)
+
+
+def test_the_file_is_bounded_in_lines_and_in_bytes_and_garbage_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_SAVES", 5)
+    monkeypatch.setattr(figures, "_SLACK", 3)
+    file = tmp_path / ".dcp_plugin" / figures.NAME
+    file.parent.mkdir()
+    file.write_bytes(b'[1]\n{"save": "torn')
+    for step in range(20):
+        dcp.save({"n": 1}, tmp_path / "a", step=step)
+        assert file.read_bytes().count(b"\n") <= 9
+    assert [save["step"] for save in figures.read(tmp_path)][-5:] == [15, 16, 17, 18, 19]
+    monkeypatch.setattr(figures, "_MOST_BYTES", 3000)
+    for step in range(20):
+        dcp.save({"n": 1}, tmp_path / "a", step=step)
+        assert file.stat().st_size <= 3000
+    assert figures.read(tmp_path)[-1]["step"] == 19
+    assert figures.newest_lines(b"long\n" * 3, 2) == b"long\n", "the newest is kept whatever its size"
+
+
+def test_what_cannot_be_noted_fails_no_save(tmp_path: Path) -> None:
+    (tmp_path / ".dcp_plugin" / figures.NAME).mkdir(parents=True)
+    dcp.save({"n": 1}, tmp_path / "a", step=1)
+    assert dcp.inspect(tmp_path / "a").step == 1 and figures.read(tmp_path) == []
+    lines = [json.dumps({"save": "x", "step": step}) for step in (1, 2)]
+    (tmp_path / "b" / ".dcp_plugin").mkdir(parents=True)
+    (tmp_path / "b" / ".dcp_plugin" / figures.NAME).write_text("\n".join(lines))
+    assert figures.read(tmp_path / "b") == [{"save": "x", "step": 2}], "the last line about a save counts"
