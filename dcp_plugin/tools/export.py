@@ -280,7 +280,8 @@ def _as_dcp(selected: Selected, out: Where, options: _Options, group: Ranks, pro
 
     def publish(written: list[dict[int, object]]) -> list[str]:
         locations = {rank: there for part in written for rank, there in part.items()}
-        require_absent(out, "has come while it was written. Nothing was replaced.")
+        if not publication.medium.keeps_names:
+            require_absent(out, "has come while it was written. Nothing was replaced.")
         checkpoint.publish(publication, [locations[rank] for rank in range(options.ranks)])  # type: ignore[misc]
         return sorted(name.rstrip("/") for name in medium_of(out).open(out).names())
 

@@ -64,7 +64,7 @@ def _without_ours(extra: Any) -> dict[str, Any]:
     loops = found.get("loops")
     if isinstance(states := found.get(_LOADERS), dict) and isinstance(loops, dict) and "0" in states:
         loops["fit_loop"]["state_dict"]["combined_loader"] = states["0"]
-    of_hooks = found.pop(_OF_HOOKS, {})
+    of_hooks: dict[str, Any] = found.pop(_OF_HOOKS, {})
     return {key: value for key, value in found.items() if key not in _OURS} | of_hooks
 
 

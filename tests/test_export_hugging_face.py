@@ -1,0 +1,110 @@
+"""``export --format hf``: what ``from_pretrained`` makes of the folder computes what was saved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dcp_plugin as dcp
+from tests import launch
+
+KINDS = ("gpt2", "tied", "untied", "lora")
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def _made(kind: str) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32))
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=kind == "tied"))
+    if kind != "lora":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    config.init_lora_weights = False
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.1)
+    return model
+
+
+def _logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(TOKENS).logits
+    return found
+
+
+def _describe(model: Any, folder: Path) -> None:
+    """The configuration, without the weights."""
+    inner = model.base_model.model if hasattr(model, "peft_config") else model
+    inner.config.save_pretrained(folder)
+    if inner is not model:
+        model.peft_config["default"].save_pretrained(folder)
+
+
+def _check(root: Path, name: str, logits: torch.Tensor) -> None:
+    from transformers import AutoModelForCausalLM
+
+    report = dcp.export(root / name, root / f"{name}-hf", "hf", config=root / "config", max_shard_size="20KB")
+    assert len(report.files) > 2, report
+    made = AutoModelForCausalLM.from_pretrained(root / f"{name}-hf")
+    assert torch.equal(_logits(made), logits), name
+
+
+def test_tied_weights_go_out_once_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = _made("tied")
+    _describe(model, tmp_path / "config")
+    dcp.save({"app": {"net": model}, "optim": torch.optim.AdamW(model.parameters())}, tmp_path / "ck")
+    _check(tmp_path, "ck", _logits(model))
+    half = dcp.export(tmp_path / "ck", tmp_path / "half", "hf", config=tmp_path / "config", dtype="bfloat16")
+    assert half.nbytes * 2 == sum(parameter.nbytes for parameter in model.parameters())
+    with pytest.raises(dcp.CheckpointMismatch, match="does not have"):
+        dcp.export(tmp_path / "ck", tmp_path / "no", "hf", config=tmp_path / "config", exclude="*.0.mlp.*")
+    assert not (tmp_path / "no").exists()
+
+
+def _save(root: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for kind in KINDS:
+        model = _made(kind)
+        logits = _logits(model)
+        if torch.distributed.get_rank() == 0:
+            (root / kind).mkdir()
+            _describe(model, root / kind / "config")
+            torch.save(logits, root / kind / "logits.pt")
+        torch.distributed.barrier()
+        for block in model.modules():
+            if type(block).__name__ in ("GPT2Block", "LlamaDecoderLayer"):
+                fully_shard(block)
+        fully_shard(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        dcp.save({"model": model, "optim": torch.optim.AdamW(trained)}, root / kind / "ck")
+
+
+@pytest.mark.long
+def test_models_that_were_sharded_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    launch.run(_save, 2, tmp_path)
+    for kind in KINDS:
+        _check(tmp_path / kind, "ck", torch.load(tmp_path / kind / "logits.pt"))
