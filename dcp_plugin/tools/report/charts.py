@@ -99,7 +99,8 @@ def metrics(run: RunFigures) -> Chart:
 
 def _marks(run: RunFigures, numbered: Sequence[tuple[int, Save]]) -> tuple[list[Chart], list[Chart]]:
     """Where saves failed and trainings began again."""
-    marks, said = [], []
+    marks: list[Chart] = []
+    said: list[Chart] = []
     before = 0
     for number, save in numbered:
         again = bool(before and save.training and save.training != before)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from dcp_plugin.errors import CheckpointError, CheckpointNotFound
 from dcp_plugin.format.summary import decode_metrics
@@ -146,7 +146,7 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     """
     root = as_path(run, storage_options)
     states = [state for state in list_checkpoints(root, storage_options) if state.committed]
-    folders = {root, *(workspace_of(state.path).parent for state in states)}
+    folders = {root, *(workspace_of(cast(Path, state.path)).parent for state in states)}
     noted = sorted((told for folder in folders for told in figures.read(folder)), key=_time)
     saves = _saves(noted, states)
     if not saves:
