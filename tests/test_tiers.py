@@ -166,6 +166,19 @@ def test_if_no_place_has_the_bytes_an_older_save_is_resumed_and_nothing_damaged_
     assert dcp.latest(saved.parent, local_dir=tmp_path / "local") == saved
 
 
+def test_to_remove_a_link_takes_nothing_from_what_it_leads_to(saved: Path, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    last = saved.parent / "last"
+    last.symlink_to(saved.name)
+    steps = LocalSteps(local, path_of(saved).parent)
+    checkpointer = dcp.Checkpointer(local_dir=str(local))
+    checkpointer.remove(last)
+    assert len(steps.all()) == 1 and saved.is_dir() and not last.is_symlink()
+    checkpointer.remove(saved)
+    checkpointer.close()
+    assert not steps.all() and not saved.exists()
+
+
 def test_a_newer_save_at_the_same_path_counts_more_than_what_is_local(saved: Path, tmp_path: Path) -> None:
     dcp.save(state_of(7), saved, step=7)
     state, report = load(saved, tmp_path / "local")

@@ -417,10 +417,7 @@ class Node:
 
     def forget(self, token: str, path: str, root: Where, local_dir: str) -> None:
         """Delete what this node has of saves to a path."""
-        steps = LocalSteps(Path(local_dir), root)
-        for step in steps.all():
-            if step.record.path == path:
-                steps.remove(step.record.token)
+        LocalSteps(Path(local_dir), root).forget(as_path(path))
 
 
 _MOST_ENDS = 64

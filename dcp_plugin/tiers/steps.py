@@ -286,6 +286,11 @@ class LocalSteps:
         with suppress(OSError):
             self.folder.rmdir()  # if it was the last
 
+    def forget(self, path: Where) -> None:
+        """Delete what the node has of the saves to one path. What links to it leads to is another path."""
+        for step in self.of_path(path):
+            self.remove(step.record.token)
+
 
 def steps_below(local_dir: Path, root: Where) -> tuple[list[LocalStep], list[str]]:
     """What a node has of the saves to any folder at or below ``root`` (:func:`~dcp_plugin.paths.resolved`).

@@ -280,8 +280,7 @@ def held(local_dir: str, path: Where) -> list[LocalStep]:
 
 def forget(local_dir: str, path: Where) -> None:
     """Delete what this node has of the saves to one path."""
-    for step in held(local_dir, path):
-        LocalSteps(Path(local_dir), path.parent, key=step.folder.parent.name).remove(step.record.token)
+    LocalSteps(Path(local_dir), path.parent).forget(path_of(path))
 
 
 def _names_of(path: Where) -> set[str]:
