@@ -16,6 +16,7 @@ import torch
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.host_memory import memory_view
+from dcp_plugin.media import PAGE
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.storage.reader import ShardedReader
@@ -89,7 +90,7 @@ class Stream:
         first = next(windows, None)
         if first is None:
             return
-        memory = [torch.empty(self._size(first), dtype=torch.uint8) for _ in range(2)]
+        memory = [_page_aligned(self._size(first)) for _ in range(2)]
         with ThreadPoolExecutor(1, thread_name_prefix="dcp-stream") as pool:
             reading: Future[list[Piece]] | None = pool.submit(self._read, first, memory[0])
             turn = 0
@@ -99,7 +100,7 @@ class Stream:
                 following, reading = next(windows, None), None
                 if following is not None:
                     if self._size(following) > len(memory[turn]):
-                        memory[turn] = torch.empty(self._size(following), dtype=torch.uint8)
+                        memory[turn] = _page_aligned(self._size(following))
                     reading = pool.submit(self._read, following, memory[turn])
                 yield from pieces
 
@@ -137,6 +138,12 @@ class Stream:
             boxes.append((part.key, box.offsets, tensor))
         read_boxes(self._reader, boxes)
         return pieces
+
+
+def _page_aligned(nbytes: int) -> torch.Tensor:
+    """Memory from which a file can be written without a copy."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PAGE :][:nbytes]
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,6 +15,10 @@ from tests import launch
 from tests.lightning import WORLD_SIZE
 from tests.programs import LIGHTNING, Program
 
+RESUMED_AS = {"single": "single", "ddp": "ddp", "fsdp1": "ddp", "fsdp2": "ddp"}
+"""With which strategy of stock's. The sharded ones take numbers for names in the model's order, whatever the
+optimizer's was; and they need no file: they resume from the checkpoint itself."""
+
 
 def _save(root: Path, layouts: list[str]) -> None:
     """Two epochs in one go without the plugin; one with it, and a checkpoint."""
@@ -40,7 +44,7 @@ def _resume_with_stock(root: Path, layouts: list[str], ranks: int, training: str
     words: list[Path | str] = []
     for layout in layouts:
         dcp.export(root / layout / "first.ckpt", root / f"{layout}.ckpt", "lightning")
-        words += [layout, root / f"{layout}.ckpt", root / f"{layout}-resumed.json"]
+        words += [RESUMED_AS[layout], root / f"{layout}.ckpt", root / f"{layout}-resumed.json"]
     place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port())}
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     processes = [
@@ -62,7 +66,10 @@ def _check(root: Path, layouts: list[str], ranks: int) -> None:
     launch.run(_save, ranks, root, layouts)
     for layout, resumed in _resume_with_stock(root, layouts, ranks).items():
         loaded = resumed.pop("outputs")
-        assert resumed == json.loads((root / f"{layout}.json").read_text()), layout
+        straight = json.loads((root / f"{layout}.json").read_text())
+        if layout != RESUMED_AS[layout]:  # which adds up gradients in another order
+            straight["losses"] = pytest.approx(straight["losses"], rel=1e-5)
+        assert resumed == straight, layout
         model = t.TwoOptimizers()
         dcp.load({"model": model}, root / layout / "first.ckpt")
         assert loaded == t.outputs(model), layout
@@ -100,4 +107,5 @@ def _save_with_one_optimizer(root: Path) -> None:
 def test_so_it_does_with_fsdp1_which_cannot_be_optimized_by_hand(tmp_path: Path) -> None:
     launch.run(_save_with_one_optimizer, 2, tmp_path)
     resumed = _resume_with_stock(tmp_path, ["fsdp1"], 2, "stock_training")
-    assert resumed["fsdp1"] == json.loads((tmp_path / "fsdp1.json").read_text())
+    straight = json.loads((tmp_path / "fsdp1.json").read_text())
+    assert resumed["fsdp1"] == pytest.approx(straight, rel=1e-5)

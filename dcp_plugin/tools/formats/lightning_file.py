@@ -9,6 +9,7 @@ with equal settings that follow each other are taken for one group.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -47,7 +48,8 @@ def _as_lightning(tree: dict[str, Any], step: int | None, selected: Selected) ->
     checkpoint.setdefault("global_step", step or 0)
     checkpoint.setdefault(_VERSION, _WRITTEN_AS)
     checkpoint["state_dict"] = _flat(tree[_module(tree, selected.reader.kinds, selected)])
-    optimizers = sorted(filter(_is_optimizer, tree), key=lambda name: int(name.removeprefix(_OPTIM)[1:] or 0))
+    named = [name for name in tree if _is_optimizer(name) and isinstance(tree[name], dict)]
+    optimizers = sorted(named, key=lambda name: int(name.removeprefix(_OPTIM)[1:] or 0))
     if optimizers:
         checkpoint["optimizer_states"] = [_numbered(tree[name]) for name in optimizers]
         checkpoint.setdefault("lr_schedulers", [])
@@ -63,9 +65,11 @@ def _without_ours(extra: Any) -> dict[str, Any]:
     found: dict[str, Any] = dict(extra) if isinstance(extra, dict) else {}
     loops = found.get("loops")
     if isinstance(states := found.get(_LOADERS), dict) and isinstance(loops, dict) and "0" in states:
-        loops["fit_loop"]["state_dict"]["combined_loader"] = states["0"]
-    of_hooks: dict[str, Any] = found.pop(_OF_HOOKS, {})
-    return {key: value for key, value in found.items() if key not in _OURS} | of_hooks
+        with suppress(KeyError, TypeError):  # it may be from anybody
+            loops["fit_loop"]["state_dict"]["combined_loader"] = states["0"]
+    of_hooks = found.pop(_OF_HOOKS, {})
+    kept = {key: value for key, value in found.items() if key not in _OURS}
+    return {**kept, **of_hooks} if isinstance(of_hooks, dict) else kept
 
 
 def _module(tree: Mapping[str, Any], kinds: Mapping[str, str], selected: Selected) -> str:
@@ -86,9 +90,9 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _numbered(tree: Any) -> dict[str, Any]:
+def _numbered(tree: dict[str, Any]) -> dict[str, Any]:
     """The state of an optimizer as its own ``state_dict`` has it."""
-    listed = tree.get(GROUPS) if isinstance(tree, dict) else None
+    listed = tree.get(GROUPS)
     stored = _flat({key: value for key, value in tree.items() if key != GROUPS or not isinstance(listed, list)})
     state: dict[str, dict[str, Any]] = {}
     fields: dict[str, dict[str, Any]] = {}

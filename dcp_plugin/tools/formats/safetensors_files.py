@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.foreign.safetensors import DTYPES, MOST_HEADER
-from dcp_plugin.media import NewFile
+from dcp_plugin.media import PAGE, NewFile
 from dcp_plugin.tools.formats import Layout, Selected, require_tensors
 from dcp_plugin.tools.stream import Part, Stream
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
+_LARGE = 1 << 20
+"""From this size on the tensors of a file begin at a page, so that they are written without a copy."""
 _METADATA = "__metadata__"
 
 
@@ -51,7 +53,8 @@ class SafetensorsFile:
             }  # fmt: skip
             at += part.nbytes
         text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
+        begins_at = PAGE if at >= _LARGE else _ALIGNMENT
+        text += b" " * (-(8 + len(text)) % begins_at)
         if len(text) > MOST_HEADER:
             raise CheckpointMismatch(f"{path} has too many keys for one safetensors file: give max_shard_size")
         return cls(name, [part for _, part in in_order], len(text).to_bytes(8, "little") + text)
