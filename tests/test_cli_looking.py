@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ def test_bad_input_is_one_clear_line_and_deletes_nothing(
 def test_what_cannot_be_deleted_ends_with_3(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
+    shutil.rmtree(tmp_path / ".dcp_plugin")
     (tmp_path / ".dcp_plugin").write_text("in the way of what is to be deleted")
     result = _run("prune", tmp_path, "--keep-last", 1)
     assert result.exit_code == 3 and "FAILED" in result.stdout and "1 could not be deleted" in result.stdout

@@ -31,6 +31,7 @@ from dcp_plugin.format import torch_archive
 from tests import launch, programs
 from tests.compare import assert_same, same_tree
 from tests.object_server import Bucket
+from tests.places import is_tidy
 
 TENSORS = {
     "f32": torch.randn(7, 300),
@@ -76,7 +77,7 @@ def _run(*arguments: object) -> Result:
 
 def _nothing_at(out: Path) -> bool:
     """Nothing is there, and nothing half-written beside it."""
-    return not os.path.lexists(out) and not (out.parent / ".dcp_plugin").exists()
+    return not os.path.lexists(out) and is_tidy(out.parent)
 
 
 def test_safetensors_have_the_module_byte_for_byte(path: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,7 @@ def test_what_is_saved_again_meanwhile_stays(place: Where) -> None:
 def test_what_cannot_be_deleted_is_told_and_the_rest_goes(tmp_path: Path) -> None:
     _save(tmp_path / "run", 4, 5)
     _save(tmp_path / "sealed", 6, 7)
+    shutil.rmtree(tmp_path / "sealed" / ".dcp_plugin")
     (tmp_path / "sealed" / ".dcp_plugin").write_text("in the way of what is to be deleted")
     report = dcp.prune(tmp_path, keep_last=1)
     (failed,) = report.failed

@@ -133,7 +133,7 @@ def test_in_what_other_tools_and_a_crash_have_left(tmp_path: Path, kind: str) ->
                 look(folder)
     KINDS[kind](tmp_path / "epoch=1.ckpt")
     KINDS[kind](tmp_path / "weights.safetensors")
-    (tmp_path / ".dcp_plugin").mkdir()
+    (tmp_path / ".dcp_plugin").mkdir(exist_ok=True)
     KINDS[kind](tmp_path / ".dcp_plugin" / "0123.json")
     (tmp_path / ".dcp_plugin" / "0123.saving").mkdir()
     assert dcp.latest(tmp_path) == tmp_path / "1"
