@@ -26,6 +26,7 @@ from tests import programs
 from tests.faults.network import Cut
 from tests.faults.proxy import Proxy
 from tests.object_server import Bucket
+from tests.places import names_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parent.parent
@@ -415,7 +416,7 @@ def test_wrong_places_are_one_line_and_status_3(tmp_path: Path) -> None:
             assert isinstance(result.exception, SystemExit), result.exception
     failed = _run(tmp_path / "gone", tmp_path / "to", "--json")
     jsonschema.validate(json.loads(failed.stdout), json.loads((ROOT / "docs/schemas/copy.json").read_text()))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", "file", "folder"]
+    assert names_in(tmp_path) == ["ck", "file", "folder"]
     assert (tmp_path / "folder/notes.txt").read_text() == "mine" and (tmp_path / "file").read_text() == "text"
 
 
