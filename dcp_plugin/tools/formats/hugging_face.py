@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound, some
 from dcp_plugin.format import Files, exists, read
 from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.loading.key_map import find_prefix
+from dcp_plugin.loading.model_prefix import find_model_prefix
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, as_path
 from dcp_plugin.storage.reader import ShardedReader
@@ -161,13 +161,16 @@ def _models(said: Mapping[str, Any]) -> Iterator[tuple[str, _Shapes]]:
 def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: Mapping[str, Any]) -> dict[str, str]:
     """Which keys are the weights, by the names that the model has for them."""
     key_of = {name: key for key, name in selected.names.items()}
-    prefix = _prefix(key_of, expected)
+    path = selected.reader.path
+    try:
+        prefix = find_model_prefix(list(expected), key_of, path, f"the model that {CONFIG} describes").there
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{error} An export takes that as rename={{PREFIX: ''}}, or include=.") from error
     chosen = {key_of[prefix + name]: name for name in expected if prefix + name in key_of}
     tied = _tied(selected, chosen) if said.get("tie_word_embeddings", True) else set()
     missing = [name for name in expected if prefix + name not in key_of]
     if said.get("tie_word_embeddings", True):  # transformers makes it of the embeddings
         missing = [name for name in missing if not name.endswith("lm_head.weight")]
-    path = selected.reader.path
     if missing:
         raise CheckpointMismatch(
             f"{path} does not have {len(missing)} of the {len(expected)} weights of the model that {CONFIG} describes: "
@@ -180,16 +183,6 @@ def _chosen(selected: Selected, expected: Mapping[str, tuple[int, ...]], said: M
                 f"{expected[name]}"
             )
     return {key: name for key, name in chosen.items() if key not in tied}
-
-
-def _prefix(names: Iterable[str], expected: Mapping[str, Any]) -> str:
-    """What the weights are called behind; empty if nothing fits better."""
-    there = list(names)
-    if any(name in expected for name in there):
-        return ""
-    usual = [name for name in expected if not name.endswith("lm_head.weight")]
-    found = find_prefix(usual, there)
-    return found[1] if found is not None and not found[0] else ""
 
 
 def _tied(selected: Selected, chosen: Mapping[str, str]) -> set[str]:
