@@ -374,7 +374,8 @@ def test_a_checkpointer_that_is_not_closed_is_told_of_as_an_open_file_is(tmp_pat
             dcp.Checkpointer(io_threads=0)
         save_in_the_background()
         gc.collect()
-    assert [warning.category for warning in caught] == [ResourceWarning], [str(one.message) for one in caught]
+    mine = [one.category for one in caught if "Checkpointer" in str(one.message)]  # not what other tests have left
+    assert mine == [ResourceWarning], [str(one.message) for one in caught]
     assert "bytes of host memory: close()" in str(caught[0].message)
     launch.run(_not_closed, 2, tmp_path / "ranks")
 

@@ -272,9 +272,9 @@ def test_damage_at_the_source_is_named_and_nothing_comes(way: tuple[Where, Where
 
 _DIES = """
 import os, shutil, signal, sys
-from dcp_plugin.runs import figures
 from dcp_plugin.tools import transfer
 from dcp_plugin.cli.app import app
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background of a shell
 how, number, source, target = sys.argv[1:5]
 copied, seen = transfer.Transfer._copied, []
 def copy_one(self, *arguments):

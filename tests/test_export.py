@@ -342,6 +342,7 @@ def stopping(title):
         signal.pause()
     yield stop
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background of a shell
 export.progress = stopping
 app.app(sys.argv[1:])
 """

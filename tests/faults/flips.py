@@ -30,6 +30,7 @@ import torch
 import dcp_plugin as dcp
 from dcp_plugin.format import INDEX, METADATA, SUMMARY
 from dcp_plugin.integration.key_names import keys_by_name
+from dcp_plugin.media import WORKSPACE
 from tests import launch
 from tests.compare import same_tree
 from tests.finetune import build as build_tuned
@@ -189,12 +190,13 @@ class Subject:
             file.unlink()
             file.write_bytes(data)
         self.files = {file: file.read_bytes() for file in self._files()}
-        self.states = {path: _loaded(path) for path in sorted(self.root.iterdir())}
+        self.states = {path: _loaded(path) for path in sorted(self.root.iterdir()) if path.name != WORKSPACE}
         assert all(dcp.verify(path).ok for path in self.states)
         assert dcp.latest(root) in self.states
 
     def _files(self) -> list[Path]:
-        return sorted(path for path in self.root.rglob("*") if path.is_file())
+        found = (path for path in self.root.rglob("*") if path.is_file())
+        return sorted(path for path in found if WORKSPACE not in path.parts)
 
     def damage(self, rng: random.Random) -> Damaged:
         """Damage a file, or two, look, and mend it."""

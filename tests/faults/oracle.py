@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dcp_plugin as dcp
+from dcp_plugin.media import WORKSPACE
 from dcp_plugin.paths import ObjectPath, Where
+from dcp_plugin.runs import figures
 from tests.faults.scenes import NEW, Scene, number_in, resume, save
 from tests.faults.victims import Outcome
 
@@ -69,7 +71,8 @@ def _name(root: Where, path: Where) -> str:
 def _files(root: Where) -> list[str]:
     if isinstance(root, ObjectPath):
         return []  # tests.faults.stores looks at all objects
-    return [_name(root, path) for path in sorted(root.rglob("*"))]
+    stays = (WORKSPACE, figures.NAME)  # what else is in a workspace is listed by its own name
+    return [_name(root, path) for path in sorted(root.rglob("*")) if path.name not in stays]
 
 
 def _text(path: Where) -> str:

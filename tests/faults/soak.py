@@ -31,6 +31,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from tests import launch
 from tests.layouts import WORLD_SIZE, build, train, whole_state
+from tests.places import names_in
 
 launch.preload("tests.faults.soak")
 
@@ -208,7 +209,7 @@ def soak(minutes: float, seed: int, most_lives: int = 1 << 30) -> list[str]:
     if lives > _WARM:
         problems += grown(held, holdings())
     problems += [f"the reader: {what} ({count} times)" for what, count in seen.items() if what not in _FINE]
-    there = sorted(os.listdir(root / "own"))
+    there = names_in(root / "own")
     problems += [f"left of keep_last=2: {there}"] if len(there) != min(2, lives) else []
     print(f"{lives} lives, {killed} of them killed, {tag - 1} saves begun, the reader: {dict(seen)}")
     if not problems:
@@ -226,7 +227,7 @@ def _is_excused(outcome: launch.Outcome, outcomes: list[launch.Outcome]) -> bool
 
 def _leftovers(run: Path) -> list[str]:
     committed = {state.path for state in dcp.list_checkpoints(run) if state.committed}
-    return [f"left behind: {path}" for path in sorted(run.iterdir()) if path not in committed]
+    return [f"left behind: {name}" for name in names_in(run) if run / name not in committed]
 
 
 def main(arguments: Sequence[str]) -> int:

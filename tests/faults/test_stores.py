@@ -25,7 +25,7 @@ from dcp_plugin.errors import CheckpointUnreadable
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media.objects import commit
 from dcp_plugin.paths import ObjectPath, as_path
-from dcp_plugin.runs import catalog
+from dcp_plugin.runs import catalog, figures
 from tests import launch
 from tests.faults import stores
 from tests.faults.network import Answer, Call, Cut, Flip, Ignore, Silence
@@ -69,6 +69,7 @@ def _left(bucket: Bucket, kept: int = 0) -> list[str]:
     keys = _keys(bucket)
     folders = {key.rpartition("/")[0] for key in keys if key.endswith("/.metadata")}
     strays = [key for key in keys if not any(key.startswith(f"{folder}/") for folder in folders)]
+    strays = [key for key in strays if not key.endswith(figures.NAME)]
     tokens = {
         folder: {token_in(part) for key in keys for part in key.split("/") if folder in key} for folder in folders
     }

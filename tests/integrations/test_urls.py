@@ -13,6 +13,7 @@ import pytest
 from dcp_plugin.paths import as_path, text_of
 from tests.launch import on_ranks
 from tests.object_server import Bucket
+from tests.places import names_in
 
 
 def test_what_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +113,7 @@ def test_every_integration_takes_the_url_of_a_disk(tmp_path: Path) -> None:
     root = doors["default_root_dir"](made("root"))
     assert Path(root.removeprefix("file:")).parent == tmp_path / "root" / "checkpoints"
     doors["ckpt_path"](f"file://{best}")
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"by ", "by fabric.", "by accelerator.", "dirpath", "root"}
+    assert set(names_in(tmp_path)) == {"by ", "by fabric.", "by accelerator.", "dirpath", "root"}
 
 
 @on_ranks(1)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_plugin.media import medium_of
+from dcp_plugin.media import WORKSPACE, medium_of
 from dcp_plugin.paths import Where, as_path
+from dcp_plugin.runs import figures
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.object_server import Bucket
@@ -80,6 +81,7 @@ def _there(root: Where) -> dict[str, str]:
         f"{folder.path.name}/{one.path.name}": os.readlink(one.path) if os.path.islink(one.path) else ""
         for folder in medium.entries(root)
         for one in medium.entries(folder.path)
+        if one.path.name not in (WORKSPACE, figures.NAME)
     }
 
 
