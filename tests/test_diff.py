@@ -59,7 +59,8 @@ def _save_in_layout(layout: str, source: Path, target: Path) -> None:
     stock.save({"model": model.state_dict()}, checkpoint_id=target.with_suffix(".stock"))
 
 
-@pytest.mark.parametrize("layouts", [["fsdp2"], pytest.param(["ddp", "tp", "fsdp2@4"], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layouts", [["fsdp2"], ["ddp", "tp", "fsdp2@4"]])
 def test_layouts_writers_and_formats_of_the_same_bytes_are_equal(tmp_path: Path, layouts: list[str]) -> None:
     model, optimizer = build("plain")
     train(model, optimizer, 2)

@@ -69,7 +69,8 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.long)], ids=["memory", "disk"])
+@pytest.mark.long
+@pytest.mark.parametrize("local", [True, False], ids=["memory", "disk"])
 def test_a_killed_rank_is_restarted_by_torchrun_and_ends_with_the_bytes_of_a_run_that_was_not_killed(
     tmp_path: Path, memory: Path, local: bool
 ) -> None:

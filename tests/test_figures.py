@@ -32,6 +32,7 @@ def test_one_line_for_each_save_and_none_after_a_failure_where_nothing_was(tmp_p
     assert failed["event"] == "failed" and "'loss'" in failed["error"] and failed["run"] == saved["run"]
 
 
+@pytest.mark.parametrize("place", ["disk", pytest.param("s3", marks=pytest.mark.long)], indirect=True)
 @on_ranks(2)
 def test_figures_of_all_ranks_by_every_writer(place: Where, tmp_path: Path) -> None:
     settings: list[dict[str, Any]] = [{}, {"async_save": True}, {"async_save": True, "writer": "process"}]

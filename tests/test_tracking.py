@@ -105,6 +105,7 @@ def test_a_run_gets_references_to_what_is_published(tmp_path: Path, package: str
     assert by_step[None].said["format"] == "stock" and by_step[None].said["bytes"] > 16
 
 
+@pytest.mark.long
 @on_ranks(1)
 def test_mlflows_registry_gets_versions_with_the_url_as_their_source(tmp_path: Path, bucket: Bucket) -> None:
     options = {"endpoint": os.environ.pop("AWS_ENDPOINT_URL"), "aws_secret_access_key": "the-secret-of-the-tests"}

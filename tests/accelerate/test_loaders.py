@@ -33,7 +33,7 @@ class _Said(logging.Handler):
     "options",
     [
         {},
-        {"workers": 2},
+        pytest.param({"workers": 2}, marks=pytest.mark.long),
         {"late": True},
         {"data": {"use_seedable_sampler": True}},
         {"data": {"split_batches": True}},

@@ -19,7 +19,7 @@ from tests.conformance.verdict import Verdict
 pytestmark = pytest.mark.timeout(600)  # the first test of a corpus runs it all
 
 
-ONE_OF = {"modules": 3, "optimizers": 3, "tensors": 2, "interchange": 2, "programs": 2}
+ONE_OF = {"modules": 4, "optimizers": 4, "tensors": 2, "interchange": 2, "programs": 2}
 """Large corpora. Of what they have that declares no difference, ``make test`` runs one case of so many, and
 ``make test-long`` the rest."""
 
@@ -33,13 +33,13 @@ def _is_long(corpus: str, number: int, case: Case) -> bool:
 
 
 def _layouts_of_moment(case: Case) -> set[str]:
-    """Those in which ``make test`` runs it, in turns: one that is whole on each rank, and one of FSDP2's three. What
-    declares a difference runs in the two besides in which all of those are seen, and one moment in every layout."""
+    """Those in which ``make test`` runs it: one, in turns. What declares a difference runs in the two besides in which
+    all of those are seen, and one moment in every layout."""
     moment = case.name.partition("-")[2]
     if moment == "trained":
         return {case.layout}
-    at = list(MOMENTS).index(moment)
-    in_turns = {("plain", "ddp")[at % 2], ("fsdp2", "fsdp2_keep", "fsdp2_reshard")[at % 3]}
+    layouts = ("plain", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_reshard")
+    in_turns = {layouts[list(MOMENTS).index(moment) % len(layouts)]}
     return in_turns | {"plain", "fsdp2"} if case.differs else in_turns
 
 
@@ -122,6 +122,7 @@ def test_random_on_one_rank(name: str) -> None:
     assert verdict.kind != "different", f"{name}:\n{verdict.told()}"
 
 
+@pytest.mark.long
 def test_random_on_two_ranks() -> None:
     """Drawn first, because what costs is the launch."""
     drawn: dict[str, Case] = {}

@@ -30,6 +30,7 @@ def train(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.Complete
     return programs.run(*torchrun, script, *TINY, f"run_dir={run_dir}", *overrides, cwd=run_dir, env=offline)
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     stopped = train(tmp_path, "strategy=ddp", "checkpoint=async", "steps=4", "resume=auto", ranks=2)
     assert stopped.returncode == 0, stopped.stderr

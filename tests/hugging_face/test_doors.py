@@ -14,6 +14,7 @@ from tests.launch import on_ranks
 from tests.object_server import Bucket
 
 
+@pytest.mark.long
 @on_ranks(1)
 def test_the_prefix_is_found_in_what_any_door_writes(tmp_path: Path) -> None:
     import torch

@@ -347,6 +347,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_spawned_ranks_save_together_and_bring_the_weights_home(tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
