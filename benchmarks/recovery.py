@@ -38,7 +38,7 @@ from benchmarks.peers import ours, stock
 QUESTIONS = ("start", "restore", "blocked", "replicate", "reload")
 SMALLEST = [
     *("--gib", "0.001", "--repeats", "1", "--questions", "restore", "blocked", "reload"),
-    *("--only", f"{OURS}, memory", "stock, disk, cold", f"{OURS}, writer"),
+    *("--only", f"{OURS}, memory", f'{OURS}, writer="process"'),
 ]
 _MEMORY = Path("/dev/shm")
 
