@@ -31,6 +31,8 @@ from isal.isal_zlib import crc32
 from xxhash import xxh3_128, xxh3_128_digest
 
 from dcp_plugin._torch import pickled_tensor
+from dcp_plugin.format import torch_archive
+from dcp_plugin.format.torch_archive import BEHIND, Record
 from dcp_plugin.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
@@ -119,16 +121,7 @@ MAX_PAYLOAD = 1 << 30
 
 _MOST = (1 << 32) - (1 << 20)  # where zip64 begins; stock writes items that large
 
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _CRC = struct.Struct("<I")
-_DESCRIPTOR = struct.Struct("<IIII")
-_END64 = struct.Struct("<IQHHIIQQQQ")
-_END64_LOCATOR = struct.Struct("<IIQI")
-_END = struct.Struct("<IHHHHIIH")
-_UTF8_NAMES = 0x0800
-_HAS_DESCRIPTOR = 0x0008  # size and CRC stand behind the data; torch leaves it out for empty records
-_ROOT = "archive/"
 _BEFORE = ("data.pkl", ".format_version", ".storage_alignment", "byteorder")
 """The records before the payload."""
 
@@ -184,57 +177,39 @@ def frame(dtype: torch.dtype, shape: Shape) -> Frame:
 
 
 def _around(records: Mapping[str, bytes], payload_length: int) -> Frame:
-    before = [(name, records[name]) for name in _BEFORE]
-    behind = [("version", b"3\n"), (".data/serialization_id", b"0" * 40)]
+    small = {name: records[name] for name in _BEFORE} | BEHIND
+    sizes = [(name, len(small[name])) for name in _BEFORE]
+    sizes += [("data/0", payload_length), *((name, len(data)) for name, data in BEHIND.items())]
+    there = torch_archive.records(sizes)
+    crcs = [crc32(small.get(record.name, b"")) for record in there]
 
-    head = b""
-    entries = []
-    for name, data in before:
-        entries.append((name, len(head), crc32(data), len(data)))
-        head += _record(name, len(head), data)
-    entries.append(("data/0", len(head), 0, payload_length))
-    head += _local_header("data/0", len(head), payload_length)
+    def written(some: Sequence[Record]) -> bytes:
+        return b"".join(one.header + small[one.name] + one.descriptor(crc32(small[one.name])) for one in some)
 
-    tail = _descriptor(0, payload_length)
-    crc_at = [4] if tail else []
-    for name, data in behind:
-        entries.append((name, len(head) + payload_length + len(tail), crc32(data), len(data)))
-        tail += _record(name, len(head) + payload_length + len(tail), data)
-
-    central_at = len(tail)
-    for name, offset, crc, size in entries:
-        if name == "data/0":
-            crc_at.append(len(tail) + 16)
-        full = (_ROOT + name).encode()
-        flags = _flags(size)
-        tail += _CENTRAL.pack(0x02014B50, 0, 0, flags, 0, 0, 0, crc, size, size, len(full), 0, 0, 0, 0, 0, offset)
-        tail += full
-    tail += _end(len(entries), len(tail) - central_at, len(head) + payload_length + central_at)
+    payload = len(_BEFORE)
+    head = written(there[:payload]) + there[payload].header
+    tail = there[payload].descriptor(0)
+    crc_at = [torch_archive.CRC_OF_DESCRIPTOR] if tail else []
+    tail += written(there[payload + 1 :])
+    entries = sum(len(record.entry(0)) for record in there[:payload])
+    crc_at.append(len(tail) + entries + torch_archive.CRC_OF_ENTRY)
+    tail += torch_archive.directory(there, crcs)
     length = len(head) + payload_length + len(tail)
     return Frame(head, crc32(head), payload_length, length, tail, tuple(crc_at))
 
 
-def _end(entries: int, central_size: int, central_offset: int) -> bytes:
-    """The end of the archive; torch always writes the zip64 records too."""
-    end64 = _END64.pack(
-        0x06064B50, _END64.size - 12, 0x031E, 0x002D, 0, 0, entries, entries, central_size, central_offset
-    )
-    locator = _END64_LOCATOR.pack(0x07064B50, 0, central_offset + central_size, 1)
-    return end64 + locator + _END.pack(0x06054B50, 0, 0, entries, entries, central_size, central_offset, 0)
-
-
 END_BEGINS = b"PK\x06\x06"
 """What the end of an item begins with."""
-END_LENGTH = _END64.size + _END64_LOCATOR.size + _END.size
+END_LENGTH = torch_archive.END_LENGTH
 
 
 def directory_at(end: bytes) -> tuple[int, int] | None:
     """Where the directory of an item begins, and its length, if these bytes are the end of an item of ours."""
     if len(end) != END_LENGTH:
         return None
-    entries, size, offset = _END64.unpack_from(end)[-3:]
+    entries, size, offset = torch_archive.read_end(end)
     ours = offset <= _MOST and max(entries, size) < 1 << 16
-    return (offset, size) if ours and end == _end(entries, size, offset) else None
+    return (offset, size) if ours and end == torch_archive.end(entries, size, offset) else None
 
 
 def frame_in(head: bytes, directory: bytes) -> Frame | None:
@@ -246,38 +221,14 @@ def frame_in(head: bytes, directory: bytes) -> Frame | None:
     Returns:
         What is around the payload if nothing there has changed. None if this is no such item.
     """
-    sizes, at = {}, 0
     try:
-        while at < len(directory):
-            fields = _CENTRAL.unpack_from(directory, at)
-            size, name = fields[9], directory[at + _CENTRAL.size :][: fields[10]].decode()
-            sizes[name.removeprefix(_ROOT)] = size
-            at += _CENTRAL.size + len(name)
+        sizes = torch_archive.sizes_in(directory)
         records, at = {}, 0
         for name in _BEFORE:
-            begin = at + len(_local_header(name, at, sizes[name]))
-            records[name] = head[begin : begin + sizes[name]]
-            at = begin + sizes[name] + len(_descriptor(0, sizes[name]))
+            record = Record(name, at, sizes[name])
+            begin = at + len(record.header)
+            records[name] = head[begin : begin + record.size]
+            at = record.end
         return _around(records, sizes["data/0"])
     except (struct.error, KeyError, ValueError):
         return None
-
-
-def _flags(size: int) -> int:
-    return _UTF8_NAMES | (_HAS_DESCRIPTOR if size else 0)
-
-
-def _record(name: str, offset: int, data: bytes) -> bytes:
-    return _local_header(name, offset, len(data)) + data + _descriptor(crc32(data), len(data))
-
-
-def _local_header(name: str, offset: int, size: int) -> bytes:
-    """The header of a record at ``offset`` of the archive, padded so that its data is aligned."""
-    full = (_ROOT + name).encode()
-    padding = -(offset + _LOCAL.size + len(full) + 4) % ALIGNMENT
-    extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    return _LOCAL.pack(0x04034B50, 0, _flags(size), 0, 0, 0, 0, 0, 0, len(full), len(extra)) + full + extra
-
-
-def _descriptor(crc: int, size: int) -> bytes:
-    return _DESCRIPTOR.pack(0x08074B50, crc, size, size) if size else b""

@@ -22,6 +22,11 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _END64_LOCATOR = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
+CRC_OF_DESCRIPTOR, CRC_OF_ENTRY = 4, 16
+"""Where in these the CRC32 is, in bytes."""
+
+BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
+"""The records behind the tensors."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,37 @@ def records(sizes: Iterable[tuple[str, int]]) -> list[Record]:
 
 def directory(there: list[Record], crcs: Iterable[int]) -> bytes:
     """The end of an archive: what is where, with the CRC32 of each file."""
-    begin = there[-1].end if there else 0
     entries = b"".join(record.entry(crc) for record, crc in zip(there, crcs, strict=True))
-    count = len(there)
-    end64 = _END64.pack(0x06064B50, _END64.size - 12, 0x031E, 0x002D, 0, 0, count, count, len(entries), begin)
-    locator = _END64_LOCATOR.pack(0x07064B50, 0, begin + len(entries), 1)
-    few, small, low = min(count, _MOST_ENTRIES), min(len(entries), _MOST), min(begin, _MOST)
-    return entries + end64 + locator + _END.pack(0x06054B50, 0, 0, few, few, small, low, 0)
+    return entries + end(len(there), len(entries), there[-1].end if there else 0)
+
+
+def end(count: int, size: int, begin: int) -> bytes:
+    """What comes behind the entries: their number, their bytes, and where they begin. Torch always writes the zip64
+    records too."""
+    end64 = _END64.pack(0x06064B50, _END64.size - 12, 0x031E, 0x002D, 0, 0, count, count, size, begin)
+    locator = _END64_LOCATOR.pack(0x07064B50, 0, begin + size, 1)
+    few, small, low = min(count, _MOST_ENTRIES), min(size, _MOST), min(begin, _MOST)
+    return end64 + locator + _END.pack(0x06054B50, 0, 0, few, few, small, low, 0)
+
+
+END_LENGTH = _END64.size + _END64_LOCATOR.size + _END.size
+
+
+def read_end(data: bytes) -> tuple[int, int, int]:
+    """The arguments of :func:`end` that these bytes tell."""
+    count, size, begin = _END64.unpack_from(data)[-3:]
+    return count, size, begin
+
+
+def sizes_in(entries: bytes) -> dict[str, int]:
+    """The names and sizes of the files that the entries of a small archive list. Raises struct.error, ValueError."""
+    sizes, at = {}, 0
+    while at < len(entries):
+        fields = _CENTRAL.unpack_from(entries, at)
+        name = entries[at + _CENTRAL.size :][: fields[10]].decode()
+        sizes[name.removeprefix(_ROOT)] = fields[9]
+        at += _CENTRAL.size + len(name)
+    return sizes
 
 
 def checksum(data: bytes | memoryview, before: int = 0) -> int:

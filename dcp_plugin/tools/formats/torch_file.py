@@ -14,7 +14,7 @@ import torch
 
 from dcp_plugin import _torch
 from dcp_plugin.format import torch_archive
-from dcp_plugin.format.torch_archive import Record
+from dcp_plugin.format.torch_archive import BEHIND, Record
 from dcp_plugin.host_memory import memory_view
 from dcp_plugin.media import NewFile
 from dcp_plugin.planning.flatten import name_of, step_of, unflatten
@@ -22,8 +22,6 @@ from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.read import read_keys
 from dcp_plugin.tools.stream import Part, Stream
 from dcp_plugin.types import KeyPath
-
-_BEHIND = {"version": b"3\n", ".data/serialization_id": b"0" * 40}
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,14 @@ class TorchFile:
         before, storages = _torch.pickled_parts(tree)
         sizes = [(name, len(data)) for name, data in before.items()]
         in_order: list[Part] = []
-        small = {**before, **_BEHIND}
+        small = {**before, **BEHIND}
         for record, storage in storages.items():
             if (part := parts.get(storage.data_ptr())) is not None:
                 in_order.append(part)
             elif storage.nbytes():
                 small[record] = bytes(memory_view(torch.tensor([], dtype=torch.uint8).set_(storage)))
             sizes.append((record, storage.nbytes()))
-        sizes += [(name, len(data)) for name, data in _BEHIND.items()]
+        sizes += [(name, len(data)) for name, data in BEHIND.items()]
         return cls(name, in_order, torch_archive.records(sizes), small)
 
     @property
