@@ -112,7 +112,7 @@ class Rings:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory on the host is its bytes in row-major order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview:

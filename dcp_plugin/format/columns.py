@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dcp_plugin.format.payload import padded
 from dcp_plugin.types import KeyPath, Shape
 
 Column = np.ndarray[Any, np.dtype[Any]]
@@ -183,6 +184,28 @@ class Places:
             np.concatenate([part.file + first for part, first in zip(parts, first_file, strict=False)]),
             *(np.concatenate([getattr(part, name) for part in parts]) for name in _JOINED),
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files, if these are all items in them."""
+        ends = np.zeros(len(self.files), np.int64)
+        np.maximum.at(ends, self.file, self.place[:, 0] + self.place[:, 1])
+        return int(padded(ends).sum())
+
+    def location(self, number: int) -> Location:
+        """Where one item is."""
+        offset, length, payload_offset, payload_length = self.place[number].tolist()
+        end = int(self._block_ends[number])
+        crcs = self.block_crc[end - int(self.blocks[number]) : end]
+        known = len(crcs) > 0 or (payload_length == 0 and payload_offset >= 0)
+        start, name = payload_offset if payload_offset >= 0 else None, self.files[self.file[number]]
+        hashed = self.hash[number].tobytes() if self.hash[number].any() else None
+        frame_crc = int(self.frame_crc[number])
+        return Location(name, offset, length, start, payload_length, frame_crc, crcs if known else None, hashed)
+
+    @functools.cached_property
+    def _block_ends(self) -> Column:
+        return np.cumsum(self.blocks)
 
     def without_checksums(self) -> Places:
         return replace(self, blocks=np.zeros_like(self.blocks), block_crc=self.block_crc[:0])

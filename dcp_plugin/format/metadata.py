@@ -13,7 +13,6 @@ We read neither ourselves.
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -95,8 +94,9 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     """``.metadata`` as stock readers want it."""
     index = index.as_stock_knows_it()
     table, memo = index.table, _Memo()
-    keys = np.array([memo.number(key) for key in table.keys], np.uint32)
-    files = np.array([memo.number(name) for name in index.file_names], np.uint32)
+    keys = np.array([memo.number(key, _text) for key in table.keys], np.uint32)
+    files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
+    stored = _StoredTensors(memo, table)
     is_value = table.columns["dtype"] == NO_TENSOR
     state: list[bytes] = [b""] * len(table.keys)
     storage: list[bytes] = []
@@ -104,9 +104,13 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         counts = np.diff(table.chunk_starts)[slots]
         offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
         records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
-        ends = np.cumsum(counts).tolist()
-        for slot, start, end in zip(slots.tolist(), [0, *ends], ends, strict=False):
-            state[slot] = memo.get(table.keys[slot]) + _stored(memo, table, slot, records[start:end].tobytes())
+        listed, ends = records.tobytes(), (np.cumsum(counts) * records.shape[1]).tolist()
+        key_of = keys[slots].tobytes()
+        for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
+            before, behind = stored.around_chunks(slot)
+            reference = key_of[4 * number : 4 * number + 4]
+            chunks_of_key = listed[start:end] if behind else b""  # a value has none
+            state[slot] = b"".join((b"j", reference, before, chunks_of_key, behind))
         where: dict[str, _Fields] = {
             "relative_path": [files[index.columns["file"][chunks]]],
             "offset": [index.columns["place"][chunks, 0]],
@@ -130,15 +134,32 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
 
 
-def _stored(memo: _Memo, table: KeyColumns, slot: int, chunks: bytes) -> bytes:
-    dtype = table.dtype_of(slot)
-    if dtype is None:
-        return memo.any_value
-    size = torch.Size(table.shape_of(slot))
-    properties = memo.get(dtype, lambda: _properties(dtype))
-    listed: _Fields = [b"](", chunks, b"e"]
-    fields = memo.instance(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=listed)
-    return b"".join(cast(list[bytes], fields))
+class _StoredTensors:
+    """What there is to say of each key but its chunks. Many have the same dtype and shape."""
+
+    def __init__(self, memo: _Memo, table: KeyColumns) -> None:
+        self._memo, self._table = memo, table
+        self._dtypes: list[int] = table.columns["dtype"].tolist()
+        self._shapes: list[int] = table.columns["shape"].tolist()
+        self._starts: list[int] = table.shape_starts.tolist()
+        self._said: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
+
+    def around_chunks(self, slot: int) -> tuple[bytes, bytes]:
+        """What comes before the records of its chunks, and behind them; a value that is no tensor has none."""
+        shape = self._shapes[self._starts[slot] : self._starts[slot + 1]]
+        kind = (self._dtypes[slot], *shape)
+        if kind not in self._said:
+            self._said[kind] = self._say(self._table.dtype_of(slot), torch.Size(shape))
+        return self._said[kind]
+
+    def _say(self, dtype: torch.dtype | None, size: torch.Size) -> tuple[bytes, bytes]:
+        memo = self._memo
+        if dtype is None:
+            return memo.joined(BytesStorageMetadata), b""
+        properties = memo.get(dtype, _properties)
+        said = memo.joined(TensorStorageMetadata, properties=[properties], size=[_plain(size)], chunks=[b"](", b"e"])
+        before, opened, behind = said.rpartition(b"](")
+        return before + opened, behind
 
 
 FIELDS_OF_ALL_VERSIONS = 5
@@ -163,14 +184,14 @@ class _Memo:
         self._numbers: dict[Hashable, int] = {}
         self.definitions = bytearray()
 
-    def number(self, value: Hashable, pickled: Callable[[], bytes] | None = None) -> int:
+    def number(self, value: Hashable, pickled: Callable[[Any], bytes] | None = None) -> int:
         if value not in self._numbers:
             number = self._numbers[value] = len(self._numbers)
-            body = pickled() if pickled else _plain(value)
+            body = (pickled or _plain)(value)
             self.definitions += body + b"r" + number.to_bytes(4, "little") + b"0"
         return self._numbers[value]
 
-    def get(self, value: Hashable, pickled: Callable[[], bytes] | None = None) -> bytes:
+    def get(self, value: Hashable, pickled: Callable[[Any], bytes] | None = None) -> bytes:
         return b"j" + self.number(value, pickled).to_bytes(4, "little")
 
     def instance(self, cls: type, **fields: _Fields) -> _Fields:
@@ -179,10 +200,9 @@ class _Memo:
             state += [self.get(name), *body]
         return [self.get(cls), b")\x81", *(state if fields else []), *([b"ub"] if fields else [])]
 
-    @functools.cached_property
-    def any_value(self) -> bytes:
-        """What there is to say of each value that is no tensor. An optimizer has a dozen for every parameter."""
-        return b"".join(cast(list[bytes], self.instance(BytesStorageMetadata)))
+    def joined(self, cls: type, **fields: list[bytes]) -> bytes:
+        """An instance without columns."""
+        return b"".join(cast(list[bytes], self.instance(cls, **cast(dict[str, _Fields], fields))))
 
     def sizes(self, rows: Column) -> _Fields:
         """A ``torch.Size`` in each record."""
@@ -216,6 +236,12 @@ def _plain(value: Any) -> bytes:
     pickler.fast = True
     pickler.dump(value)
     return buffer.getvalue()[2:-1]
+
+
+def _text(value: str) -> bytes:
+    """:func:`_plain` of a text, of which there are as many as keys."""
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + len(data).to_bytes(4, "little") + data
 
 
 def entries_of(metadata: Metadata, places: Mapping[MetadataIndex, Location]) -> Iterator[tuple[str, Entry]]:

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -115,6 +115,7 @@ def sample_of(tensor: torch.Tensor) -> bytes | None:
     return xxh3_128_digest(memory_view(places))
 
 
+_Number = TypeVar("_Number", int, np.ndarray[Any, np.dtype[np.int64]])
 ALIGNMENT = 64
 MAX_PAYLOAD = 1 << 30
 """Largest payload of an item that we write, in bytes."""
@@ -144,14 +145,21 @@ class Frame:
 
     def tail(self, crc: int) -> bytearray:
         """The bytes behind a payload whose CRC32 is ``crc``."""
-        tail = bytearray(self._tail)
-        for position in self._crc_at:
-            _CRC.pack_into(tail, position, crc)
+        tail = bytearray(len(self._tail))
+        self.put_tail(tail, 0, crc)
         return tail
 
+    def put_tail(self, memory: bytearray, at: int, crc: int) -> int:
+        """Write these bytes at a position of ``memory``; where they end."""
+        end = at + len(self._tail)
+        memory[at:end] = self._tail
+        for position in self._crc_at:
+            _CRC.pack_into(memory, at + position, crc)
+        return end
 
-def padded(length: int) -> int:
-    """What an item of this length takes in its file."""
+
+def padded(length: _Number) -> _Number:
+    """What an item of this length takes in its file; or each of several."""
     return length + -length % ALIGNMENT
 
 

@@ -3,6 +3,7 @@
 The layout of a file follows from the sizes of its items, before anything is written. A payload goes from tensor memory
 to the file piece by piece, checksummed while it is in the processor's cache. A large payload begins at a page of the
 file: if its memory does too, as in the copy of an asynchronous save, the device reads it from there.
+Small items are put together in memory, since what a call costs is most of their time.
 
 Items that are expected not to change are hashed and lie in files of their own, so that the next checkpoint can link
 these. They are cut in the order of the items, so that neighbours, which often start to change together, share a file.
@@ -10,12 +11,14 @@ these. They are cut in the order of the items, so that neighbours, which often s
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +27,8 @@ from isal.isal_zlib import crc32
 from dcp_plugin import events
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
-from dcp_plugin.format.index import Location
-from dcp_plugin.format.payload import RunningCrc, RunningHash, block_size, frame, padded
+from dcp_plugin.format.columns import Places, hashes_of
+from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, RunningHash, block_size, frame, padded
 from dcp_plugin.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
 from dcp_plugin.paths import Where
@@ -52,6 +55,8 @@ _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
 _STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced
 _MOST_STABLE_FILES = 32
+_SMALL = 64 << 10
+_TOGETHER = 512 << 10
 _IN_PLACE_PIECE = 8 << 20  # as a system call for each is all that is done with it
 
 
@@ -75,8 +80,8 @@ def write(
     checkpoint: Where,
     stable: Collection[int] = (),
     taken: Collection[str] = (),
-) -> list[Location]:
-    """Write and sync the items; where each of them is.
+) -> Places:
+    """Write and sync the items; where each of them is. A tensor has memory, see :mod:`dcp_plugin.tensors`.
 
     Args:
         checkpoint: The name for progress events.
@@ -87,26 +92,27 @@ def write(
         OSError, SaveFailed: The files could not be written.
     """
     finish_device_work(data for data in items if isinstance(data, torch.Tensor))
-    lengths = list(map(_item_length, items))
+    whole = [_Item.of(data) for data in items]
+    lengths = [item.length for item in whole]
     buckets = _files_of(lengths, frozenset(stable), to.io_threads)
     names: list[str] = []
     for _ in buckets:
         names.append(free_name(to.rank, {*taken, *names}, to.token))
-    layouts = [_layout([items[slot] for slot in bucket], [lengths[slot] for slot in bucket]) for bucket in buckets]
+    contents = [[whole[slot] for slot in bucket] for bucket in buckets]
+    layouts = [_layout(content) for content in contents]
     meter = _Meter(checkpoint, sum(size for _, size in layouts))
-    locations: dict[int, Location] = {}
 
-    def write_one(name: str, bucket: list[int], layout: _Layout) -> None:
-        hashed = bucket[0] in stable
-        written = _write_file(to, name, [items[slot] for slot in bucket], layout, meter, hashed)
-        locations.update(zip(bucket, written, strict=True))
+    def write_one(name: str, bucket: list[int], content: list[_Item], layout: _Layout) -> Places:
+        return _write_file(to, name, content, layout, meter, hashed=bucket[0] in stable)
 
-    if len(buckets) == 1:
-        write_one(names[0], buckets[0], layouts[0])
-    elif buckets:
+    if len(buckets) <= 1:
+        written = list(map(write_one, names, buckets, contents, layouts))
+    else:
         with ThreadPoolExecutor(min(len(buckets), to.io_threads), thread_name_prefix="dcp-write") as pool:
-            list(pool.map(write_one, names, buckets, layouts))
-    return [locations[slot] for slot in range(len(items))]
+            written = list(pool.map(write_one, names, buckets, contents, layouts))
+    order = np.empty(len(items), np.int64)
+    order[[slot for bucket in buckets for slot in bucket]] = np.arange(len(items))
+    return Places.joined(written).take(order) if len(written) > 1 else (*written, Places.of([]))[0]
 
 
 def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -> str:
@@ -126,12 +132,6 @@ def free_name(rank: int, taken: Collection[str], token: str, wanted: str = "") -
     while (name := f"__{rank}_{number}{suffix}") in taken:
         number += 1
     return name
-
-
-def _item_length(data: Data | Streamed) -> int:
-    if isinstance(data, WholeItem):
-        return data.length
-    return len(data) if isinstance(data, bytes) else frame(data.dtype, tuple(data.shape)).length
 
 
 def _files_of(lengths: list[int], stable: frozenset[int], threads: int) -> list[list[int]]:
@@ -177,56 +177,171 @@ _Layout = tuple[list[int], int]
 """Where each item of a file begins, and the size of the file."""
 
 
-def _layout(items: list[Data | Streamed], lengths: list[int]) -> _Layout:
+class _Item(NamedTuple):
+    data: Data | Streamed
+    around: Frame | None
+    """None for what is written as it is."""
+    length: int
+    """With what is around it."""
+
+    @classmethod
+    def of(cls, data: Data | Streamed) -> _Item:
+        if isinstance(data, bytes):
+            return cls(data, None, len(data))
+        if isinstance(data, WholeItem):
+            return cls(data, None, data.length)
+        around = frame(data.dtype, tuple(data.shape))
+        return cls(data, around, around.length)
+
+
+def _layout(items: list[_Item]) -> _Layout:
     starts, end = [], 0
-    for data, length in zip(items, lengths, strict=True):
-        if isinstance(data, (torch.Tensor, Streamed)) and data.nbytes >= IN_PLACE:
-            end += -(end + frame(data.dtype, tuple(data.shape)).payload_offset) % PAGE
+    for _, around, length in items:
+        if around is not None and around.payload_length >= IN_PLACE:
+            end += -(end + around.payload_offset) % PAGE
         starts.append(end)
         end += padded(length)
     return starts, end
 
 
-def _write_file(
-    to: Destination, name: str, items: list[Data | Streamed], layout: _Layout, meter: _Meter, hashed: bool
-) -> list[Location]:
+def _write_file(to: Destination, name: str, items: list[_Item], layout: _Layout, meter: _Meter, hashed: bool) -> Places:
     starts, size = layout
-    rings = Rings()
-    locations = []
+    rings, done = Rings(), _Done(name)
     with to.medium.create(to.directory, name, size, meter.add, to.io_threads) as file:
-        for data, start in zip(items, starts, strict=True):
+        small = None if hashed else _SmallItems(file, done, to.checksum)
+        for item, start in zip(items, starts, strict=True):
+            if small is not None and item.length <= _SMALL and small.add(item, start):
+                continue
+            if small is not None:
+                small.flush()
             file.write(bytes(start - file.tell()))
-            running = RunningHash() if hashed and isinstance(data, torch.Tensor) else None
-            location = _write_item(file, name, data, to.checksum, rings, running.update if running else None)
-            locations.append(replace(location, hash=running.digest()) if running else location)
+            _write_item(file, item, done, to.checksum, rings, RunningHash() if hashed else None)
+        if small is not None:
+            small.flush()
         file.write(bytes(size - file.tell()))
-    return locations
+    return done.places()
+
+
+class _Done:
+    """Where the items of a file are, in the order in which they were written: columns of :class:`Places`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._place: list[tuple[int, int, int, int]] = []
+        self._frame_crc: list[int] = []
+        self._blocks: list[int] = []
+        self._crcs: list[int] = []
+        self._hashes: list[bytes | None] = []
+
+    def add(
+        self, place: tuple[int, int, int, int], frame_crc: int, crcs: Sequence[int], hashed: bytes | None = None
+    ) -> None:
+        """One more.
+
+        Args:
+            place: Offset, length, payload offset (-1 if that is not known), payload length.
+        """
+        self._place.append(place)
+        self._frame_crc.append(frame_crc)
+        self._blocks.append(len(crcs))
+        self._crcs += crcs
+        self._hashes.append(hashed)
+
+    def places(self) -> Places:
+        count = len(self._place)
+        return Places(
+            [self._name],
+            np.zeros(count, np.int32),
+            np.array(self._place, np.int64).reshape(count, 4),
+            np.array(self._frame_crc, np.uint32),
+            np.array(self._blocks, np.int64),
+            np.array(self._crcs, np.uint32),
+            hashes_of(self._hashes),
+        )
+
+
+class _SmallItems:
+    """Puts small items together, with what is around and between them, to be written by one call."""
+
+    def __init__(self, file: NewFile, done: _Done, checksum: bool) -> None:
+        self._file, self._done, self._checksum = file, done, checksum
+        self._memory = bytearray()
+        self._address = 0
+        self._begin = self._end = 0
+        """Of what is put together, in the file."""
+
+    def add(self, item: _Item, start: int) -> bool:
+        """Append an item that begins at ``start`` of the file; False if it is not simply bytes in memory."""
+        data, around, length = item
+        if isinstance(data, torch.Tensor):
+            if not is_plain_memory(data):
+                return False
+        elif not isinstance(data, bytes):
+            return False
+        if start + length - self._begin > _TOGETHER:
+            self.flush()
+        if self._begin == self._end:
+            self._begin = self._end = self._file.tell()
+        memory, at = self._room(), start - self._begin
+        memory[self._end - self._begin : at] = bytes(start - self._end)
+        self._end = start + length
+        if isinstance(data, bytes):
+            memory[at : at + length] = data
+            crcs = self._crcs(at, length)
+            self._done.add((start, length, 0, length), 0, crcs)
+            return True
+        assert around is not None, "a tensor has a frame"
+        first, count = at + around.payload_offset, around.payload_length
+        memory[at:first] = around.head
+        ctypes.memmove(self._address + first, data.data_ptr(), count)
+        crcs = self._crcs(first, count)
+        behind = first + count
+        end = around.put_tail(memory, behind, crcs[-1] if crcs else 0)
+        frame_crc = crc32(self._view[behind:end], around.head_crc) if self._checksum else 0
+        self._done.add((start, length, around.payload_offset, count), frame_crc, crcs)
+        return True
+
+    def _crcs(self, at: int, count: int) -> list[int]:
+        if not self._checksum:
+            return []
+        if 0 < count <= SMALLEST_BLOCK:
+            return [crc32(self._view[at : at + count])]
+        running = RunningCrc(block_size(count))
+        running.add(self._view[at : at + count])
+        return running.ends
+
+    def _room(self) -> bytearray:
+        if not self._memory:
+            self._memory = bytearray(_TOGETHER)
+            self._view = memoryview(self._memory)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        return self._memory
+
+    def flush(self) -> None:
+        """Write what is put together."""
+        if self._end > self._begin:
+            self._file.write(self._view[: self._end - self._begin])
+        self._begin = self._end
 
 
 def _write_item(
-    file: NewFile,
-    name: str,
-    data: Data | Streamed,
-    checksum: bool,
-    rings: Rings,
-    also: Callable[[memoryview], object] | None,
-) -> Location:
-    """Write one item. ``also`` is shown each piece of the payload while it is in the processor's cache."""
-    offset = file.tell()
+    file: NewFile, item: _Item, done: _Done, checksum: bool, rings: Rings, running_hash: RunningHash | None
+) -> None:
+    """Write one item. The payload of a tensor is hashed piece by piece, while it is in the processor's cache."""
+    offset, data, around = file.tell(), item.data, item.around
     opaque = isinstance(data, WholeItem)
     if isinstance(data, WholeItem):
-        length, data = data.length, data.encode()
-        if len(data) != length:
+        data = data.encode()
+        if len(data) != item.length:
             raise SaveFailed(
                 "a tensor that torch.save writes has changed while it was saved; do not change it meanwhile"
             )
     if isinstance(data, bytes):
-        head, head_crc, length, kept = b"", 0, len(data), True
-        pieces = iter([memoryview(data)])
+        length, kept, pieces, running_hash = len(data), True, iter([memoryview(data)]), None
     else:
-        around = frame(data.dtype, tuple(data.shape))
-        head, head_crc, length = around.head, around.head_crc, around.payload_length
-        file.write(head)
+        assert around is not None, "a tensor has a frame"
+        length = around.payload_length
+        file.write(around.head)
         if isinstance(data, Streamed):
             pieces, kept = data.pieces(), False
         else:
@@ -236,16 +351,18 @@ def _write_item(
     for piece in pieces:
         if checksum:
             running.add(piece)
-        if also is not None:
-            also(piece)
+        if running_hash is not None:
+            running_hash.update(piece)
         file.write(piece, kept)
-    checksums = np.array(running.ends, np.uint32) if checksum else None
-    if isinstance(data, bytes):  # torch.save puts the payloads of an opaque one somewhere inside
-        return Location(name, offset, length, None if opaque else 0, length, 0, checksums)
+    crcs = running.ends if checksum else []
+    if around is None:  # torch.save puts the payloads of an opaque one somewhere inside
+        done.add((offset, length, -1 if opaque else 0, length), 0, crcs)
+        return
     tail = around.tail(running.crc)
     file.write(tail)
-    frame_crc = crc32(tail, head_crc) if checksum else 0
-    return Location(name, offset, around.length, len(head), length, frame_crc, checksums)
+    frame_crc = crc32(tail, around.head_crc) if checksum else 0
+    place = (offset, around.length, around.payload_offset, length)
+    done.add(place, frame_crc, crcs, None if running_hash is None else running_hash.digest())
 
 
 class _Meter:

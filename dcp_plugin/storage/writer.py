@@ -15,10 +15,12 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -32,7 +34,6 @@ from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.format.payload import padded
 from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.media import Medium, Readable, Reservation, medium_of
 from dcp_plugin.paths import StorageOptions, Where, as_path
@@ -89,7 +90,7 @@ _of_this_thread = _OfThisThread()
 class WrittenItems:
     """What one rank has written."""
 
-    locations: list[Location]
+    places: Places
     """Of each item, in the order in which they were given."""
     nbytes: int
     """Bytes of this rank's new data files."""
@@ -122,7 +123,7 @@ class WrittenPart:
     @classmethod
     def of(cls, written: WrittenItems, spent: Spent) -> WrittenPart:
         found = written.findings
-        return cls(Places.of(written.locations), written.nbytes, len(found.linked), found.bytes, found.why_not, spent)
+        return cls(written.places, written.nbytes, len(found.linked), found.bytes, found.why_not, spent)
 
 
 @dataclass(frozen=True)
@@ -153,33 +154,40 @@ class PartWriter:
         self.medium.join(to.directory, self.path)
         unique, first = _without_duplicates([(item, _storable(item, data)) for item, data in items])
         try:
-            locations, nbytes, found = self._write(unique, to, frozen)
+            places, nbytes, found = self._write(unique, to, frozen)
             self.medium.flush(to.directory)
         except OSError as error:
             raise SaveFailed(f"cannot save {self.path}: {error}. {self.medium.advice}") from error
-        return WrittenItems([locations[slot] for slot in first], nbytes, found)
+        if len(unique) < len(items):
+            places = places.take(np.array(first))
+        return WrittenItems(places, nbytes, found)
 
-    def _write(self, items: _Items, to: RankDirectory, frozen: Collection[str]) -> tuple[list[Location], int, Findings]:
+    def _write(self, items: _Items, to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
         reuse, found = self.reuse, NOTHING
         token = to.token if reuse is not None or self.medium.keeps_names else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
-            candidates = [_candidate(item, data, item.index.fqn in frozen) for item, data in items]
+            candidates = [_candidate(item, data, frozen) for item, data in items]
             found = reuse.examine(candidates, into)
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        written = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
-        locations = {**found.linked, **dict(zip(left, written, strict=True))}
+        places = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
+        nbytes = places.nbytes
         if reuse is not None:
-            stable_items = {one.item: locations[at] for at in found.stable if (one := candidates[at]) is not None}
-            reuse.wrote(stable_items, self.medium, to.directory)
-        ends = {at.file: at.offset + padded(at.length) for at in sorted(written, key=lambda at: at.offset)}
-        return [locations[slot] for slot in range(len(items))], sum(ends.values()), found
+            stable_items = {candidates[left[at]]: places.location(at) for at in stable}
+            reuse.wrote({one.item: at for one, at in stable_items.items() if one}, self.medium, to.directory)
+        if found.linked:
+            places = Places.joined([Places.of(list(found.linked.values())), places])
+            places = places.take(np.argsort([*found.linked, *left], kind="stable"))
+        return places, nbytes, found
 
 
-def _candidate(item: WriteItem, data: write_items.Data, frozen: bool) -> Candidate | None:
-    if not isinstance(data, torch.Tensor) or data.nbytes < (1 if frozen else WORTH_LINKING):
+def _candidate(item: WriteItem, data: write_items.Data, frozen_keys: Collection[str]) -> Candidate | None:
+    if not isinstance(data, torch.Tensor):
+        return None
+    frozen = item.index.fqn in frozen_keys
+    if data.nbytes < (1 if frozen else WORTH_LINKING):
         return None
     assert item.tensor_data is not None
     box = item.tensor_data.chunk
@@ -427,7 +435,7 @@ class ShardedWriter(StorageWriter):
         written = replace(self._options, path=self.path).write(items, self._destination(plan))
         self.bytes_written = written.nbytes
         done: Future[list[WriteResult]] = Future()
-        located = zip(plan.items, written.locations, strict=True)
+        located = zip(plan.items, map(written.places.location, range(len(plan.items))), strict=True)
         done.set_result([WriteResult(item.index, where.length, where) for item, where in located])
         return done
 
@@ -482,7 +490,8 @@ def _storable(item: WriteItem, data: Any) -> write_items.Data:
     try:
         if is_stored_whole(data):
             return WholeItem.of(data)
-        data = data.detach()
+        if data.requires_grad or type(data) is not torch.Tensor:
+            data = data.detach()
         require_memory(data)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{item.index.fqn} is {error}") from error
@@ -494,15 +503,20 @@ def _without_duplicates(items: _Items) -> tuple[_Items, list[int]]:
 
     The same are: equal bytes, and the same memory seen the same way.
     """
+    addresses = [data.data_ptr() if isinstance(data, torch.Tensor) else 0 for _, data in items]
+    several = {0, *(address for address, count in Counter(addresses).items() if count > 1)}
     position: dict[Any, int] = {}
     unique: _Items = []
     first: list[int] = []
-    for item, data in items:
-        identity: Any = data
-        if not isinstance(data, bytes):
+    for each, address in zip(items, addresses, strict=True):
+        item, data = each
+        identity: Any = address  # which says it all if no other tensor begins there
+        if isinstance(data, bytes):
+            identity = data
+        elif address in several:
             tensor = data.tensor if isinstance(data, WholeItem) else data
             identity = memory_of(tensor) if tensor is not data or tensor.numel() else item.index
         first.append(position.setdefault(identity, len(unique)))
         if first[-1] == len(unique):
-            unique.append((item, data))
+            unique.append(each)
     return unique, first

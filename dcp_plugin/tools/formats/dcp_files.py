@@ -73,7 +73,8 @@ class DcpCheckpoint:
         medium = medium_of(out)
         token = directory.stem if medium.keeps_names else ""
         to = write_items.Destination(medium, directory, rank, token, 1, True)
-        locations = write_items.write(data, to, out)
+        places = write_items.write(data, to, out)
+        locations = map(places.location, range(len(items)))
         medium.flush(directory)
         opaque = [item.part is None and item.key in self._selected.tensors for item in items]
         return [replace(at, payload_offset=None) if whole else at for at, whole in zip(locations, opaque, strict=True)]
