@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -24,19 +25,24 @@ from dcp_plugin.media.disk import posix
 
 BUFFER = 2 << 20
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
+_START_WRITEBACK = 8 << 20
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
 
 
 class BlockFile:
     """A file under construction.
 
+    One thread fills a buffer while another writes the one before, so that the device does not wait for checksums, nor
+    these for the device.
+
     Args:
         size: Its final size.
         direct: Whether to use ``O_DIRECT``. ``"auto"``: if the file is not small and the file system takes it.
-        wrote: Called with every number of bytes that went to the file system.
+        wrote: Called with every number of bytes that went to the file system, from one thread at a time.
 
     Raises:
         SaveFailed: From any method, with ``direct=True``: the file system refuses it.
+        OSError: From any method: an earlier write failed.
     """
 
     def __init__(
@@ -44,9 +50,13 @@ class BlockFile:
     ) -> None:
         self._path, self._wrote, self._forced = path, wrote, direct is True
         # Page-aligned, and shared memory: a fork while the device reads from it would move private pages elsewhere.
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER))
+        self._buffer, self._other = (memoryview(mmap.mmap(-1, BUFFER)) for _ in range(2))
         self._filled = 0
         self._position = 0
+        """Where in the file the buffer begins."""
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dcp-write-behind")
+        self._on_its_way: Future[None] | None = None
+        self._written_back = 0
         self.direct = False
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -65,6 +75,7 @@ class BlockFile:
             if kind is None:
                 self._finish()
         finally:
+            self._writer.shutdown()  # if this is interrupted, the descriptor stays: somebody writes to it
             os.close(self._fd)
 
     def tell(self) -> int:
@@ -75,15 +86,18 @@ class BlockFile:
         return self.direct and address % PAGE == 0 and self.tell() % PAGE == 0
 
     def write(self, data: bytes | bytearray | memoryview, kept: bool = False) -> None:
-        """Append; ``data`` may change as soon as this returns."""
+        """Append; ``data`` may change as soon as this returns, unless it is ``kept``."""
         if len(data) >= _LARGE and not self.direct:
-            self._flush(self._filled)
-            self._write_all(memoryview(data))
+            self._write_now(self._buffer[: self._filled])
+            self._filled = 0
+            self._write_now(memoryview(data))
             return
         if len(data) >= IN_PLACE and self.takes_in_place(np.frombuffer(data, np.uint8).ctypes.data):
             self._flush(self._filled)
             aligned = len(data) - len(data) % PAGE
-            self._write_all(memoryview(data)[:aligned])
+            self._write_behind(memoryview(data)[:aligned])
+            if not kept:
+                self._wait()
             data = memoryview(data)[aligned:]
         while len(data) > BUFFER - self._filled:
             free = BUFFER - self._filled
@@ -100,32 +114,56 @@ class BlockFile:
             np.frombuffer(self._buffer, np.uint8)[start : self._filled] = np.frombuffer(data, np.uint8)
 
     def _flush(self, count: int) -> None:
-        """Write the first ``count`` bytes of the buffer; the rest moves to its front."""
+        """Write the first ``count`` bytes of the buffer; the rest moves to the front of the other one."""
         if count:
-            self._write_all(self._buffer[:count])
-            self._buffer[: self._filled - count] = self._buffer[count : self._filled]
-            self._filled -= count
+            left = self._filled - count
+            full, rest = self._buffer[:count], self._buffer[count : self._filled]
+            self._write_behind(full)
+            self._buffer, self._other = self._other, self._buffer
+            self._buffer[:left] = rest
+            self._filled = left
 
-    def _write_all(self, data: memoryview) -> None:
+    def _write_behind(self, data: memoryview) -> None:
+        """Begin to write bytes at the position, once what is on its way has been written."""
+        self._wait()
+        self._on_its_way = self._writer.submit(self._write_all, data, self._position)
+        self._position += len(data)
+
+    def _write_now(self, data: memoryview) -> None:
+        self._wait()
+        self._write_all(data, self._position)
+        self._position += len(data)
+
+    def _wait(self) -> None:
+        if self._on_its_way is not None:
+            self._on_its_way.result()
+            self._on_its_way = None
+
+    def _write_all(self, data: memoryview, position: int) -> None:
         while len(data):
             try:
-                count = os.pwrite(self._fd, data, self._position)
+                count = os.pwrite(self._fd, data, position)
             except OSError as error:
                 if not self.direct or error.errno not in _REFUSED:
                     raise
                 self._refused(error)
                 self._switch(False)
                 continue
-            self._position += count
+            position += count
             data = data[count:]
             self._wrote(count)
+        if not self.direct and position - self._written_back >= _START_WRITEBACK:
+            posix.start_writeback(self._fd, self._written_back, position - self._written_back)
+            self._written_back = position
 
     def _finish(self) -> None:
         """Write what is left and make the file durable. A length that is not aligned goes through the page cache."""
+        rest = self._filled % PAGE if self.direct else self._filled
+        aligned = self._filled - rest
+        self._write_now(self._buffer[:aligned])
         if self.direct:
-            self._flush(self._filled - self._filled % PAGE)
             self._switch(False)
-        self._flush(self._filled)
+        self._write_now(self._buffer[aligned : aligned + rest])
         os.fsync(self._fd)
 
     def _try_direct(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from dcp_plugin.errors import SaveFailed
 
 _RENAME_EXCHANGE = 2
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _AT_FDCWD = -100
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 _RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
@@ -87,6 +88,14 @@ def preallocate(fd: int, size: int) -> None:
         arguments = (ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size))
         if libc.fallocate(*arguments) != 0 and ctypes.get_errno() not in _UNSUPPORTED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def start_writeback(fd: int, offset: int, count: int) -> None:
+    """Begin to write to the device what the page cache has of a part of a file (``sync_file_range(2)``): a sync that
+    comes later finds less to do. It is no sync, and where it is not known nothing is lost."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "sync_file_range"):
+        libc.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(count), ctypes.c_uint(_WRITE))
 
 
 def exchange(one: Path, other: Path) -> bool:
