@@ -2,7 +2,8 @@
 
 ``O_DIRECT`` spares a copy, the CPU time of the page cache, and evicting what the training keeps in it. Some file
 systems refuse it when it is switched on, others at the first write; so it is tried, and the file is written through
-the page cache instead where it fails. Nothing is known from the name of a file system.
+the page cache instead where it fails. Nothing is known from the name of a file system, but that tmpfs has no device:
+it takes ``O_DIRECT`` and gains a copy.
 
 The size is known beforehand, so the space is reserved at once: a full disk is found before anything is written.
 """
@@ -37,7 +38,8 @@ class BlockFile:
 
     Args:
         size: Its final size.
-        direct: Whether to use ``O_DIRECT``. ``"auto"``: if the file is not small and the file system takes it.
+        direct: Whether to use ``O_DIRECT``. ``"auto"``: if the file is not small, and the file system takes it and is
+            not memory itself.
         wrote: Called with every number of bytes that went to the file system, from one thread at a time.
 
     Raises:
@@ -50,6 +52,7 @@ class BlockFile:
     ) -> None:
         self._path, self._wrote, self._forced = path, wrote, direct is True
         # Page-aligned, and shared memory: a fork while the device reads from it would move private pages elsewhere.
+        # What is not used of it takes no memory.
         self._buffer, self._other = (memoryview(mmap.mmap(-1, BUFFER)) for _ in range(2))
         self._filled = 0
         self._position = 0
@@ -61,7 +64,9 @@ class BlockFile:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             posix.preallocate(self._fd, size)
-            if direct is True or (direct == "auto" and size >= BUFFER):
+            in_memory = posix.is_in_memory(self._fd)
+            self._writes_back = size >= _START_WRITEBACK and not in_memory
+            if direct is True or (direct == "auto" and size >= BUFFER and not in_memory):
                 self._try_direct()
         except BaseException:
             os.close(self._fd)
@@ -152,7 +157,7 @@ class BlockFile:
             position += count
             data = data[count:]
             self._wrote(count)
-        if not self.direct and position - self._written_back >= _START_WRITEBACK:
+        if self._writes_back and not self.direct and position - self._written_back >= _START_WRITEBACK:
             posix.start_writeback(self._fd, self._written_back, position - self._written_back)
             self._written_back = position
 

@@ -20,6 +20,7 @@ from dcp_plugin.errors import SaveFailed
 
 _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_IN_MEMORY = {0x01021994, 0x858458F6}  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _AT_FDCWD = -100
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 _RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
@@ -88,6 +89,15 @@ def preallocate(fd: int, size: int) -> None:
         arguments = (ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size))
         if libc.fallocate(*arguments) != 0 and ctypes.get_errno() not in _UNSUPPORTED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def is_in_memory(fd: int) -> bool:
+    """Whether a file is on a file system that is memory (tmpfs): there is no device to write to (``statfs(2)``)."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "fstatfs") or sys.platform != "linux":
+        return False
+    said = (ctypes.c_long * 64)()
+    return libc.fstatfs(ctypes.c_int(fd), said) == 0 and said[0] in _IN_MEMORY
 
 
 def start_writeback(fd: int, offset: int, count: int) -> None:
