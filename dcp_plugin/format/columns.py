@@ -233,6 +233,8 @@ def ranges(starts: Column, counts: Column) -> Column:
 def ragged(padded: Sequence[Column], widths: Column) -> Column:
     """The first ``widths[i]`` numbers of row ``i`` of each of the arrays in turn, for all ``i``, end to end."""
     rows = np.stack(padded, axis=1)
+    if (widths == rows.shape[2]).all():
+        return rows.reshape(-1)
     kept = np.arange(rows.shape[2]) < widths[:, None, None]
     return rows[np.broadcast_to(kept, rows.shape)]
 
@@ -267,11 +269,22 @@ def _mix(coordinate: Column, seed: np.uint64) -> Column:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def flat_start(offsets: Column, shapes: Column) -> Column:
-    """The position of each box's first element in its tensor, in row-major order."""
+def flat_start(offsets: Column, shapes: Column, of: Column) -> Column:
+    """The position of each box's first element in its tensor, in row-major order. Box ``i`` is of tensor ``of[i]``."""
     extents = np.maximum(shapes, 1)
-    strides = np.cumprod(np.concatenate((extents[:, 1:], np.ones((len(shapes), 1), np.int64)), axis=1)[:, ::-1], axis=1)
-    return (offsets * strides[:, ::-1]).sum(axis=1)  # type: ignore[no-any-return]
+    ones = np.ones((len(shapes), 1), np.int64)
+    strides = np.cumprod(np.concatenate((extents[:, 1:], ones), axis=1)[:, ::-1], axis=1)[:, ::-1]
+    start = np.zeros(len(offsets), np.int64)
+    for dim in range(offsets.shape[1]):
+        start += offsets[:, dim] * strides[of, dim]
+    return start
+
+
+def order_of(*columns: Column) -> Column:
+    """The order that sorts rows by columns, the first of which counts most. Numbers below 65536, as ranks mostly are,
+    are sorted in one pass."""
+    small = (column.astype(np.uint16) if len(column) and column.max() < 1 << 16 else column for column in columns)
+    return np.lexsort(tuple(small)[::-1])
 
 
 def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:

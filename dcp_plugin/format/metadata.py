@@ -99,12 +99,12 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     stored = _StoredTensors(memo, table)
     is_value = table.columns["dtype"] == NO_TENSOR
     state: list[bytes] = [b""] * len(table.keys)
-    storage: list[bytes] = []
+    storage: list[memoryview] = []
     for slots, chunks, boxes in table.by_ndim():
         counts = np.diff(table.chunk_starts)[slots]
         offsets, sizes = memo.sizes(boxes[:, 0]), memo.sizes(boxes[:, 1])
         records = _rows(len(chunks), memo.instance(ChunkStorageMetadata, offsets=offsets, sizes=sizes))
-        listed, ends = records.tobytes(), (np.cumsum(counts) * records.shape[1]).tolist()
+        listed, ends = records.reshape(-1).data, (np.cumsum(counts) * records.shape[1]).tolist()
         key_of = keys[slots].tobytes()
         for number, (slot, start, end) in enumerate(zip(slots.tolist(), [0, *ends], ends, strict=False)):
             before, behind = stored.around_chunks(slot)
@@ -119,8 +119,10 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         key = np.repeat(keys[slots], counts)
         info = memo.instance(StorageInfo, **where)
         for chosen, offset in ((~is_value[slots], {"offset": offsets}), (is_value[slots], {})):
-            record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
-            storage.append(_rows(len(chunks), record)[np.repeat(chosen, counts)].tobytes())
+            if chosen.any():
+                record = [*memo.instance(MetadataIndex, fqn=[key], index=[b"N"], **offset), *info]
+                rows, mine = _rows(len(chunks), record), np.repeat(chosen, counts)
+                storage.append((rows if mine.all() else rows[mine]).data)
     paths = {key: stock_path(table.path_of(key)) for key in table.keys}
     planner_data = index.planner_data[0] if index.planner_data else paths
     content = memo.instance(
@@ -173,7 +175,7 @@ def _properties(dtype: torch.dtype) -> bytes:
     return _plain(TensorProperties) + b")\x81" + _plain(fields[:FIELDS_OF_ALL_VERSIONS]) + b"b"
 
 
-_Fields = list["bytes | Column"]
+_Fields = list["bytes | memoryview | Column"]
 """A piece of a pickle: opcodes; a column of int64 is a number in each record, one of uint32 a reference to the memo."""
 
 
@@ -211,22 +213,24 @@ class _Memo:
 
 def _rows(count: int, record: _Fields) -> Column:
     """The record ``count`` times, with the numbers of its columns filled in; a row of bytes each."""
-    pieces = []
+    template, numbers = b"", []
     for piece in record:
-        if isinstance(piece, bytes):
-            pieces.append(_repeated(piece, count))
-        else:
-            small = piece.min(initial=0) >= -(1 << 31) and piece.max(initial=0) < 1 << 31
-            opcode, dtype = (b"J", "<i4") if small else (b"\x8a\x08", "<i8")
-            if piece.dtype == np.uint32:
-                opcode, dtype = b"j", "<u4"
-            numbers = np.ascontiguousarray(piece, dtype).view(np.uint8).reshape(count, -1)
-            pieces += [_repeated(opcode, count), numbers]
-    return np.concatenate(pieces, axis=1)
-
-
-def _repeated(data: bytes, count: int) -> Column:
-    return np.broadcast_to(np.frombuffer(data, np.uint8), (count, len(data)))
+        if not isinstance(piece, np.ndarray):
+            template += piece
+            continue
+        small = piece.min(initial=0) >= -(1 << 31) and piece.max(initial=0) < 1 << 31
+        opcode, dtype = (b"J", "<i4") if small else (b"\x8a\x08", "<i8")
+        if piece.dtype == np.uint32:
+            opcode, dtype = b"j", "<u4"
+        template += opcode
+        numbers.append((len(template), dtype, piece))
+        template += bytes(np.dtype(dtype).itemsize)
+    rows = np.empty((count, len(template)), np.uint8)
+    rows[:] = np.frombuffer(template, np.uint8)
+    for offset, dtype, piece in numbers:
+        field = np.dtype({"names": ["at"], "formats": [dtype], "offsets": [offset], "itemsize": len(template)})
+        rows.view(field)["at"][:, 0] = piece
+    return rows
 
 
 def _plain(value: Any) -> bytes:

@@ -6,13 +6,14 @@ hold the same box are neighbours, and every later step is one pass of numpy over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, flat_start, partitioned, ragged, ranges
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, flat_start, order_of, partitioned, ragged, ranges
 from dcp_plugin.format.payload import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
@@ -59,10 +60,10 @@ class GlobalPlan:
     offsets: Column
     sizes: Column
 
-    @property
+    @functools.cached_property
     def order(self) -> Column:
         """The numbers of the table's chunks in the order of ranks and of their shares."""
-        return np.lexsort((self.chunk, self.rank))
+        return order_of(self.rank, self.chunk)
 
     def shares(self, world_size: int) -> list[Share]:
         order = self.order
@@ -192,19 +193,26 @@ class _Rows:
         for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
             one = inventories[ranks[0]].description
             tie = np.append(numbers, -1)[one.tie]
-            described = (numbers[one.key], np.arange(len(one.key)), one.any_rank[one.key], tie[one.key])
-            offsets = np.concatenate([_widened(inventories[rank].offsets, keys.width, 0) for rank in ranks])
-            sizes = np.tile(_widened(one.sizes, keys.width, 1), (len(ranks), 1))
-            repeated = [np.tile(column, len(ranks)) for column in described]
-            columns.append([np.repeat(ranks, len(one.key)), offsets, sizes, *repeated])
+            described = (_widened(one.sizes, keys.width, 1), numbers[one.key], np.arange(len(one.key), dtype=np.int32))
+            repeated = [np.repeat(column, len(ranks), axis=0) for column in (*described, one.any_rank[one.key])]
+            repeated.append(np.repeat(tie[one.key], len(ranks)))
+            # Chunk by chunk, as they are sorted in the end where all ranks hold the same keys in the same order.
+            offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0) for rank in ranks], axis=1)
+            of_rank = np.tile(np.array(ranks, np.int32), len(one.key))
+            columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
         rank, offsets, sizes, key, chunk, any_rank, tie = map(np.concatenate, zip(*columns, strict=True))
-        start = flat_start(offsets, keys.shape[key])
-        order = np.lexsort((rank, start, key))
-        new = (np.diff(key[order], prepend=-1) != 0) | (np.diff(start[order], prepend=-1) != 0)
-        return cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0)).take(order, new)
+        start = flat_start(offsets, keys.shape, key)
+        rows = cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0))
+        if not _sorted(key, start, rank):
+            order = order_of(key, start, rank)
+            rows, start = rows.take(order, rows.new), start[order]
+        new = (np.diff(rows.key, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
+        return replace(rows, new=new)
 
     def take(self, rows: Column, new: Column) -> _Rows:
         """A selection of the rows, with other marks."""
+        if rows.dtype == bool and rows.all():
+            return replace(self, new=new)
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
     def check(self, keys: _Keys) -> None:
@@ -267,6 +275,15 @@ def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
     return BoxParts.joined(parts, *copies)
 
 
+def _sorted(*columns: Column) -> bool:
+    """Whether rows are in the order of the columns, the first of which counts most."""
+    rising = np.ones(max(len(columns[0]) - 1, 0), bool)
+    for column in reversed(columns):
+        step = np.diff(column)
+        rising = (step > 0) | ((step == 0) & rising)
+    return bool(rising.all())
+
+
 def _has_chunks(described: Description) -> Column:
     """For each key, whether a rank has a part of it. Without one, a LocalShardsWrapper does not know shape and
     dtype."""
@@ -275,4 +292,6 @@ def _has_chunks(described: Description) -> Column:
 
 def _widened(rows: Column, width: int, fill: int) -> Column:
     """The rows with further columns of one value, up to ``width``."""
+    if rows.shape[1] == width:
+        return rows
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=fill)

@@ -202,8 +202,10 @@ def _entire(held: HeldBoxes, box: int) -> BoxPart:
 
 
 def _parts(held: HeldBoxes, holder: Ints, cuts: Cuts) -> BoxParts:
-    uncut = np.setdiff1d(np.arange(len(holder)), np.fromiter(cuts, np.int64, len(cuts)), assume_unique=True)
     width = held.sizes.shape[1]
+    if not cuts:
+        return BoxParts(np.arange(len(holder)), holder, np.zeros((len(holder), width), np.int64), held.sizes)
+    uncut = np.setdiff1d(np.arange(len(holder)), np.fromiter(cuts, np.int64, len(cuts)), assume_unique=True)
     taken = [(box, position, part) for box, parts in cuts.items() for position, part in parts]
     numbers = np.array([(box, position) for box, position, _ in taken], np.int64).reshape(-1, 2)
     offsets = np.array([part.offsets for _, _, part in taken], np.int64).reshape(len(taken), width)
