@@ -1,9 +1,10 @@
 """What one system call reads: neighbours in a file, whose bytes are scattered to where each of them is wanted.
 
-There are two kinds. A :class:`BatchOfFetches` takes any fetch of a plan. Most tensors of most loads are read as they
+There are three kinds. A :class:`BatchOfFetches` takes any fetch of a plan. Most tensors of most loads are read as they
 are stored: one chunk, complete, of the same dtype, into host memory. Small ones of these are a :class:`BatchOfChunks`,
 which is decided by columns: a fetch, its ranges and its views are objects, and 4 000 tensors of 4 KiB took a third of
-their load for them.
+their load for them. A :class:`BatchOfRuns` is columns of rows that are longer than a page: each run is a call of its
+own, and nothing else is done for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import RunningCrc, block_size
 from dcp_plugin.host_memory import BLOCK, Rings, memory_view
 from dcp_plugin.media import RangedFile, Readable
-from dcp_plugin.storage.fetch import Fetch, IntoMemory
+from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
 from dcp_plugin.types import WholeChunk
 
 LARGEST_CHUNK = 1 << 20
@@ -88,6 +89,29 @@ class BatchOfFetches(Batch):
         return _scatter(file, views, offset, self.file, ((fetch.end, fetch.key) for fetch in self._fetches))
 
 
+class BatchOfRuns(Batch):
+    """Runs of a box, each read by a call of its own straight to its place."""
+
+    def __init__(self, fetch: RunsIntoMemory) -> None:
+        self._fetch = fetch
+        self.file, self.begin, self.key = fetch.location.file, fetch.begin, fetch.key
+
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        fetch, run, read_into = self._fetch, self._fetch.run, file.read_into
+        origin, block, end = self.begin - fetch.ranges[0][0], fetch.block, fetch.location.payload_length
+        starts, views = fetch.starts.tolist(), fetch.views(rings.of(fetch.device).next())
+        for start, view in zip(starts, views, strict=True):
+            if (done := read_into(view, origin + start)) < run:
+                behind = origin + start + done
+                _scatter(file, list(_behind(view, done)), behind, self.file, [(behind + run - done, self.key)])
+        count.read += len(fetch.memory)
+        for start, view in zip(starts, views, strict=True):
+            if block is not None and run < block and start + run < end:  # no block ends in it
+                count.unchecked += run
+            else:
+                count.unchecked += check(fetch, start, start + run, view)
+
+
 @dataclass
 class BatchOfChunks(Batch):
     """Complete chunks in the order of the file, each straight into its target. Rows that belong together are columns.
@@ -131,6 +155,9 @@ def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
     most = _MOST_OF_STREAM if files.streams else _MOST
     batch: list[Fetch] = []
     for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
+        if isinstance(fetch, RunsIntoMemory):
+            yield BatchOfRuns(fetch)
+            continue
         if batch and not _joins(fetch, batch, files.gap, most):
             yield BatchOfFetches(batch)
             batch = []

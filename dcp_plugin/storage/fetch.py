@@ -1,13 +1,15 @@
 """What to read and where it goes: the reads of a plan, cut into pieces that need little memory.
 
-Bytes that are contiguous in the file and in the target go straight into the target's memory. All others (columns,
-another dtype, a device) pass through a block of host memory, in pieces, and are copied from there.
+Bytes that are contiguous in the file and in the target go straight into the target's memory, and so do runs that follow
+each other there. All others (another dtype, a device, a strided target) pass through a block of host memory, in pieces,
+and are copied from there.
 
 The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so to
 check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
 Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
 where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
-checked, and the other bytes are not.
+checked, and the other bytes are not. Runs of which each page of the file has some are read with what is between them,
+and checked, up to twice the bytes: a disk reads pages.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ import torch
 
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.host_memory import BLOCK, Block, is_plain_memory, memory_view
+from dcp_plugin.media import PAGE
 from dcp_plugin.types import Shape
 
 _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block
 _COPIED_PIECE = BLOCK // 2  # the other half is for what is read to complete checksum blocks
 _HOST = torch.device("cpu")
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+Range = tuple[int, int]
 
 
 @dataclass
@@ -111,6 +117,21 @@ class IntoTensor(Fetch):
 
 
 @dataclass
+class RunsIntoMemory(Fetch):
+    """Runs of one length that go straight to ``memory``, where they follow each other. The range is all that they span,
+    of which nothing else is read."""
+
+    starts: Positions
+    run: int
+    memory: memoryview
+    owner: Any
+    """Keeps the memory alive."""
+
+    def views(self, block: Block) -> list[list[memoryview]]:
+        return [[self.memory[at : at + self.run]] for at in range(0, len(self.memory), self.run)]
+
+
+@dataclass
 class OpaqueItem(Fetch):
     """An item of unknown layout, read completely and handed to ``take``."""
 
@@ -148,7 +169,7 @@ def of_box(
     """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
 
     Args:
-        gap: Bytes between two runs that are cheaper to read than to skip.
+        gap: Bytes between two runs that are cheaper to read than to skip; 0 for files, of which the runs are read.
     """
     if target.numel() == 0:
         return
@@ -158,6 +179,12 @@ def of_box(
     if lengths != chunk.sizes:
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
+        if runs > 1 and not gap:
+            gap = PAGE - 1 if _share_pages(starts, run) else 0
+            straight = not gap and run <= _DIRECT_PIECE and is_plain_memory(target) and target.dtype == dtype
+            if straight and _are_read_alone(starts, run, block, location.payload_length):
+                yield from _of_runs(key, location, starts, run, target, block)
+                return
     if runs > 1 or not target.is_contiguous():
         strides = strides_of(chunk.sizes)
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
@@ -175,6 +202,27 @@ def of_box(
         else:
             part = flat[(start - first) // dtype.itemsize : (stop - first) // dtype.itemsize]
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
+
+
+def _share_pages(starts: Positions, run: int) -> bool:
+    """Whether no page lies between two runs, and the runs are half of all bytes from the first to the last."""
+    nearby = int((starts[1:] - starts[:-1]).max()) - run < PAGE
+    return nearby and int(starts[-1] - starts[0]) + run <= MOST_READ_THROUGH * run * len(starts)
+
+
+def _are_read_alone(starts: Positions, run: int, block: int | None, end: int) -> bool:
+    ranges = covering(starts, run, block, end)
+    return len(ranges) == len(starts) and sum(stop - start for start, stop in ranges) == run * len(starts)
+
+
+def _of_runs(
+    key: str, location: Location, starts: Positions, run: int, target: torch.Tensor, block: int | None
+) -> Iterator[Fetch]:
+    memory, count = memory_view(target), max(1, _DIRECT_PIECE // run)
+    for at in range(0, len(starts), count):
+        some = starts[at : at + count]
+        span = int(some[0]), int(some[-1]) + run
+        yield RunsIntoMemory(key, location, [span], block, some, run, memory[at * run : (at + len(some)) * run], target)
 
 
 def of_view(
@@ -217,9 +265,8 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
 
 
 MOST_WASTE = 0.25
-
-Positions = np.ndarray[Any, np.dtype[np.int64]]
-Range = tuple[int, int]
+MOST_READ_THROUGH = 2
+"""Times the bytes of runs that share pages, all that is read for them."""
 
 
 def strides_of(sizes: Shape) -> Shape:
