@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dcp_plugin.paths import Where
 
@@ -60,6 +60,16 @@ class ShardedValue:
     origin: Any = field(default=None, compare=False, repr=False)
     """The tensor that the chunks are views of, where that matters. In-place operations on a DTensor are counted on it,
     and not on its local tensor; and a slot of an optimizer is known by its identity."""
+
+
+class WholeChunk(NamedTuple):
+    """A stored chunk that is read as it is: complete, into plain memory of its dtype and size."""
+
+    key: str
+    """In the checkpoint."""
+    number: int
+    """Of the chunk, among those of all keys."""
+    target: torch.Tensor
 
 
 @dataclass(frozen=True)

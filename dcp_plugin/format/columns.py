@@ -94,6 +94,13 @@ class KeyColumns:
     def shape_of(self, slot: int) -> Shape:
         return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
 
+    def shapes_of(self, slots: Column) -> list[Shape]:
+        """Those of many keys at once."""
+        ndim = self.columns["ndim"][slots].astype(np.int64)
+        sizes, ends = self.columns["shape"][ranges(self.shape_starts[slots], ndim)].tolist(), np.cumsum(ndim)
+        bounds = zip((ends - ndim).tolist(), ends.tolist(), strict=True)
+        return [tuple(sizes[begin:end]) for begin, end in bounds]
+
     def boxes_of(self, slot: int) -> tuple[Column, Column]:
         """Offsets and sizes of the chunks of a key, a row for each."""
         begin, end = self.box_starts[slot : slot + 2].tolist()

@@ -43,25 +43,27 @@ class _Chunks(Sequence[StoredChunk]):
     """The chunks of a key; each becomes an object when it is asked for."""
 
     def __init__(self, index: CheckpointIndex, slot: int) -> None:
-        self._index = index
-        self._first = int(index.table.chunk_starts[slot])
-        self._offsets, self._sizes = index.table.boxes_of(slot)
+        self._index, self._slot = index, slot
+
+    @functools.cached_property
+    def _boxes(self) -> tuple[Column, Column]:
+        return self._index.table.boxes_of(self._slot)
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._boxes[0])
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return tuple(self[each] for each in range(*number.indices(len(self))))
-        at = range(len(self))[number]
-        offsets, sizes = tuple(self._offsets[at].tolist()), tuple(self._sizes[at].tolist())
-        return StoredChunk(offsets, sizes, self._index.location(self._first + at))
+        at, (offsets, sizes) = range(len(self))[number], self._boxes
+        location = self._index.location(int(self._index.table.chunk_starts[self._slot]) + at)
+        return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
     def at(self, offsets: Shape) -> StoredChunk | None:
         """The chunk that begins there."""
-        if len(offsets) != self._offsets.shape[1]:
+        if len(offsets) != self._boxes[0].shape[1]:
             return None
-        found = np.flatnonzero((self._offsets == offsets).all(axis=1))
+        found = np.flatnonzero((self._boxes[0] == offsets).all(axis=1))
         return self[int(found[0])] if len(found) else None
 
 
@@ -130,16 +132,18 @@ class CheckpointIndex(Mapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
         self.slots = table.slots
         """The number of each key."""
-        self._block_starts = np.concatenate(([0], columns["block_ends"]))
+        self.block_starts = np.concatenate(([0], columns["block_ends"]))
+        """Where the checksums of each chunk begin; one more for the end."""
 
     def __getitem__(self, key: str) -> Entry:
-        if key not in self._entries:
+        if (entry := self._entries.get(key)) is None:
             slot = self.slots[key]
             if (dtype := self.table.dtype_of(slot)) is None:
-                self._entries[key] = StoredValue(self.location(int(self.table.chunk_starts[slot])))
+                entry = StoredValue(self.location(int(self.table.chunk_starts[slot])))
             else:
-                self._entries[key] = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
-        return self._entries[key]
+                entry = StoredTensor(dtype, self.table.shape_of(slot), _Chunks(self, slot))
+            self._entries[key] = entry
+        return entry
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slots)
@@ -152,6 +156,11 @@ class CheckpointIndex(Mapping[str, Entry]):
         first = bisect_left(self._sorted, prefix)
         last = bisect_left(self._sorted, prefix[:-1] + chr(ord(prefix[-1]) + 1), lo=first)
         return sorted(self._sorted[first:last], key=self.slots.__getitem__)
+
+    def has_under(self, prefix: str) -> bool:
+        """Whether any key starts with ``prefix``."""
+        at = bisect_left(self._sorted, prefix)
+        return at < len(self._sorted) and self._sorted[at].startswith(prefix)
 
     @functools.cached_property
     def _sorted(self) -> list[str]:
@@ -171,7 +180,7 @@ class CheckpointIndex(Mapping[str, Entry]):
 
     def location(self, chunk: int) -> Location:
         offset, length, payload_offset, payload_length = self.columns["place"][chunk].tolist()
-        blocks = self.columns["block_crc"][self._block_starts[chunk] : self._block_starts[chunk + 1]]
+        blocks = self.columns["block_crc"][self.block_starts[chunk] : self.block_starts[chunk + 1]]
         checked = len(blocks) > 0 or (payload_length == 0 and payload_offset >= 0)
         name, frame_crc = self.file_names[self.columns["file"][chunk]], int(self.columns["frame_crc"][chunk])
         start, checksums = payload_offset if payload_offset >= 0 else None, blocks if checked else None

@@ -239,7 +239,7 @@ class KeyMaps:
     """
 
     def __init__(self, rename: Rename, modules: Iterable[str]) -> None:
-        self._rename = rename
+        self._rename, self._renames = rename, rename != Rename()
         self._modules = list(modules)
         self._followed: dict[nn.Module | None, tuple[str, Prefixes]] = {}
 
@@ -258,7 +258,7 @@ class KeyMaps:
         """
         is_optimizer = adapter.kind == "optimizer"
         follows = is_optimizer and adapter.module in self._followed
-        if prefix is None and not follows and self._rename == Rename():
+        if prefix is None and not follows and not self._renames:
             return KeyMap(adapter.kind, source, (("", f"{source}."),))
         names = adapter.names()
         special: dict[str, str] = {}

@@ -185,7 +185,7 @@ class Loading:
         self._items = self._plan(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
-        self._reader.hold_files(self._items, [match.stored[key] for key in match.deferred])
+        self._reader.hold_files(self._items, self._chunks, [match.stored[key] for key in match.deferred])
         return match
 
     def _match(self, dry_run: bool = False) -> Match:
@@ -200,7 +200,8 @@ class Loading:
         self._targets: dict[str, Any] = dict(match.targets)
         self._planner.use_index(self._targets, self._reader.index, match.stored)
         try:
-            return self._planner.create_local_plan()
+            plan, self._chunks = self._planner.plan_apart()
+            return plan
         except CheckpointMismatch:
             match.problems[:0] = [*first(self._planner.misfits), *self._about_shapes(match)]
             return LoadPlan([])
@@ -222,7 +223,7 @@ class Loading:
 
     def _read_values(self, match: Match) -> None:
         """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
-        self._reader.read_data(self._only(LoadItemType.BYTE_IO), self._planner).wait()
+        self._reader.read_parts(_only(LoadItemType.BYTE_IO, self._items), self._planner)
         if self._planner.plain:
             match.warnings.append(
                 f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
@@ -234,18 +235,17 @@ class Loading:
             if targets:
                 adapter.check({key: self._targets[join(adapter.name, key)] for key in keys})
 
-    def _only(self, kind: LoadItemType) -> LoadPlan:
-        return replace(self._items, items=[item for item in self._items.items if item.type == kind])
-
     def _read_tensors(self) -> None:
         """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
         failure."""
-        plan, policy = self._only(LoadItemType.TENSOR), self._config.read_broadcast
+        policy = self._config.read_broadcast
         if policy == "auto" and self._shared:
             policy = True
         shared = BroadcastRead(self._ranks, self._planner, policy)
+        chunks = [] if shared.may_share else self._chunks
+        plan = _only(LoadItemType.TENSOR, self._planner.create_local_plan() if shared.may_share else self._items)
         plan = shared.meet(f"share the reading of {self._path}", plan)
-        self._ranks.agree(f"read {self._path}", lambda: self._reader.read_data(plan, self._planner).wait())
+        self._ranks.agree(f"read {self._path}", lambda: self._reader.read_parts(plan, self._planner, chunks))
         shared.pass_on(f"pass on what was read of {self._path}")
 
     def _take(self, match: Match) -> None:
@@ -266,7 +266,8 @@ class Loading:
         planner = ShardedLoadPlanner(strict=False)
         targets: dict[str, Any] = {join(adapter.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         planner.use_index(targets, self._reader.index, match.stored)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        plan, chunks = planner.plan_apart()
+        self._reader.read_parts(plan, planner, chunks)
 
     def _judge(self, adapter: StateAdapter, match: Match, found: Incompatible) -> list[str]:
         """What is wrong after a module's own load hooks. Keys that were not to be loaded may be missing."""
@@ -284,6 +285,10 @@ class Loading:
             elif keys and policy == "warn":
                 match.warnings.append(f"{self._path}: {line}.")
         return problems
+
+
+def _only(kind: LoadItemType, plan: LoadPlan) -> LoadPlan:
+    return replace(plan, items=[item for item in plan.items if item.type == kind])
 
 
 def plan_load(

@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from dcp_plugin._torch import is_meta, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, first, some
+from dcp_plugin.format.columns import NO_TENSOR
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.loading.key_map import KeyMap, KeyMaps, Rename, find_prefix
 from dcp_plugin.loading.partial import PartialLoad, Policy
@@ -35,7 +37,7 @@ from dcp_plugin.loading.suggestions import (
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
-from dcp_plugin.state.adapters import StateAdapter
+from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
@@ -144,12 +146,30 @@ class Matching:
         """Collective if a module contains FSDP1."""
         self._names_here = [adapter.name for adapter in adapters]
         for adapter, name in self._names(adapters):
-            key_map, want = self._want(adapter, name)
-            self._select(adapter, key_map, want)
+            if isinstance(adapter, ValueAdapter) and self._is_plain(adapter):
+                self._take_plain(adapter)
+            else:
+                key_map, want = self._want(adapter, name)
+                self._select(adapter, key_map, want)
         self._judge_patterns()
         self._judge_dtypes()
         self._judge_keys()
         return self._match
+
+    def _is_plain(self, adapter: ValueAdapter) -> bool:
+        """Whether a tensor is stored under the name of a tensor, and nothing else has been asked for: as for each of
+        thousands in a flat state, for which key maps would take most of a load."""
+        slot = self._index.slots.get(adapter.name)
+        if self._given is not None or slot is None or not adapter.is_tensor:
+            return False
+        return self._index.table.dtype_of(slot) is not None and not self._index.has_under(f"{adapter.name}.")
+
+    def _take_plain(self, adapter: ValueAdapter) -> None:
+        name, tensor = adapter.name, adapter.value
+        accepted = self._accept(name, tensor, None)
+        self._match.wanted[name] = Wanted({"": tensor} if accepted else {})
+        if accepted:
+            self._match.stored[name] = name
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """The name in the checkpoint for each object: its own, or that of the only one of its kind."""
@@ -266,7 +286,7 @@ class Matching:
         return ShardedValue(shape, target.dtype, (LocalChunk((0,) * len(shape), shape, target),))
 
     def _selected(self, adapter: StateAdapter, key: str) -> bool:
-        return self._partial.selects(join(adapter.name, key))
+        return self._given is None or self._partial.selects(join(adapter.name, key))
 
     def _judge_patterns(self) -> None:
         """Patterns that match nothing, and prefixes that the checkpoint does not have."""
@@ -293,8 +313,10 @@ class Matching:
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         wanted = {key: target.dtype for key, target in self._match.targets.items() if target is not None}
         wanted |= {key: one.dtype for key, one in self._match.deferred.items() if one.dtype is not None}
-        for key, here in wanted.items():
-            dtype = self._index.table.dtype_of(self._index.slots[self._match.stored[key]])
+        table, slots, stored = self._index.table, self._index.slots, self._match.stored
+        numbers = table.columns["dtype"][np.array([slots[stored[key]] for key in wanted], np.int64)].tolist()
+        for (key, here), number in zip(wanted.items(), numbers, strict=True):
+            dtype = None if number == NO_TENSOR else table.torch_dtypes[number]
             if dtype is not None and dtype != here:
                 if torch.can_cast(dtype, here):  # if not, the planner says so
                     differ[here, dtype].append(key)

@@ -40,14 +40,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest
 from dcp_plugin.format import values
-from dcp_plugin.format.columns import Column, KeyColumns, filled_rows
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows
 from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.host_memory import is_plain_memory
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, step_of, walked_as_stored
 from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.storage.batches import LARGEST_CHUNK
 from dcp_plugin.tensors import is_stored_whole
-from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
+from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue, WholeChunk
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -74,6 +76,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._tree: dict[str, Any] = {}
         self._targets: dict[str, Any] = {}
         self._names: Mapping[str, str] = {}
+        self._index: CheckpointIndex | None = None
         self._allow_pickle = allow_pickle
         self.missing: list[str] = []
         """Targets that the checkpoint does not have."""
@@ -94,6 +97,7 @@ class ShardedLoadPlanner(LoadPlanner):
         leaves = {key: leaf for key, leaf in leaves.items() if key in known or not is_empty_mapping(leaf)}
         self._targets = self._described(leaves)
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
+        self._there, self._index = list(self._stored), None
 
     def _described(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         """Describe the targets. Tensors on the meta device are replaced in the given state by ones with memory, as in
@@ -125,8 +129,10 @@ class ShardedLoadPlanner(LoadPlanner):
         self._tree = self._targets = targets
         self._paths = {key: (key,) for key in targets}
         self._names = names
+        self._index = index
         self._keys = slots = index.slots
-        self._stored = {key: _Stored.of_table(index.table, slots[names[key]]) for key in targets if names[key] in slots}
+        self._stored = {}
+        self._there = [key for key in targets if names[key] in slots]
 
     def create_local_plan(self) -> LoadPlan:
         """The reads of this rank.
@@ -134,15 +140,28 @@ class ShardedLoadPlanner(LoadPlanner):
         Raises:
             CheckpointMismatch: Naming all targets that are missing (if strict) or of another shape or kind.
         """
-        self.missing = [key for key in self._targets if key not in self._stored]
-        problems = (_misfit(key, self._targets[key], each, self._scales_of(key)) for key, each in self._stored.items())
+        return self._planned(self._there, None)
+
+    def plan_apart(self) -> tuple[LoadPlan, list[WholeChunk]]:
+        """As :meth:`create_local_plan`, but small chunks that are wanted as they are stored are no items of the plan.
+        Most tensors of most checkpoints are, and a plan has some six objects for each."""
+        apart = self._wanted_as_stored()
+        chunks = list(apart.values())
+        return self._planned([key for key in self._there if key not in apart], chunks), chunks
+
+    def _planned(self, keys: Iterable[str], apart: list[WholeChunk] | None) -> LoadPlan:
+        there = set(self._there)
+        self.missing = [key for key in self._targets if key not in there]
+        stored_under = {key: self._stored_for(key) for key in keys}
+        problems = (_misfit(key, self._targets[key], each, self._scales_of(key)) for key, each in stored_under.items())
         self.misfits = list(filter(None, problems))
         if self._strict:
             self.misfits += [f"{key} is not in the checkpoint{nearest(key, self._keys)}" for key in self.missing]
         if self.misfits:
             raise CheckpointMismatch("\n  ".join(first(self.misfits)))
         items: list[ReadItem] = []
-        for key, stored in self._stored.items():
+        self.cast = []
+        for key, stored in stored_under.items():
             target, name = self._targets[key], self._names.get(key, key)
             if not isinstance(target, ShardedValue):
                 where = MetadataIndex(key), torch.Size(), MetadataIndex(name), torch.Size(), torch.Size()
@@ -150,8 +169,52 @@ class ShardedLoadPlanner(LoadPlanner):
                 continue
             if target.dtype != stored.dtype:
                 self.cast.append(key)
-            items.extend(_reads(key, name, target, stored))
+            same = None if apart is None else self._same_chunk(name, target, stored)
+            if apart is None or same is None:
+                items.extend(_reads(key, name, target, stored))
+            else:
+                apart.append(same)
         return LoadPlan(items)
+
+    def _stored_for(self, key: str) -> _Stored:
+        if self._index is None:
+            return self._stored[key]
+        return _Stored.of_table(self._index.table, self._index.slots[self._names[key]])
+
+    def _wanted_as_stored(self) -> dict[str, WholeChunk]:
+        """Targets that are one stored chunk each: decided by columns, with one look at each tensor."""
+        index, found = self._index, dict[str, WholeChunk]()
+        assert index is not None
+        keys = [key for key in self._there if isinstance(self._targets[key], ShardedValue)]
+        names = [self._names[key] for key in keys]
+        slots = np.array([index.slots[name] for name in names], np.int64)
+        table = index.table
+        rows = table.chunk_starts[slots]
+        place = index.columns["place"][rows]
+        alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK)
+        told = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
+        dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
+        dtype_of = table.columns["dtype"][slots].tolist()
+        for key, name, dtype, (is_alone, row, length, shape) in zip(keys, names, dtype_of, told, strict=True):
+            target = self._targets[key]
+            if is_alone and target.dtype == dtypes[dtype] and target.shape == shape and len(target.chunks) == 1:
+                (chunk,) = target.chunks
+                if chunk.sizes == shape and _takes(target, length) and name not in index.strides:
+                    found[key] = WholeChunk(name, row, chunk.tensor)
+        return found
+
+    def _same_chunk(self, name: str, target: ShardedValue, stored: _Stored) -> WholeChunk | None:
+        """The stored chunk that a target is, as on the rank that saved it: small, and to be read as it is."""
+        index = self._index
+        if index is None or len(target.chunks) != 1 or target.dtype != stored.dtype or name in index.strides:
+            return None
+        number = stored.number_of(target.chunks[0])
+        if number is None:
+            return None
+        row = int(index.table.chunk_starts[index.slots[name]]) + number
+        _, _, start, length = index.columns["place"][row].tolist()
+        fits = start >= 0 and length <= LARGEST_CHUNK and _takes(target, length)
+        return WholeChunk(name, row, target.chunks[0].tensor) if fits else None
 
     def _scales_of(self, key: str) -> str:
         """The key of the scales of a quantized weight, if the checkpoint has one with DeepSeek's suffix; or empty."""
@@ -232,6 +295,12 @@ class _Stored:
                 return found
         raise CheckpointCorrupt(f"the checkpoint does not have all {wanted} elements of a part")
 
+    def number_of(self, chunk: LocalChunk) -> int | None:
+        """The stored chunk that has the same box, if there is one and it is found by its rows."""
+        box = list(chunk.offsets), list(chunk.sizes)
+        same = (at for at in self._near(chunk) if (self.offsets[at].tolist(), self.sizes[at].tolist()) == box)
+        return next(same, None)
+
     def _near(self, chunk: LocalChunk) -> Iterable[int]:
         if not self.shape:
             return range(len(self.offsets))
@@ -243,6 +312,13 @@ class _Stored:
         ends = np.add(chunk.offsets, chunk.sizes)
         touching = (self.offsets < ends) & (self.offsets + self.sizes > chunk.offsets)
         return np.flatnonzero(touching.all(axis=1)).tolist()
+
+
+def _takes(target: ShardedValue, length: int) -> bool:
+    """Whether so many bytes can be read into the only chunk of a target as they are."""
+    tensor = target.chunks[0].tensor
+    same = 0 < length == tensor.nbytes and target.dtype == tensor.dtype and not target.stored_whole
+    return same and is_plain_memory(tensor)
 
 
 def _misfit(key: str, target: Any, stored: _Stored, scales: str) -> str:
@@ -349,9 +425,14 @@ class BroadcastRead:
         self._min_hosts = {True: 1, False: ranks.size + 1, "auto": MIN_HOSTS}[policy]
         self._shared: list[tuple[list[int], list[_Read]]] = []
 
+    @property
+    def may_share(self) -> bool:
+        """Whether there are ranks enough that any may read for others; the same on all ranks."""
+        return self._ranks.size > max(1, self._min_hosts - 1)
+
     def meet(self, step: str, plan: LoadPlan) -> LoadPlan:
         """Find the ranks that want the same, and return the reads that are left for this rank. Collective."""
-        if self._ranks.size <= max(1, self._min_hosts - 1):
+        if not self.may_share:
             return plan
         classes: list[list[_Read]] = [[], []]
         mine: list[ReadItem] = []

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_tensor, shape_of, with_memory
+from dcp_plugin._torch import is_meta, is_tensor, shape_of, with_memory
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
@@ -216,7 +216,7 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
         isinstance(value, (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied))
-        or (_is_stateful(value) and not is_tensor(value))
+        or (not is_tensor(value) and _is_stateful(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
     )
@@ -333,7 +333,7 @@ class TreeAdapter:
             mine = current.get(key)
             if isinstance(entry, StoredTensor):
                 made = wanted.targets[key] = self._memory_for(entry, mine)
-                if entry.stored_whole and made is not mine and type(made) is torch.Tensor:
+                if made is not mine and type(made) is torch.Tensor and entry.stored_whole:
                     wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
             else:
                 wanted.targets[key] = None
@@ -447,7 +447,18 @@ class ValueAdapter(TreeAdapter):
         leaves, paths = flatten({"it": self._value[self._key]}, lambda key, value: walks(key[3:], value))
         return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
 
+    @property
+    def value(self) -> Any:
+        return self._value[self._key]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor that can be filled."""
+        return is_tensor(self.value) and not is_meta(self.value)
+
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
+        if filled.keys() == {""} and filled[""] is self.value:
+            return
         if filled := self.with_empty(filled):
             loaded = unflatten(filled, {key: ("it", *self._paths[key]) for key in filled})["it"]
             self._value[self._key] = values.on_devices_of(self._value[self._key], loaded)

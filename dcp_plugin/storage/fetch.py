@@ -1,13 +1,15 @@
 """What to read and where it goes: the reads of a plan, cut into pieces that need little memory.
 
-Bytes that are contiguous in the file and in the target go straight into the target's memory. All others (columns,
-another dtype, a device) pass through a block of host memory, in pieces, and are copied from there.
+Bytes that are contiguous in the file and in the target go straight into the target's memory, and so do runs that follow
+each other there. All others (another dtype, a device, a strided target) pass through a block of host memory, in pieces,
+and are copied from there.
 
 The bytes of a box are runs of one length: one run for rows, one per row for columns. A checksum covers a block, so to
 check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
 Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
 where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
-checked, and the other bytes are not.
+checked, and the other bytes are not. Runs of which each page of the file has some are read with what is between them,
+and checked, up to twice the bytes: a disk reads pages.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ import torch
 
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.host_memory import BLOCK, Block, is_plain_memory, memory_view
+from dcp_plugin.media import PAGE
 from dcp_plugin.types import Shape
 
 _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block
 _COPIED_PIECE = BLOCK // 2  # the other half is for what is read to complete checksum blocks
+_MOST_RUNS = 4096  # of a fetch: each is an object while it is read
+_SMALL_BLOCK = _COPIED_PIECE // 16  # those at both ends of a piece add little to it
+_BETWEEN_RUNS = PAGE - 1
 _HOST = torch.device("cpu")
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+Range = tuple[int, int]
 
 
 @dataclass
@@ -111,6 +120,21 @@ class IntoTensor(Fetch):
 
 
 @dataclass
+class RunsIntoMemory(Fetch):
+    """Runs of one length that go straight to ``memory``, where they follow each other. The range is all that they span,
+    of which nothing else is read."""
+
+    starts: Positions
+    run: int
+    memory: memoryview
+    owner: Any
+    """Keeps the memory alive."""
+
+    def views(self, block: Block) -> list[list[memoryview]]:
+        return [[self.memory[at : at + self.run]] for at in range(0, len(self.memory), self.run)]
+
+
+@dataclass
 class OpaqueItem(Fetch):
     """An item of unknown layout, read completely and handed to ``take``."""
 
@@ -148,7 +172,7 @@ def of_box(
     """The fetches of a box (offsets and lengths in the chunk) into ``target``, which has its shape.
 
     Args:
-        gap: Bytes between two runs that are cheaper to read than to skip.
+        gap: Bytes between two runs that are cheaper to read than to skip; 0 for files, of which the runs are read.
     """
     if target.numel() == 0:
         return
@@ -158,11 +182,18 @@ def of_box(
     if lengths != chunk.sizes:
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
+        if runs > 1 and not gap:
+            gap = _BETWEEN_RUNS if _share_pages(starts, run) else 0
+            straight = not gap and run <= _DIRECT_PIECE and is_plain_memory(target) and target.dtype == dtype
+            if straight and _are_read_alone(starts, run, block, location.payload_length):
+                yield from _of_runs(key, location, starts, run, target, block)
+                return
     if runs > 1 or not target.is_contiguous():
         strides = strides_of(chunk.sizes)
+        whole = None if gap == _BETWEEN_RUNS and block is not None and block > _SMALL_BLOCK else block
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
             starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
-            ranges = covering(starts, run, block, location.payload_length, gap)
+            ranges = covering(starts, run, whole, location.payload_length, gap)
             yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
         return
     straight = is_plain_memory(target) and target.dtype == dtype
@@ -175,6 +206,35 @@ def of_box(
         else:
             part = flat[(start - first) // dtype.itemsize : (stop - first) // dtype.itemsize]
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
+
+
+def _share_pages(starts: Positions, run: int) -> bool:
+    """Whether no page lies between two runs, and these are half of all bytes from the first to the last. If they are
+    almost all, :func:`covering` does as much."""
+    nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
+    read = int(starts[-1] - starts[0]) + run
+    return nearby and 1 + MOST_WASTE < read / (run * len(starts)) <= MOST_READ_THROUGH
+
+
+def _are_read_alone(starts: Positions, run: int, block: int | None, end: int) -> bool:
+    """Whether :func:`covering` makes each run a range, with nothing around it; without an object for each."""
+    needed = run * len(starts)
+    if block is not None:
+        begins, stops = _edges(*_whole_blocks(starts, starts + run, block, end), 0)
+        covered = int((stops - begins).sum())
+        if covered <= (1 + MOST_WASTE) * needed:
+            return covered == needed
+    return int((starts[1:] - starts[:-1]).min()) - run > int(MOST_WASTE * run)
+
+
+def _of_runs(
+    key: str, location: Location, starts: Positions, run: int, target: torch.Tensor, block: int | None
+) -> Iterator[Fetch]:
+    memory, count = memory_view(target), min(max(1, _DIRECT_PIECE // run), _MOST_RUNS)
+    for at in range(0, len(starts), count):
+        some = starts[at : at + count]
+        span = int(some[0]), int(some[-1]) + run
+        yield RunsIntoMemory(key, location, [span], block, some, run, memory[at * run : (at + len(some)) * run], target)
 
 
 def of_view(
@@ -217,9 +277,8 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
 
 
 MOST_WASTE = 0.25
-
-Positions = np.ndarray[Any, np.dtype[np.int64]]
-Range = tuple[int, int]
+MOST_READ_THROUGH = 2
+"""Times the bytes of runs that share pages, all that is read for them."""
 
 
 def strides_of(sizes: Shape) -> Shape:
@@ -253,7 +312,7 @@ def covering(starts: Positions, length: int, block: int | None, end: int, gap: i
         return covering_one(int(starts[0]), int(starts[0]) + length, block, end)
     stops = starts + length
     if block is not None:
-        blocks = _merged(starts // block * block, np.minimum(-(-stops // block) * block, end), 0)
+        blocks = _merged(*_whole_blocks(starts, stops, block, end), 0)
         if len(starts) > 1 and int((starts[1:] - stops[:-1]).max()) <= gap:
             return [(blocks[0][0], blocks[-1][1])]
         if sum(b - a for a, b in blocks) <= (1 + MOST_WASTE) * length * len(starts):
@@ -261,9 +320,16 @@ def covering(starts: Positions, length: int, block: int | None, end: int, gap: i
     return _merged(starts, stops, max(gap, int(MOST_WASTE * length)))
 
 
+def _whole_blocks(starts: Positions, stops: Positions, block: int, end: int) -> tuple[Positions, Positions]:
+    return starts // block * block, np.minimum(-(-stops // block) * block, end)
+
+
 def _merged(starts: Positions, stops: Positions, gap: int) -> list[Range]:
     """Sorted ranges, those that overlap or have at most ``gap`` bytes between them made one."""
+    begins, ends = _edges(starts, stops, gap)
+    return list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def _edges(starts: Positions, stops: Positions, gap: int) -> tuple[Positions, Positions]:
     apart = starts[1:] - stops[:-1] > gap
-    first = np.concatenate(([True], apart))
-    last = np.concatenate((apart, [True]))
-    return list(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+    return starts[np.concatenate(([True], apart))], stops[np.concatenate((apart, [True]))]

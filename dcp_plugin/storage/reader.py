@@ -3,8 +3,8 @@
 A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
 with any planner, on our checkpoints and on stock ones.
 
-What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), and these are carried out by
-:mod:`~dcp_plugin.storage.read_items`. Stock items whose layout is the one we would have written are
+What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), neighbours of these batches
+(:mod:`~dcp_plugin.storage.batches`), and these are carried out by :mod:`~dcp_plugin.storage.read_items`. Stock items whose layout is the one we would have written are
 read like our own; others go through ``torch.load(weights_only=True)``. What there is to read,
 :mod:`~dcp_plugin.storage.open` finds out; whoever wrote it, the rest is the same. The planner is only called
 from the caller's thread.
@@ -13,9 +13,10 @@ from the caller's thread.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -38,10 +39,11 @@ from dcp_plugin.format.values import encode
 from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.paths import StorageOptions, as_path
 from dcp_plugin.storage import fetch, read_items
+from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint
 from dcp_plugin.tensors import decode, fill, is_stored_whole, require_memory, size_of
-from dcp_plugin.types import Shape
+from dcp_plugin.types import Shape, WholeChunk
 
 _MOST_FRAME = 1 << 20
 """More than anything around a tensor's payload takes, whichever version of torch wrote it."""
@@ -164,9 +166,9 @@ class ShardedReader(StorageReader):
         """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
         return self.opened.kinds
 
-    def hold_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
-        """Open the files that a plan reads from, and those of some keys: they can be read even if the checkpoint is
-        deleted meanwhile. They are checked if not all were when the checkpoint was opened.
+    def hold_files(self, plan: LoadPlan, chunks: Sequence[WholeChunk] = (), keys: Iterable[str] = ()) -> None:
+        """Open the files that a plan reads from, and those of some chunks and keys: they can be read even if the
+        checkpoint is deleted meanwhile. They are checked if not all were when the checkpoint was opened.
 
         Raises:
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
@@ -176,9 +178,9 @@ class ShardedReader(StorageReader):
             names = set(self.index.files)  # those of the plan would have to be found out, and that takes longer
         else:
             entries = (self.index[key] for key in keys)
-            chunks = (chunk for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks)
-            found = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in chunks))
-            names = {location.file for location in found}
+            more = (chunk for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks)
+            found = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in more))
+            names = {*(location.file for location in found), *self._files_of(chunks)}
             self.opened.check_files(names)
         try:
             self.opened.files.keep(names)
@@ -224,34 +226,7 @@ class ShardedReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        reads = [self._find(item) for item in plan.items]
-        with suppress(OSError):  # the read of the key will say what is wrong
-            self.opened.files.keep({read.location.file for read in reads})
-        self._recognise(reads)
-        values: dict[tuple[str, int], bytearray] = {}
-        targets, wholes = [], []
-        fetches: list[Fetch] = []
-        for read in reads:
-            if read.item.storage_index.fqn in self.index.values_here:
-                continue
-            if read.chunk is None:
-                fetches += self._fetch_of_value(read, values)
-            else:
-                target = self._resolve(planner, read.item)
-                targets.append((read.item, target))
-                if is_stored_whole(target):
-                    wholes.append((read, read.chunk, target))
-                else:
-                    fetches += self._fetches_of_tensor(read, read.chunk, target)
-        finish_device_work(target for _, target in targets)
-        self._read(fetches)
-        for read, chunk, target in wholes:  # here, and one at a time: their classes have code of their own
-            self._fill(read, chunk, target)
-        for read in reads:
-            if read.chunk is None:
-                planner.load_bytes(read.item, io.BytesIO(self._value(read, values)))
-        for item, target in targets:
-            planner.commit_tensor(item, target)
+        self.read_parts(plan, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -269,6 +244,42 @@ class ShardedReader(StorageReader):
         return True
 
     # Beyond the interface
+
+    def read_parts(self, plan: LoadPlan, planner: LoadPlanner, chunks: Sequence[WholeChunk] = ()) -> None:
+        """Read what a plan asks for, and chunks that are read as they are.
+
+        Raises:
+            CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: Naming file and key. Targets may be partly
+                filled.
+        """
+        reads = [self._find(item) for item in plan.items]
+        with suppress(OSError):  # the read of the key will say what is wrong
+            self.opened.files.keep({*(read.location.file for read in reads), *self._files_of(chunks)})
+        self._recognise(reads)
+        values: dict[tuple[str, int], bytearray] = {}
+        targets, wholes = [], []
+        fetches: list[Fetch] = []
+        for read in reads:
+            if read.item.storage_index.fqn in self.index.values_here:
+                continue
+            if read.chunk is None:
+                fetches += self._fetch_of_value(read, values)
+            else:
+                target = self._resolve(planner, read.item)
+                targets.append((read.item, target))
+                if is_stored_whole(target):
+                    wholes.append((read, read.chunk, target))
+                else:
+                    fetches += self._fetches_of_tensor(read, read.chunk, target)
+        finish_device_work(target for _, target in targets)
+        self._read(fetches, chunks)
+        for read, chunk, target in wholes:  # here, and one at a time: their classes have code of their own
+            self._fill(read, chunk, target)
+        for read in reads:
+            if read.chunk is None:
+                planner.load_bytes(read.item, io.BytesIO(self._value(read, values)))
+        for item, target in targets:
+            planner.commit_tensor(item, target)
 
     def check(self, key: str, location: Location) -> str:
         """Read one item completely. An empty string, or what is wrong with it."""
@@ -308,10 +319,18 @@ class ShardedReader(StorageReader):
             raise CheckpointMismatch(f"{item.dest_index.fqn} is {error}") from error
         return target
 
-    def _read(self, fetches: list[Fetch]) -> None:
-        count = read_items.read(self.opened.files, fetches, self._io_threads)
+    def _read(self, fetches: list[Fetch], chunks: Sequence[WholeChunk] = ()) -> None:
+        files = self.opened.files
+        if files.streams:  # each call is a request, which costs more than objects do: neighbours are read together
+            fetches, chunks = [*fetches, *itertools.chain.from_iterable(map(self._fetches_of_chunk, chunks))], ()
+        found = [*batches_of(fetches, files), *batches_of_chunks(chunks, self.index, files, self._verify)]
+        count = read_items.read(files, found, self._io_threads)
         self.bytes_read += count.read
         self.unchecked_bytes += count.unchecked
+
+    def _files_of(self, chunks: Sequence[WholeChunk]) -> set[str]:
+        numbers = self.index.columns["file"][[chunk.number for chunk in chunks]] if chunks else ()
+        return {self.index.file_names[number] for number in set(map(int, numbers))}
 
     def _find(self, item: ReadItem) -> _Read:
         """The stored chunk that a read is about; planners tell its offset and a hint at its position."""
@@ -378,6 +397,11 @@ class ShardedReader(StorageReader):
         else:
             gap = self.opened.files.gap if self.opened.files.streams else 0
             yield from fetch.of_box(key, chunk, read.dtype, read.box, target, block, gap)
+
+    def _fetches_of_chunk(self, chunk: WholeChunk) -> Iterator[Fetch]:
+        target, sizes = chunk.target, tuple(chunk.target.shape)
+        stored, corner = StoredChunk((), sizes, self.index.location(chunk.number)), (0,) * len(sizes)
+        return fetch.of_box(chunk.key, stored, target.dtype, (corner, sizes), target, self._block(stored.location))
 
     def _block(self, location: Location) -> int | None:
         """Bytes per checksum of an item; None if nothing is checked."""

@@ -1,0 +1,268 @@
+"""What one system call reads: neighbours in a file, whose bytes are scattered to where each of them is wanted.
+
+There are three kinds. A :class:`BatchOfFetches` takes any fetch of a plan. Most tensors of most loads are read as they
+are stored: one chunk, complete, of the same dtype, into host memory. Small ones of these are a :class:`BatchOfChunks`,
+which is decided by columns: a fetch, its ranges and its views are objects, and 4 000 tensors of 4 KiB took a third of
+their load for them. A :class:`BatchOfRuns` is columns of rows that are longer than a page: each run is a call of its
+own, and nothing else is done for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.format.columns import Column
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.payload import RunningCrc, block_size
+from dcp_plugin.host_memory import BLOCK, Rings, memory_view
+from dcp_plugin.media import RangedFile, Readable
+from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
+from dcp_plugin.types import WholeChunk
+
+LARGEST_CHUNK = 1 << 20
+"""Bytes of the largest chunks of which a batch is made. Objects for larger ones cost nothing beside their bytes."""
+_MOST = BLOCK // 2
+_MOST_OF_STREAM = 8 << 20  # where each call is a request
+_MOST_PARTS = 256  # of up to four pieces of memory each; the system takes 1024 in a call
+
+
+@dataclass
+class Count:
+    """Bytes of data files: all that were read, and those of them that no checksum covers although the item has one."""
+
+    read: int = 0
+    unchecked: int = 0
+
+
+class Batch(ABC):
+    """What one thread reads at a time."""
+
+    file: str
+    begin: int
+    """Where it starts in the file."""
+    key: str
+    """The first key that is read, for messages."""
+
+    @abstractmethod
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        """Read, check and copy. Raises CheckpointCorrupt, naming file and key, and OSError."""
+
+
+class BatchOfFetches(Batch):
+    """Fetches in the order of the file. If there are several, each has one range."""
+
+    def __init__(self, fetches: list[Fetch]) -> None:
+        first = fetches[0]
+        self._fetches = fetches
+        self.file, self.begin, self.key = first.location.file, first.begin, first.key
+
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        fetches = self._fetches
+        block = rings.of(fetches[0].device).next()
+        placed = [fetch.views(block) for fetch in fetches]
+        if len(fetches) == 1:
+            for (begin, _), views in zip(fetches[0].ranges, placed[0], strict=True):
+                count.read += self._scatter(file, views, self.begin - fetches[0].ranges[0][0] + begin)
+        else:
+            skipped = memoryview(bytearray(max(now.begin - last.end for last, now in pairwise(fetches))))
+            scattered = []
+            position = self.begin
+            for fetch, (views,) in zip(fetches, placed, strict=True):
+                if fetch.begin > position:
+                    scattered.append(skipped[: fetch.begin - position])
+                scattered += views
+                position = fetch.end
+            count.read += self._scatter(file, scattered, self.begin)
+        for fetch, views_of_ranges in zip(fetches, placed, strict=True):
+            for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
+                count.unchecked += check(fetch, begin, end, views)
+            fetch.finish(block)
+
+    def _scatter(self, file: RangedFile, views: list[memoryview], offset: int) -> int:
+        return _scatter(file, views, offset, self.file, ((fetch.end, fetch.key) for fetch in self._fetches))
+
+
+class BatchOfRuns(Batch):
+    """Runs of a box, each read by a call of its own straight to its place."""
+
+    def __init__(self, fetch: RunsIntoMemory) -> None:
+        self._fetch = fetch
+        self.file, self.begin, self.key = fetch.location.file, fetch.begin, fetch.key
+
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        fetch, run, read_into = self._fetch, self._fetch.run, file.read_into
+        origin, block, end = self.begin - fetch.ranges[0][0], fetch.block, fetch.location.payload_length
+        starts, views = fetch.starts.tolist(), fetch.views(rings.of(fetch.device).next())
+        for start, view in zip(starts, views, strict=True):
+            if (done := read_into(view, origin + start)) < run:
+                behind = origin + start + done
+                _scatter(file, list(_behind(view, done)), behind, self.file, [(behind + run - done, self.key)])
+        count.read += len(fetch.memory)
+        for start, view in zip(starts, views, strict=True):
+            if block is not None and run < block and start + run < end:  # no block ends in it
+                count.unchecked += run
+            else:
+                count.unchecked += check(fetch, start, start + run, view)
+
+
+@dataclass
+class BatchOfChunks(Batch):
+    """Complete chunks in the order of the file, each straight into its target. Rows that belong together are columns.
+
+    ``begins`` are the bytes of the file where the payloads start, ``crcs`` the checksums of each, in blocks of
+    ``blocks`` bytes; 0: nothing is checked.
+    """
+
+    index: CheckpointIndex
+    file: str
+    begins: list[int]
+    chunks: list[WholeChunk]
+    blocks: list[int]
+    crcs: list[list[int]]
+
+    def __post_init__(self) -> None:
+        self.begin, self.key = self.begins[0], self.chunks[0].key
+
+    def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
+        views = [memory_view(chunk.target) for chunk in self.chunks]
+        scattered, position, spare = [], self.begin, memoryview(b"")
+        for begin, view in zip(self.begins, views, strict=True):
+            if begin > position:
+                if begin - position > len(spare):
+                    spare = memoryview(bytearray(begin - position))
+                scattered.append(spare[: begin - position])
+            scattered.append(view)
+            position = begin + len(view)
+        ends = ((begin + len(view), one.key) for begin, view, one in zip(self.begins, views, self.chunks, strict=True))
+        count.read += _scatter(file, scattered, self.begin, self.file, ends)
+        for chunk, view, block, expected in zip(self.chunks, views, self.blocks, self.crcs, strict=True):
+            crc = 0
+            if block and [crc := crc32(view[at : at + block], crc) for at in range(0, len(view), block)] != expected:
+                location = self.index.location(chunk.number)
+                whole = (0, len(view))
+                check(IntoMemory(chunk.key, location, [whole], block, 0, view, chunk.target), *whole, [view])
+
+
+def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
+    """Fetches in the order of the files, those together that one call reads."""
+    most = _MOST_OF_STREAM if files.streams else _MOST
+    batch: list[Fetch] = []
+    for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
+        if isinstance(fetch, RunsIntoMemory):
+            yield BatchOfRuns(fetch)
+            continue
+        if batch and not _joins(fetch, batch, files.gap, most):
+            yield BatchOfFetches(batch)
+            batch = []
+        batch.append(fetch)
+    if batch:
+        yield BatchOfFetches(batch)
+
+
+def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
+    last = batch[-1]
+    return (
+        fetch.location.file == last.location.file
+        and 0 <= fetch.begin - last.end <= gap
+        and fetch.end - batch[0].begin <= most
+        and len(fetch.ranges) == len(last.ranges) == 1
+        and fetch.device == last.device
+        and len(batch) < _MOST_PARTS
+    )
+
+
+def batches_of_chunks(
+    chunks: Sequence[WholeChunk], index: CheckpointIndex, files: Readable, verify: bool
+) -> Iterator[Batch]:
+    """Complete chunks in the order of the files, those together that one call reads."""
+    if not chunks:
+        return
+    rows = np.array([chunk.number for chunk in chunks], np.int64)
+    columns = index.columns
+    order = np.lexsort((columns["place"][rows, 0], columns["file"][rows]))
+    rows = rows[order]
+    in_order = [chunks[at] for at in order.tolist()]
+    number, place = columns["file"][rows], columns["place"][rows]
+    lengths, begins = place[:, 3], place[:, 0] + place[:, 2]
+    ends = begins + lengths
+    gaps = begins[1:] - ends[:-1]
+    apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > files.gap)).tolist()]
+    blocks, crcs = _checksums(index, rows, lengths, verify)
+    begin_of, end_of = begins.tolist(), ends.tolist()
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or apart[at] or at - first == _MOST_PARTS or end_of[at] - begin_of[first] > _MOST:
+            part = slice(first, at)
+            name = index.file_names[number[first]]
+            yield BatchOfChunks(index, name, begin_of[part], in_order[part], blocks[part], crcs[part])
+            first = at
+
+
+def _checksums(
+    index: CheckpointIndex, rows: Column, lengths: Column, verify: bool
+) -> tuple[list[int], list[list[int]]]:
+    """Bytes per checksum of each of these chunks, 0 where nothing is checked, and the checksums."""
+    starts, stops = index.block_starts[rows], index.block_starts[rows + 1]
+    if not verify or not (stops > starts).any():
+        return [0] * len(rows), [[]] * len(rows)
+    sizes = {length: block_size(length, index.smallest_block) for length in set(lengths.tolist())}
+    pairs = list(zip(starts.tolist(), stops.tolist(), strict=True))
+    blocks = [sizes[length] * (stop > start) for length, (start, stop) in zip(lengths.tolist(), pairs, strict=True)]
+    crcs = index.columns["block_crc"]
+    if (stops - starts == 1).all():
+        return blocks, [[crc] for crc in crcs[starts].tolist()]
+    return blocks, [crcs[start:stop].tolist() for start, stop in pairs]
+
+
+def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, ends: Iterable[tuple[int, str]]) -> int:
+    """Read from ``offset`` until all the memory is full. ``ends``: where what is read of each key ends in the file."""
+    total = sum(map(len, views))
+    done = 0
+    while done < total:
+        count = file.read_into(views, offset + done)
+        if count == 0:
+            raise CheckpointCorrupt(f"{name} ends within {next(key for end, key in ends if end > offset + done)}")
+        done += count
+        if done < total:
+            views = list(_behind(views, count))
+    return total
+
+
+def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:
+    for view in views:
+        if count < len(view):
+            yield view[count:]
+        count = max(0, count - len(view))
+
+
+def check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
+    """Compare the blocks that lie in a range with their checksums; how many bytes lie in no such block."""
+    location, block = fetch.location, fetch.block
+    if block is None or location.checksums is None:
+        return 0
+    first = -(-begin // block)
+    last = len(location.checksums) if end == location.payload_length else end // block
+    if first >= last:
+        return end - begin
+    start, stop = first * block, min(last * block, location.payload_length)
+    running = RunningCrc(block, int(location.checksums[first - 1]) if first else 0)
+    if (start, stop) != (begin, end):  # runs between blocks; those have one piece of memory
+        views = [views[0][start - begin : stop - begin]]
+    for view in views:
+        running.add(view)
+    expected = location.checksums[first:last].tolist()
+    if running.ends != expected:
+        wrong = first + next(n for n, pair in enumerate(zip(running.ends, expected, strict=True)) if pair[0] != pair[1])
+        at = location.offset + (location.payload_offset or 0) + wrong * block
+        raise CheckpointCorrupt(
+            f"the bytes of {fetch.key} in {location.file} are not those that were saved (checksum differs in block "
+            f"{wrong}, at byte {at} of the file). Load an older checkpoint."
+        )
+    return (end - begin) - (stop - start)

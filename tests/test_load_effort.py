@@ -1,0 +1,172 @@
+"""What a load does for each tensor and for each run of columns, counted: a clock would not see it grow in time."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+import dcp_plugin as dcp
+from tests.compare import assert_same, same_bytes
+
+KIB = 1 << 10
+
+
+def _flat(count: int, filled: bool = True) -> dict[str, Any]:
+    return {f"layers.{number}.weight": torch.full((1000,), float(number * filled)) for number in range(count)}
+
+
+def _mapping(count: int, filled: bool = True) -> dict[str, Any]:
+    return {"m": _flat(count, filled)}
+
+
+def _module(count: int, filled: bool = True) -> dict[str, Any]:
+    return {"model": nn.ParameterList(_flat(count, filled).values())}
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if "model" in state:
+        return dict(state["model"].state_dict())
+    return state.get("m", state)
+
+
+def _calls_of_a_load(state: Callable[..., dict[str, Any]], count: int, path: Path) -> int:
+    dcp.save(state(count), path)
+    target, saved = state(count, filled=False), state(count)
+    checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(io_threads=1))  # all in the thread that is looked at
+    checkpointer.load(state(count), path)  # imports
+    calls = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        checkpointer.load(target, path)
+    finally:
+        sys.setprofile(None)
+    assert_same(_tensors(target), _tensors(saved))
+    return calls
+
+
+@pytest.mark.parametrize(("state", "most"), [(_flat, 55), (_mapping, 72), (_module, 68)])
+def test_a_small_tensor_takes_few_python_calls(tmp_path: Path, state: Callable[..., dict[str, Any]], most: int) -> None:
+    few, many = (_calls_of_a_load(state, count, tmp_path / str(count)) for count in (100, 300))
+    assert (many - few) / 200 <= most
+
+
+class _Columns(LoadPlanner):
+    """Reads some columns of a tensor that is stored whole."""
+
+    def __init__(self, first: int, target: torch.Tensor) -> None:
+        self._first, self._target = first, target
+
+    def plan(self) -> LoadPlan:
+        corner = torch.Size((0, self._first))
+        where = MetadataIndex("t"), torch.Size((0, 0)), MetadataIndex("t", torch.Size((0, 0)), 0), corner
+        return LoadPlan([ReadItem(LoadItemType.TENSOR, *where, self._target.shape)])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None: ...
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan: ...
+
+    def create_global_plan(self, global_plan: Any) -> Any: ...
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan: ...
+
+
+def _read(path: Path, first: int, target: torch.Tensor) -> dcp.ShardedReader:
+    planner, reader = _Columns(first, target), dcp.ShardedReader(path, io_threads=1)
+    reader.read_data(planner.plan(), planner).wait()
+    return reader
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each call of ``preadv``."""
+    found: list[int] = []
+    real = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        found.append(real(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return found
+
+
+def _saved(path: Path, rows: int, columns: int) -> torch.Tensor:
+    tensor = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
+    dcp.save({"t": tensor}, path)
+    return tensor
+
+
+def test_columns_apart_take_a_call_each_and_nothing_else_is_read(tmp_path: Path, calls: list[int]) -> None:
+    tensor = _saved(tmp_path / "ck", 1024, 4096)
+    target = torch.zeros(1024, 1024, dtype=torch.int32)
+    reader = dcp.ShardedReader(tmp_path / "ck")
+    assert len(reader.index) == 1
+    calls.clear()
+    reader = _read(tmp_path / "ck", 1024, target)
+    assert same_bytes(target, tensor[:, 1024:2048].contiguous())
+    assert calls.count(4 * KIB) == 1024 and reader.bytes_read == target.nbytes
+    assert len(calls) < 1024 + 8  # the index
+
+
+def test_columns_that_share_pages_are_read_with_their_neighbours_and_checked(tmp_path: Path, calls: list[int]) -> None:
+    tensor = _saved(tmp_path / "ck", 4096, 1024)
+    target = torch.zeros(4096, 512, dtype=torch.int32)
+    reader = _read(tmp_path / "ck", 512, target)
+    assert same_bytes(target, tensor[:, 512:].contiguous())
+    assert len(calls) < 24 and reader.unchecked_bytes == 0
+    assert reader.bytes_read <= 2.1 * target.nbytes
+
+
+@pytest.mark.parametrize(("columns", "first"), [(1024, 512), (4096, 3072)], ids=["sharing pages", "apart"])
+def test_a_file_that_ends_in_the_middle_of_columns_is_named(tmp_path: Path, columns: int, first: int) -> None:
+    _saved(tmp_path / "ck", 1024, columns)
+    reader = dcp.ShardedReader(tmp_path / "ck", check_files=False)
+    (name,) = reader.index.files
+    os.truncate(tmp_path / "ck" / name, 1 << 20)
+    planner = _Columns(first, torch.zeros(1024, columns - first, dtype=torch.int32))
+    with pytest.raises(dcp.CheckpointCorrupt, match=rf"{name} ends within t"):
+        reader.read_data(planner.plan(), planner)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_changed_byte_of_any_small_tensor_is_found(tmp_path: Path, verify: bool) -> None:
+    """Of one block, and of several."""
+    state = {"one": torch.zeros(1000), "more": torch.zeros(50_000), "other": torch.zeros(1000)}
+    dcp.save(state, tmp_path / "ck")
+    index = dcp.ShardedReader(tmp_path / "ck").index
+    for key in ("one", "more"):
+        (chunk,) = index[key].chunks
+        where, path = chunk.location, tmp_path / "ck" / chunk.location.file
+        good = path.read_bytes()
+        at = where.offset + where.payload_offset + where.payload_length - 3
+        path.write_bytes(good[:at] + b"\1" + good[at + 1 :])
+        target = {name: torch.ones_like(one) for name, one in state.items()}
+        checkpointer = dcp.Checkpointer(dcp.CheckpointConfig(verify_on_load=verify))
+        if verify:
+            with pytest.raises(dcp.CheckpointCorrupt, match=rf"the bytes of {key} in .* at byte \d+ of the file"):
+                checkpointer.load(target, tmp_path / "ck")
+        else:
+            checkpointer.load(target, tmp_path / "ck")
+            assert target[key].count_nonzero() == 1
+        path.write_bytes(good)
