@@ -184,7 +184,8 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
                 paths[key] = tuple(key.split("."))
             continue
         mine, unusual = adapter.gather()
-        here = {join(adapter.name, key): leaf for key, leaf in mine.items()}
+        front = f"{adapter.name}."
+        here = {front + key if key else adapter.name: leaf for key, leaf in mine.items()}
         if twice := leaves.keys() & here.keys():
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
         leaves |= here
