@@ -223,7 +223,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     state = {
         key: replace(
             wanted,
-            chunks=tuple(replace(chunk, tensor=torch.empty(chunk.sizes, device="meta")) for chunk in wanted.chunks),
+            chunks=tuple(chunk._replace(tensor=torch.empty(chunk.sizes, device="meta")) for chunk in wanted.chunks),
         )
         for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
     }

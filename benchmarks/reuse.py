@@ -7,13 +7,19 @@ LoRA of rank 8 on q and v under AdamW. Every checkpoint is checked byte for byte
 Cost: saves in which nothing can be reused, with ``reuse=True`` and ``False`` in turn: of what trains (it is sampled),
 of what is frozen for the first time (it is hashed as it is written), and of what was frozen and changed all the same
 (it is hashed in vain, once).
+
+Resumed: the first save of a process that has loaded a checkpoint of a frozen model. It hashes what is in memory, reads
+the files to see that they still have these bytes, and links them. The ceiling reads the same files once, with as many
+threads. Both with and without the files in the page cache.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +30,16 @@ from torch import nn
 
 import dcp_plugin as dcp
 from benchmarks import _options
-from benchmarks._harness import Report, Samples, barrier, build, interleaved, local_of, on_ranks, remove
+from benchmarks._harness import Report, Samples, barrier, build, forget, interleaved, local_of, on_ranks, remove
 from benchmarks._machine import file_system_of
 from benchmarks._options import parser, scratch
 from benchmarks._peer import IO_THREADS, OURS, Peer
 from dcp_plugin import events
+from dcp_plugin.storage.reuse import WORTH_LINKING
 from examples.gpt import BYTES, GPT
 
 SMALLEST = [*_options.SMALLEST, "--ranks", "1", "--dim", "48", "--depth", "1"]
+READ = "reading the files once"
 Objects = dict[str, Any]
 
 
@@ -181,6 +189,55 @@ def cost(world: int, mib: int, repeats: int, root: Path) -> Samples:
     return samples
 
 
+def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
+    """First saves after a load of what is all frozen, and reads of the same files, in turn."""
+    state = {"model": Tensors(mib, one_in=0)}
+    loaded, saved = root / "loaded", root / "saved"
+    first = dcp.Checkpointer(io_threads=IO_THREADS)
+    first.save(state, loaded)
+    first.close()
+    said = Written()
+    unsubscribe = events.subscribe(said.note)
+    saving = dcp.Checkpointer(io_threads=IO_THREADS)
+
+    def before(peer: Peer) -> None:
+        remove(saved)
+        if peer.name == OURS:
+            saving.load(state, loaded)
+        if cold:
+            forget(loaded)
+
+    def run(peer: Peer) -> None:
+        if peer.name == OURS:
+            saving.save(state, saved)
+            assert said.bytes < WORTH_LINKING, "nothing was to be written: the figures would mean nothing"
+        else:
+            read_once(loaded)
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    samples = interleaved([Peer(name, nothing, nothing) for name in (OURS, READ)], repeats, before, run)
+    unsubscribe()
+    saving.close()
+    return samples
+
+
+def read_once(root: Path) -> None:
+    """Read all data files, with ``IO_THREADS`` threads, each a part of every file through a megabyte of its own."""
+
+    def read(part: int) -> None:
+        memory = [memoryview(bytearray(1 << 20))]
+        for file in sorted(root.glob("*.distcp")):
+            with file.open("rb", buffering=0) as opened:
+                size = file.stat().st_size
+                for at in range(size * part // IO_THREADS, size * (part + 1) // IO_THREADS, len(memory[0])):
+                    os.preadv(opened.fileno(), memory, at)
+
+    with ThreadPoolExecutor(IO_THREADS) as pool:
+        list(pool.map(read, range(IO_THREADS)))
+
+
 def main() -> None:
     made = parser("reuse", __doc__)
     made.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="for the cost (default %(default)s)")
@@ -218,6 +275,14 @@ def main() -> None:
                 ratios = sorted(ours.seconds / without.seconds for ours, without in pairs)
                 span = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
                 print(f"reuse=True ÷ reuse=False, pair by pair: median {statistics.median(ratios):.3f} ({span})")
+        for cold in (False,) if file_system_of(where).startswith("tmpfs") else (False, True):
+            with scratch(where) as root:
+                samples = resumed(options.mib, options.repeats, root, cold)
+                title = f"first save after a resume, {'cold' if cold else 'warm'}, {options.mib} MiB frozen, {where}"
+                report.table(title, samples)
+                pairs = zip(samples[OURS], samples[READ], strict=True)
+                ratio = statistics.median(ours.seconds / once.seconds for ours, once in pairs)
+                print(f"first save ÷ reading once, pair by pair: median {ratio:.2f}")
     report.close()
 
 

@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole, require_memory, require_parts
+from dcp_plugin.tensors import EXACTLY_TENSORS, is_dense_memory, is_stored_whole, require_memory, require_parts
 from dcp_plugin.torch_pickles import check_bytes
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
@@ -89,6 +89,9 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     """Describe a tensor of which each rank has all."""
+    if is_dense_memory(value):
+        plain = type(value) is torch.Tensor and not value.requires_grad
+        return ShardedValue.of_all(value if plain else value.detach(), any_rank)
     if is_stored_whole(value):
         require_parts(value)
         shape = tuple(value.shape)
@@ -98,8 +101,7 @@ def _of_full(value: torch.Tensor, any_rank: bool) -> ShardedValue:
     except Exception:  # uninitialized, or of an inner transform that has ended
         tensor = value
     require_memory(tensor)
-    shape = tuple(tensor.shape)
-    return ShardedValue(shape, tensor.dtype, (LocalChunk((0,) * len(shape), shape, tensor),), any_rank)
+    return ShardedValue.of_all(tensor, any_rank)
 
 
 def _of_chunks(shape: Shape, dtype: torch.dtype, chunks: list[LocalChunk], origin: Any = None) -> ShardedValue:

@@ -8,6 +8,7 @@ and an object is made only for a key that is asked for.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -296,4 +297,7 @@ def order_of(*columns: Column) -> Column:
 
 def filled_rows(rows: Sequence[Shape], width: int, fill: int) -> Column:
     """Tuples of up to ``width`` numbers as one array."""
-    return np.array([(*row, *[fill] * (width - len(row))) for row in rows], np.int64).reshape(len(rows), width)
+    made = np.full((len(rows), width), fill, np.int64)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    made[np.arange(width) < lengths[:, None]] = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+    return made

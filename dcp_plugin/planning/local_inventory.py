@@ -24,7 +24,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -38,7 +38,8 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_ro
 from dcp_plugin.format.index_file import path_to_json
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, memory_of
+from dcp_plugin.tensors import EXACTLY_TENSORS
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, memory_of
 
 
 class _Item(NamedTuple):
@@ -105,13 +106,12 @@ class LocalInventory:
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
-        items = []
-        for key, value in state.items():
-            if isinstance(value, ShardedValue):
-                boxes = [(chunk.offsets, chunk.sizes) for chunk in value.chunks]
-                items.append(_Item(key, value.dtype, value.shape, value.any_rank, value.stored_whole, boxes))
-            else:
-                items.append(_Item(key))
+        items = [
+            _Item(key, value.dtype, value.shape, value.any_rank, value.stored_whole, [c[:2] for c in value.chunks])
+            if isinstance(value, ShardedValue)
+            else _Item(key)
+            for key, value in state.items()
+        ]
         return cls._of(items, paths, ties_of(state))
 
     @classmethod
@@ -134,43 +134,56 @@ class LocalInventory:
 
     @classmethod
     def _of(cls, items: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
-        numbers = {item.key: number for number, item in enumerate(items)}
-        dtypes = [dtype for dtype in dict.fromkeys(item.dtype for item in items) if dtype is not None]
+        keys, item_dtypes, shapes, any_rank, stored_whole, boxes = zip(*items, strict=True) if items else ((),) * 6
+        numbers = dict(zip(keys, range(len(keys)), strict=True))
+        dtypes = [dtype for dtype in dict.fromkeys(item_dtypes) if dtype is not None]
         number_of = {None: NO_TENSOR} | {dtype: number for number, dtype in enumerate(dtypes)}
-        width = max((len(item.shape) for item in items), default=0)
+        width = max(map(len, shapes), default=0)
         chunks = [
-            (number, offsets, sizes)
-            for number, item in enumerate(items)
-            for offsets, sizes in item.boxes
-            if 0 not in sizes or 0 in item.shape  # a chunk without elements, of a tensor that has some, is none
+            (number, *box)
+            for number, (mine, shape) in enumerate(zip(boxes, shapes, strict=True))
+            for box in mine
+            if 0 not in box[1] or 0 in shape  # a chunk without elements, of a tensor that has some, is none
         ]
+        chunk_keys, offsets, sizes = zip(*chunks, strict=True) if chunks else ((),) * 3
+        tie = np.full(len(keys), -1, np.int64)
+        for key, first in ties.items():
+            if key in numbers:
+                tie[numbers[key]] = numbers.get(first, -1)
         description = Description(
-            list(numbers),
-            {key: paths[key] for key in numbers if key in paths and paths[key] != default_path(key)},
+            list(keys),
+            {key: paths[key] for key in keys if key in paths and paths[key] != default_path(key)} if paths else {},
             dtypes,
-            np.array([number_of[item.dtype] for item in items], np.uint8),
-            np.array([len(item.shape) for item in items], np.uint8),
-            filled_rows([item.shape for item in items], width, 1),
-            np.array([item.any_rank for item in items], bool),
-            np.array([item.stored_whole for item in items], bool),
-            np.array([numbers.get(ties.get(key, ""), -1) for key in numbers], np.int64),
-            np.array([number for number, _, _ in chunks], np.int64),
-            filled_rows([sizes for _, _, sizes in chunks], width, 1),
+            np.array([number_of[dtype] for dtype in item_dtypes], np.uint8),
+            np.array(list(map(len, shapes)), np.uint8),
+            filled_rows(shapes, width, 1),
+            np.array(any_rank, bool),
+            np.array(stored_whole, bool),
+            tie,
+            np.array(chunk_keys, np.int64),
+            filled_rows(sizes, width, 1),
         )
-        return cls(description, filled_rows([offsets for _, offsets, _ in chunks], width, 0))
+        return cls(description, filled_rows(offsets, width, 0))
 
 
 def ties_of(state: Flat) -> dict[str, str]:
     """Key -> the earlier key whose tensor is the same memory."""
+    tensors = [(key, value, value.chunks) for key, value in state.items() if isinstance(value, ShardedValue)]
+    begins = [_begin_of(chunks) for _, _, chunks in tensors]
+    several = {begin for begin, count in Counter(begins).items() if count > 1} | {0}
     seen: dict[object, str] = {}
     ties = {}
-    for key, value in state.items():
-        if isinstance(value, ShardedValue) and any(chunk.tensor.numel() for chunk in value.chunks):
-            chunks = ((chunk.offsets, memory_of(chunk.tensor)) for chunk in value.chunks)
-            first = seen.setdefault((value.shape, *chunks), key)
+    for (key, value, chunks), begin in zip(tensors, begins, strict=True):
+        if begin in several and any(chunk.tensor.numel() for chunk in chunks):
+            first = seen.setdefault((value.shape, *((each.offsets, memory_of(each.tensor)) for each in chunks)), key)
             if first != key:
                 ties[key] = first
     return ties
+
+
+def _begin_of(chunks: Sequence[LocalChunk]) -> int:
+    """The address of the first chunk: where no other tensor begins there, none is the same memory. 0 if unknown."""
+    return chunks[0].tensor.data_ptr() if chunks and type(chunks[0].tensor) in EXACTLY_TENSORS else 0
 
 
 Box = tuple[Shape, Shape]

@@ -55,7 +55,7 @@ from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
 from dcp_plugin.ranks import Ranks, pack, unpack
-from dcp_plugin.tensors import narrowed
+from dcp_plugin.tensors import EXACTLY_TENSORS, narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
 
@@ -165,7 +165,12 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
     changed: list[str] = []
     same: dict[int, EncodedValue] = {}  # the parameters of an optimizer's group have the same objects
     for key, leaf in leaves.items():
-        if id(leaf) in same:
+        if type(leaf) in EXACTLY_TENSORS:
+            try:
+                flat[key] = sharded_value(leaf)
+            except CheckpointMismatch as error:
+                misfits.append(f"{key} is {error}")
+        elif id(leaf) in same:
             flat[key] = same[id(leaf)]
         elif values.is_plain(leaf):
             flat[key] = same[id(leaf)] = EncodedValue(values.encode(leaf))
@@ -204,6 +209,8 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
 
 def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
     """The view of a box that lies inside one of this rank's chunks."""
+    if len(value.chunks) == 1 and value.chunks[0][:2] == (box.offsets, box.sizes):
+        return value.chunks[0].tensor
     for chunk in value.chunks:
         edges = zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
         if all(origin <= at and at + size <= origin + extent for at, size, origin, extent in edges):
@@ -246,17 +253,23 @@ def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
     """A rank's share of what it holds, as DCP's write items."""
     described = inventory.description
     properties = [TensorProperties(dtype=dtype) for dtype in described.dtypes]
-    shapes = [torch.Size(shape[:ndim]) for shape, ndim in zip(described.shape.tolist(), described.ndim, strict=True)]
-    items = []
     offsets, sizes = share.boxes(inventory)
-    for key, at, size in zip(described.key[share.chunk].tolist(), offsets.tolist(), sizes.tolist(), strict=True):
-        name, dtype, ndim = described.keys[key], described.dtype[key], described.ndim[key]
+    numbers = described.key[share.chunk]
+    kinds = np.column_stack((described.dtype[numbers], described.ndim[numbers], described.shape[numbers]))
+    same: dict[tuple[int, ...], TensorWriteData] = {}  # most tensors have the box of many others
+    items = []
+    width = offsets.shape[1]
+    rows = np.hstack((kinds.astype(np.int64), offsets, sizes)).tolist()
+    for number, row in zip(numbers.tolist(), map(tuple, rows), strict=True):
+        name, dtype = described.keys[number], row[0]
         if dtype == NO_TENSOR:
             items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(0)))
-        else:
-            box = ChunkStorageMetadata(torch.Size(at[:ndim]), torch.Size(size[:ndim]))
-            data = TensorWriteData(box, properties[dtype], shapes[key])
-            items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
+            continue
+        if row not in same:
+            shape, at, size = (torch.Size(row[2 + n * width : 2 + n * width + row[1]]) for n in range(3))
+            same[row] = TensorWriteData(ChunkStorageMetadata(at, size), properties[dtype], shape)
+        data = same[row]
+        items.append(WriteItem(MetadataIndex(name, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
     return items
 
 

@@ -337,7 +337,7 @@ def _is_exact(value: ShardedValue, index: CheckpointIndex, key: str) -> bool:
 
 def _like(value: ShardedValue) -> ShardedValue:
     """Memory for the same chunks on the host."""
-    chunks = (replace(chunk, tensor=torch.empty(chunk.sizes, dtype=value.dtype)) for chunk in value.chunks)
+    chunks = (chunk._replace(tensor=torch.empty(chunk.sizes, dtype=value.dtype)) for chunk in value.chunks)
     return replace(value, chunks=tuple(chunks))
 
 

@@ -226,7 +226,7 @@ def _is_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
-_CONSTANT = (float, int, bool, str, bytes, type(None))
+_CONSTANT = frozenset({float, int, bool, str, bytes, type(None)})
 """Values of these types cannot change. An optimizer has a dozen for every parameter."""
 
 
@@ -254,9 +254,10 @@ class _Sample:
 
     def __init__(self, later: Iterable[_Later]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
-        for key, tensor in ((one.key, tensor) for one in later for tensor in one.memory):
-            if (places := _samples_of(tensor)) is not None:
-                groups.setdefault((tensor.device, tensor.dtype), []).append((key, places))
+        for one in later:
+            for tensor in one.memory:
+                if (places := _samples_of(tensor)) is not None:
+                    groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
         self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
 
     def differs(self, streams: _Streams) -> set[str]:

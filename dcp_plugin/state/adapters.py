@@ -51,7 +51,7 @@ from dcp_plugin.state.optimizer import (
     shards_of,
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad
-from dcp_plugin.tensors import OF_ITS_OWN_CLASS
+from dcp_plugin.tensors import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
 
@@ -113,6 +113,10 @@ class StateAdapter(Protocol):
         """
 
 
+_LEAVES = frozenset({*EXACTLY_TENSORS, bool, int, float, str, bytes, type(None)})
+"""The classes of most values, which are no objects with state and no containers: nothing else need be asked."""
+
+
 def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[StateAdapter]:
     """The adapters of a state, modules before what may need them.
 
@@ -131,8 +135,9 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
     modules: dict[str, nn.Module] = {}
     adapters: list[StateAdapter] = []
+    objects = [(name, value) for name, _, _, value in found if type(value) not in _LEAVES]
     for kind in (nn.Module, Unapplied, NamesOnly):
-        for name, _, _, value in found:
+        for name, value in objects:
             if isinstance(value, kind):
                 modules[name] = value if isinstance(value, nn.Module) else value.module
                 if kind is not NamesOnly:
@@ -141,9 +146,11 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
     for module in modules.values():
         reshard(module)
     for name, key, owner, value in found:
-        if name in modules:
+        if type(value) in _LEAVES:
+            adapters.append(ValueAdapter(name, owner, key))
+        elif name in modules:
             continue
-        if isinstance(value, torch.optim.Optimizer):
+        elif isinstance(value, torch.optim.Optimizer):
             adapters.append(OptimizerAdapter(name, trained_module(name, value, modules, state), value, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
             adapters.append(ValueAdapter(name, owner, key))
@@ -161,14 +168,24 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
     Raises:
         CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
     """
-    for one, other in itertools.pairwise(sorted(f"{adapter.name}." for adapter in adapters)):
+    dotted = any("." in adapter.name for adapter in adapters)  # else no name can begin with another and a dot
+    for one, other in itertools.pairwise(sorted(f"{adapter.name}." for adapter in adapters)) if dotted else ():
         if other.startswith(one):
             raise CheckpointMismatch(f"the state has {one[:-1]!r} and {other[:-1]!r}, whose keys overlap: rename one")
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for adapter in adapters:
+        if isinstance(adapter, ValueAdapter) and adapter.is_leaf:  # thousands, where the state is one flat mapping
+            key = adapter.name
+            if key in leaves:
+                raise CheckpointMismatch(f"two values of the state have the key {key!r}")
+            leaves[key] = adapter.leaf
+            if "." in key:
+                paths[key] = tuple(key.split("."))
+            continue
         mine, unusual = adapter.gather()
-        here = {join(adapter.name, key): leaf for key, leaf in mine.items()}
+        front = f"{adapter.name}."
+        here = {front + key if key else adapter.name: leaf for key, leaf in mine.items()}
         if twice := leaves.keys() & here.keys():
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
         leaves |= here
@@ -207,7 +224,7 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     """(path, the mapping it is in, object) for each object. Mappings are entered if they hold live objects."""
     for key, value in node.items():
-        if isinstance(value, Mapping) and _holds_objects(value):
+        if type(value) not in _LEAVES and isinstance(value, Mapping) and _holds_objects(value):
             yield from _objects((*path, key), value)
         else:
             yield (*path, key), node, value
@@ -219,6 +236,7 @@ def _holds_objects(node: Mapping[str, Any]) -> bool:
         or (not is_tensor(value) and _is_stateful(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
+        if type(value) not in _LEAVES
     )
 
 
@@ -442,6 +460,16 @@ class ValueAdapter(TreeAdapter):
     def __init__(self, name: str, owner: Any, key: Any) -> None:
         super().__init__(name, owner)
         self._key = key
+
+    @property
+    def leaf(self) -> Any:
+        """The value, as it is now."""
+        return self._value[self._key]
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is certain that the value is one leaf, under the bare name."""
+        return type(self.leaf) in _LEAVES
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         leaves, paths = flatten({"it": self._value[self._key]}, lambda key, value: walks(key[3:], value))

@@ -134,7 +134,7 @@ class StepStableMemory:
     def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
         """Whether a leaf of the state, with its memory on this rank, is step-stable."""
         places = _places(memory)
-        live = leaf.origin if isinstance(leaf, ShardedValue) else leaf
+        live = leaf if type(leaf) in EXACTLY_TENSORS or not isinstance(leaf, ShardedValue) else leaf.origin
         return self._unstable.isdisjoint(places) if id(live) in self._slots else self._stable.issuperset(places)
 
 

@@ -20,10 +20,10 @@ what is trained each need one, and a walk through a large model takes a good par
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class CleanNames:
     """Maps the names that a wrapped module gives to its parameters and state to clean ones."""
 
     def __init__(self, module: nn.Module) -> None:
-        wrapped = [name for name, child in named_modules(module) if is_ddp(child)]
+        wrapped = _ddp_names(module)
         # Outermost first: the prefix of an inner one is clean only after the outer one's segment is gone.
         self._ddp_prefixes: list[str] = []
         for name in sorted(wrapped, key=len):
@@ -61,8 +61,17 @@ def is_ddp(module: nn.Module) -> bool:
     return DistributedDataParallel in type(module).__mro__
 
 
+def _ddp_names(module: nn.Module) -> list[str]:
+    """The names of the DDP instances in a module."""
+    return _once("DDP", module, lambda: [name for name, child in named_modules(module) if is_ddp(child)])
+
+
 def contains_fsdp1(module: nn.Module) -> bool:
-    return any(isinstance(child, FullyShardedDataParallel) for _, child in named_modules(module))
+    return _once(
+        "FSDP1",
+        module,
+        lambda: any(isinstance(child, FullyShardedDataParallel) for _, child in named_modules(module)),
+    )
 
 
 def without_wrappers(name: str) -> str:
@@ -104,17 +113,29 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 Named = Sequence[tuple[str, nn.Module]]
 
-_cached: ContextVar[dict[int, Named] | None] = ContextVar("dcp_cached", default=None)
+T = TypeVar("T")
+
+_cached: ContextVar[dict[tuple[str, int], tuple[nn.Module, Any]] | None] = ContextVar("dcp_cached", default=None)
+"""What was asked of which module, with the module itself, so that no other one gets its ``id``."""
+
+
+def _once(what: str, module: nn.Module, find: Callable[[], T]) -> T:
+    """What ``find`` says of the classes and names of the submodules, asked once inside of :func:`module_cache`.
+
+    Not for parameters: FSDP2, and hooks that make a state dict, may exchange them meanwhile.
+    """
+    known = _cached.get()
+    if known is None:
+        return find()
+    if (what, id(module)) not in known:
+        known[what, id(module)] = module, find()
+    found: T = known[what, id(module)][1]
+    return found
 
 
 def named_modules(module: nn.Module) -> Named:
     """``module.named_modules()``, from the cache inside of :func:`module_cache`."""
-    walks = _cached.get()
-    if walks is None:
-        return tuple(module.named_modules())
-    if id(module) not in walks:
-        walks[id(module)] = tuple(module.named_modules())
-    return walks[id(module)]
+    return _once("modules", module, lambda: tuple(module.named_modules()))
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
+from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import KeyPath
 
 GROUPS = "param_groups"
@@ -123,7 +124,10 @@ def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     state dicts have no state of a rank's own."""
     if contains_fsdp1(module):
         return {}
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(type(parameter) in EXACTLY_TENSORS for parameter in parameters):  # none is sharded: no name is needed
+        return {}
+    mine = set(map(id, parameters))
     found = {fqn: shard_of(parameter) for fqn, parameter in parameters_by_name(module).items() if id(parameter) in mine}
     return {fqn: box for fqn, box in found.items() if box is not None}
 

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -43,7 +45,7 @@ from dcp_plugin.format.payload import (
     padded,
     sample_of,
 )
-from dcp_plugin.host_memory import BLOCK, finish_device_work
+from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.reader import ShardedReader
@@ -55,6 +57,9 @@ logger = logging.getLogger("dcp_plugin")
 WORTH_LINKING = 64 << 10
 """Bytes of a rank's stable items below which they are written with the rest; and of an item that is not frozen, to look
 at it at all."""
+
+_PIECE = 256 << 10
+"""Bytes that are read at once to verify a file: checksum and hash find them in the processor's cache."""
 
 _MOST_DEAD = 1 / 8  # of the bytes of a linked file: space on the disk that no item uses
 
@@ -249,7 +254,7 @@ def _link(
         name = free_name(to.rank, names, to.token, wanted)
         try:
             if not file.verified:
-                file, locations = _verified(file, locations, item_at)
+                file, locations = _verified(file, locations, item_at, to.io_threads)
             there = file.link_to(to.directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)
@@ -277,16 +282,30 @@ def _keys_with_hash(index: CheckpointIndex) -> set[str]:
 
 
 def _verified(
-    file: Linkable, locations: Mapping[int, Location], item_at: Mapping[int, Item]
+    file: Linkable, locations: Mapping[int, Location], item_at: Mapping[int, Item], threads: int
 ) -> tuple[Linkable, dict[int, Location]]:
     """The file with its identity, and where its items are, with checksums of the bytes that are there.
+
+    All of a frozen backbone is read by the first save after a resume, so each thread reads and hashes items of its own,
+    the largest first.
 
     Raises:
         CannotLink: It has other bytes.
     """
-    with file.opened() as (there, known):
-        memory = memoryview(bytearray(BLOCK))
-        return known, {slot: _verified_item(there, item_at[slot], at, memory) for slot, at in locations.items()}
+    memories: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(min(threads, len(locations))):
+        memories.put(memoryview(bytearray(_PIECE)))
+
+    def verified(slot: int) -> Location:
+        memory = memories.get()
+        try:
+            return _verified_item(there, item_at[slot], locations[slot], memory)
+        finally:
+            memories.put(memory)
+
+    largest_first = sorted(locations, key=lambda slot: locations[slot].length, reverse=True)
+    with file.opened() as (there, known), ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
+        return known, dict(zip(largest_first, pool.map(verified, largest_first), strict=True))
 
 
 def _verified_item(file: RangedFile, item: Item, at: Location, memory: memoryview) -> Location:
