@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from dcp_plugin.planning import load
+from dcp_plugin.planning import sharing
 from tests.compare import full_state, same_bytes
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
@@ -31,7 +31,7 @@ def _model(kind: str, seed: int) -> nn.Module:
 
 
 def _share(root: Path) -> None:
-    load._WINDOW, load._MAX_READ = 1 << 20, 1 << 18  # so that this model takes several windows
+    sharing._WINDOW, sharing._MAX_MESSAGE = 1 << 20, 1 << 18  # so that this model takes several windows
     for kind in ("ddp", "hsdp"):
         saved = _model(kind, seed=0)
         dcp.save({"model": saved}, root / kind)
