@@ -42,7 +42,7 @@ from dcp_plugin.types import Shape
 MANY_HOSTS = 8
 """Hosts that have to want the same bytes before ``"auto"`` has them read once without trying."""
 
-TRIAL = 32 << 20
+TRIAL = 16 << 20
 """Bytes of each group of ranks by which it is found out what is faster."""
 
 _WORTH_TRYING = 4
