@@ -2,7 +2,8 @@
 
 What a network file system is to a load: each host has a page cache of its own, and behind all of them is one server,
 whose rate they share and whose answers take their time. It is served over FUSE, by a process of its own which talks the
-kernel's protocol: no library is needed, but root and ``/dev/fuse``. The mounts are gone when the ``with`` ends.
+kernel's protocol: no library is needed, but root and ``/dev/fuse``. The mounts are gone when the ``with`` ends, and
+when the process that asked for them does, in whatever way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +158,26 @@ class Mount:
         return entries
 
 
-def _serve(directory: Path, points: Sequence[Path], rate: float, delay: float, served: Any, ready: Any) -> None:
+def _serve(
+    directory: Path, points: Sequence[Path], rate: float, delay: float, served: Any, ready: Any, until_closed: Any
+) -> None:
     server = Server(rate, delay, served)
-    for point in points:
-        Mount(directory, point, server)
-    ready.set()
-    threading.Event().wait()
+    try:
+        for point in points:
+            Mount(directory, point, server)
+        ready.set()
+        with suppress(EOFError):
+            until_closed.recv()
+    finally:
+        for point in points:
+            subprocess.run(["umount", "-l", str(point)], check=False, capture_output=True)
 
 
 @contextmanager
 def mounted(
     context: Any, directory: Path, points: Sequence[Path], mb_per_second: float, ms: float = 1.0
 ) -> Iterator[Any]:
-    """Mount ``directory`` at each of ``points``.
+    """Mount ``directory`` at each of ``points``, until the block ends or this process does.
 
     Args:
         context: Of :mod:`multiprocessing`; starts the server.
@@ -180,15 +188,14 @@ def mounted(
         The counter of bytes that were served (its ``value``).
     """
     served, ready = context.Value("q", 0), context.Event()
-    with ExitStack() as opened:
-        for point in points:
-            point.mkdir(parents=True, exist_ok=True)
-            opened.callback(subprocess.run, ["umount", "-l", str(point)], check=False, capture_output=True)
-        arguments = (directory, points, mb_per_second * 1e6, ms / 1e3, served, ready)
-        server = context.Process(target=_serve, args=arguments, daemon=True)
-        server.start()
-        opened.callback(server.join, 10)
-        opened.callback(server.kill)
+    until_closed, held_open = context.Pipe(duplex=False)
+    for point in points:
+        point.mkdir(parents=True, exist_ok=True)
+    arguments = (directory, points, mb_per_second * 1e6, ms / 1e3, served, ready, until_closed)
+    server = context.Process(target=_serve, args=arguments, daemon=True)
+    server.start()
+    until_closed.close()
+    try:
         if not ready.wait(30):
             raise OSError("the file server did not start")
         for point in points:
@@ -196,3 +203,6 @@ def mounted(
             ahead = Path(f"/sys/class/bdi/{major}:{minor}/read_ahead_kb")
             ahead.write_text(str(_READ // 1024 * 4))  # as a network's clients have it; 128 KiB would be a request each
         yield served
+    finally:
+        held_open.close()
+        server.join(10)
