@@ -132,9 +132,9 @@ class CheckpointConfig:
 
     read_broadcast: bool | Literal["auto"] = "auto"
     """When several ranks want the same bytes, let one of them read them and pass them on to the others. ``"auto"``:
-    from an object store, always; from a file system, only what at least 8 hosts want. On one machine, or with few
-    replicas, the page cache and the file system are faster than the process group; with many replicas on a shared file
-    system, they are not."""
+    from an object store, always; from a file system, what at least 8 hosts want, and what 2 to 7 hosts want if the
+    first 16 MiB show that it is faster. On one host it is not, however slow the storage: the page cache has what the
+    first rank has read."""
 
     reuse: bool = True
     """Hard-link what has not changed since the last checkpoint of the run instead of writing it again. Each checkpoint

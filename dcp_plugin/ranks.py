@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
@@ -200,17 +200,18 @@ class Ranks:
         finally:
             self._timeout = patience
 
-    def exchange(self, step: str, buffers: Mapping[int, torch.Tensor], group: Sequence[int]) -> None:
-        """Among some ranks: each fills the others' buffer under its own number with its own. All know the sizes."""
+    def exchange(self, step: str, messages: Sequence[tuple[int, torch.Tensor]], group: Sequence[int]) -> None:
+        """Among some ranks: each sends what it is the sender of to all others, and has theirs filled in. All have the
+        same list of senders and sizes."""
         others = [rank for rank in group if rank != self.rank]
 
         def pass_on() -> None:
             under_way = []
-            for rank, buffer in buffers.items():
-                if rank == self.rank:
-                    under_way += [dist.isend(buffer, group=self._group, group_dst=other) for other in others]
+            for tag, (sender, message) in enumerate(messages):
+                if sender == self.rank:
+                    under_way += [dist.isend(message, group=self._group, group_dst=to, tag=tag) for to in others]
                 else:
-                    under_way.append(dist.irecv(buffer, group=self._group, group_src=rank))
+                    under_way.append(dist.irecv(message, group=self._group, group_src=sender, tag=tag))
             for work in under_way:
                 assert work is not None, "this rank belongs to the group"
                 work.wait()

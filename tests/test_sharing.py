@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,67 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from dcp_plugin.planning import load
+from dcp_plugin.planning import sharing
 from tests.compare import full_state, same_bytes
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+
+NEVER = sharing.Rule(float("inf"), float("inf"))
+ALWAYS = sharing.Rule(1, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "from_store", "hosts", "rule"),
+    [
+        (True, False, 1, ALWAYS),
+        (True, True, 1, ALWAYS),
+        (False, True, 9, NEVER),
+        ("auto", True, 1, ALWAYS),  # nothing caches what a store has sent
+        ("auto", False, 1, NEVER),  # a disk, memory, or a file server: one page cache
+        ("auto", False, 2, sharing.Rule(sharing.MANY_HOSTS, 2)),
+        ("auto", False, 100, sharing.Rule(sharing.MANY_HOSTS, 2)),
+    ],
+)
+def test_who_reads_for_whom_follows_from_the_medium_and_the_hosts(
+    policy: Any, from_store: bool, hosts: int, rule: sharing.Rule
+) -> None:
+    assert sharing.Rule.of(policy, from_store, hosts) == rule
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reading", "passing", "expected"),
+    [(2, 1.0, 0.9, True), (2, 1.0, 1.1, False), (4, 1.0, 2.9, True), (4, 1.0, 3.1, False), (1, 1.0, 0.0, False)],
+)
+def test_passing_on_pays_if_it_takes_less_than_reading_on_every_other_host(
+    hosts: int, reading: float, passing: float, expected: bool
+) -> None:
+    assert sharing.pays(hosts, reading, passing) is expected
+
+
+@on_ranks(2)
+def test_two_hosts_go_on_with_what_the_first_bytes_have_shown_to_be_faster(tmp_path: Path) -> None:
+    saved = _model("ddp", seed=0)
+    dcp.save({"model": saved}, tmp_path / "ck")
+    expected = full_state(saved.state_dict())
+    unique = sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
+    sharing.TRIAL = unique // 6
+    hosts = [socket.gethostname(), f"host{dist.get_rank()}"]
+    one_host, slow_storage, fast_storage = [], [0.0, 10.0, 10.0, 11.0], [0.0, 1.0, 1.0, 11.0]
+    for host, clock, times in (
+        (hosts[0], one_host, 2.0),
+        (hosts[1], slow_storage, 1.0),
+        (hosts[1], fast_storage, 2 - 1 / 6),  # what was tried is not read again
+    ):
+        socket.gethostname = lambda host=host: host  # type: ignore[misc]
+        sharing.perf_counter = iter(clock).__next__
+        model = _model("ddp", seed=1)
+        read = torch.tensor(dcp.load({"model": model}, tmp_path / "ck").bytes_read)
+        found = full_state(model.state_dict())
+        assert all(same_bytes(expected[key], found[key]) for key in expected)
+        dist.all_reduce(read)
+        assert times <= read.item() / unique < 1.02 * times
+    sharing.TRIAL = unique  # more than is worth a trial
+    dcp.load({"model": model}, tmp_path / "ck")  # the clock is at its end
 
 
 def _model(kind: str, seed: int) -> nn.Module:
@@ -31,7 +89,7 @@ def _model(kind: str, seed: int) -> nn.Module:
 
 
 def _share(root: Path) -> None:
-    load._WINDOW, load._MAX_READ = 1 << 20, 1 << 18  # so that this model takes several windows
+    sharing._WINDOW, sharing._MAX_MESSAGE = 1 << 20, 1 << 18  # so that this model takes several windows
     for kind in ("ddp", "hsdp"):
         saved = _model(kind, seed=0)
         dcp.save({"model": saved}, root / kind)
@@ -60,11 +118,15 @@ def _targets_of_every_kind(root: Path) -> None:
     assert all(same_bytes(expected[key], found[key]) for key in expected if isinstance(expected[key], torch.Tensor))
 
     saved = torch.randn(30, 50)
-    dcp.save({"t": {"a": saved, "b": saved + 1}}, root / "plain")
+    large = torch.randn(400, 300)
+    dcp.save({"t": {"a": saved, "b": saved + 1, "c": large}}, root / "plain")
     half = torch.zeros(30, 50, dtype=torch.float16)
     target: dict[str, Any] = {"a": torch.zeros(50, 30).t()}
     target["b"] = half if dist.get_rank() % 2 else torch.zeros(30, 50)
+    target["c"] = torch.zeros(300, 400).t() if dist.get_rank() == 1 else torch.zeros(400, 300)  # one takes it in place
     dcp.load({"t": target}, root / "plain", read_broadcast=True)
+    expected = _gathered(large)[0]
+    assert all(same_bytes(expected, found) for found in _gathered(target["c"]))
     assert len({tensor.sum().item() for tensor in _gathered(target["a"])}) == 1
     assert (_gathered(target["b"])[0].half() == _gathered(target["b"])[1].half()).all()
 

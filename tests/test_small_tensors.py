@@ -18,7 +18,6 @@ from dcp_plugin.state.adapters import adapters_of, gather_state
 from dcp_plugin.tensors import is_dense_memory
 from tests.compare import assert_same
 
-
 MOST_CALLS = 50
 """For one tensor. They are 41; when each stage looked at it anew, they were 115."""
 

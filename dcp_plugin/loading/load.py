@@ -6,6 +6,7 @@ byte of a target is overwritten, and what does not fit is raised in one error th
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,8 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.planning.flatten import join
-from dcp_plugin.planning.load import BroadcastRead, ShardedLoadPlanner
+from dcp_plugin.planning.load import ShardedLoadPlanner
+from dcp_plugin.planning.sharing import BroadcastRead, Rule
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
@@ -45,8 +47,9 @@ class _Request:
     path: str
     save: tuple[str, str]
     partial: str
-    shared: bool
-    """Whether each request to the medium costs, so that what several ranks want is better read once."""
+    from_store: bool
+    """Whether each read is a request to an object store."""
+    host: str
 
 
 class Loading:
@@ -122,10 +125,10 @@ class Loading:
     def _open_together(self, state: Mapping[str, Any]) -> None:
         """Open the checkpoint, the same on all ranks: another process may replace it between one rank and the next."""
         for _ in range(_MOST_TRIES):
-            difference, self._shared = self._ranks.combine(
+            difference, self._rule = self._ranks.combine(
                 f"open {self._path}",
                 lambda: self._open(state),
-                lambda opened: (self._all_the_same(opened), any(one.shared for one in opened)),
+                lambda opened: (self._all_the_same(opened), self._rule_of(opened)),
             )
             if not difference:
                 return
@@ -147,8 +150,14 @@ class Loading:
         if self._asked is not None:
             self._partial = locate(self._asked, self._adapters)
         save = self._reader.save
-        shared = self._reader.opened.files.streams > 0
-        return _Request(str(self._path), str(self._reader.path), save, repr(self._partial), shared)
+        from_store = self._reader.opened.files.streams > 0
+        asked_for, found = str(self._path), str(self._reader.path)
+        return _Request(asked_for, found, save, repr(self._partial), from_store, socket.gethostname())
+
+    def _rule_of(self, opened: list[_Request]) -> Rule:
+        """When ranks read for each other."""
+        hosts = len({one.host for one in opened})
+        return Rule.of(self._config.read_broadcast, any(one.from_store for one in opened), hosts)
 
     @staticmethod
     def _all_the_same(opened: list[_Request]) -> str:
@@ -238,15 +247,10 @@ class Loading:
     def _read_tensors(self) -> None:
         """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
         failure."""
-        policy = self._config.read_broadcast
-        if policy == "auto" and self._shared:
-            policy = True
-        shared = BroadcastRead(self._ranks, self._planner, policy)
+        shared = BroadcastRead(self._ranks, self._planner, self._rule, socket.gethostname(), str(self._path))
         chunks = [] if shared.may_share else self._chunks
         plan = _only(LoadItemType.TENSOR, self._planner.create_local_plan() if shared.may_share else self._items)
-        plan = shared.meet(f"share the reading of {self._path}", plan)
-        self._ranks.agree(f"read {self._path}", lambda: self._reader.read_parts(plan, self._planner, chunks))
-        shared.pass_on(f"pass on what was read of {self._path}")
+        shared.run(plan, lambda plan: self._reader.read_parts(plan, self._planner, chunks))
 
     def _take(self, match: Match) -> None:
         problems: list[str] = []
