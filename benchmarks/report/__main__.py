@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import _machine
 from benchmarks.report import chart, page
 from benchmarks.report.figures import tables_of
-from benchmarks.report.sections import SECTIONS
+from benchmarks.report.sections import LARGE, SECTIONS
 
 FOLDER = Path(__file__).parent.parent
 KEPT = Path("outputs/report")
@@ -90,7 +90,7 @@ def _compact(results: page.Results) -> str:
 
 def main() -> None:
     made = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
-    made.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections (default all)")
+    made.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default all but llama)")
     made.add_argument(
         "--from-json", nargs="?", type=Path, const=KEPT, help=f"run nothing: read these files (default {KEPT})"
     )
@@ -104,7 +104,8 @@ def main() -> None:
     more = shlex.split(options.more)
     began = time.monotonic()
     KEPT.mkdir(parents=True, exist_ok=True)
-    for name in options.only:
+    chosen = options.only or [name for name in SECTIONS if options.from_json or name not in LARGE]
+    for name in chosen:
         runs = _read(name, options.from_json) if options.from_json else _run(name, options.smallest, more, KEPT)
         if runs:
             results[name] = {"runs": runs}

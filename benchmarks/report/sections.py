@@ -48,7 +48,7 @@ SECTIONS = {
         (
             (
                 "recovery --gib 0.5 --questions restore --only "
-                "'dcp_plugin, memory' 'dcp_plugin, disk, cold' 'stock, disk, cold' memcpy raw"
+                "'dcp_plugin, memory' 'dcp_plugin, disk, cold' 'stock, disk, cold' raw"
             ),
         ),
     ),
@@ -58,4 +58,7 @@ SECTIONS = {
     "copying": Section("Copying", ("copying --mib 256 --where outputs --repeats 3",)),
     "foreign": Section("Reading others' files", ("foreign --mib 512 --state mixed --ranks 1 --where outputs",)),
     "state_memory": Section("Gathering the state", ("state_memory --mib 256",)),
+    "llama": Section("Larger than memory caches", ("llama",)),
 }
+LARGE = {"llama"}
+"""Run only when they are named: they need a machine for themselves."""
