@@ -3,11 +3,13 @@
 # make test-faults   faults at every call of a save, every state after a loss of power, damage to files (half an hour)
 # make lint    ruff and mypy          make demo    the demonstration
 # make bench   every benchmark        make clean   remove what these made
+# make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
+# make bench-cuda     tests and benchmarks that need a GPU (ten minutes)
 #
 # Each makes .venv first, unless it is up to date, with the versions of constraints.txt. Settings:
 #   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
 #   PIP_ARGS="..."              more arguments for pip, say another index
-#   ARGS="-k resume -x"         more arguments for pytest
+#   ARGS="-k resume -x"         more arguments for pytest, bench-report or bench-cuda (--only save, --from-json)
 #   TORCH=2.15.0                another version of torch, in an environment of its own (.venv-torch-2.15.0)
 
 PYTHON ?= python3
@@ -16,7 +18,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help check test test-long test-faults lint demo bench clean
+.PHONY: help check test test-long test-faults lint demo bench bench-report bench-cuda clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -52,6 +54,12 @@ bench: $(READY)
 	@for file in benchmarks/[!_]*.py; do \
 		name=$$(basename "$$file" .py); echo "== $$name"; $(BIN)/python -m benchmarks "$$name" || exit 1; \
 	done
+
+bench-report: $(READY)
+	@$(BIN)/python -m benchmarks.report $(ARGS)
+
+bench-cuda: $(READY)
+	@$(BIN)/python -m benchmarks cuda $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -269,6 +269,10 @@ class Report:
             )  # fmt: skip
         self._tables.append({"title": title, "rows": rows})
 
+    def say(self, **more: Any) -> None:
+        """Keep what figures depend on beside machine and options."""
+        self._said |= more
+
     def note(self, row: dict[str, Any]) -> None:
         """Keep figures that were printed in another form."""
         self._tables.append(row)

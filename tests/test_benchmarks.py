@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import names
+from benchmarks.report.figures import tables_of
 from tests import launch
 
 
@@ -37,7 +38,7 @@ def _run(name: str, figures: Path) -> str:
     try:
         with contextlib.redirect_stdout(printed):
             runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
-        assert json.loads(figures.read_text()), "no figures"
+        assert tables_of(json.loads(figures.read_text()))
         assert printed.getvalue(), "no table"
     except BaseException:
         return f"{printed.getvalue()}\n{traceback.format_exc()}"

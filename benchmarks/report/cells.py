@@ -1,0 +1,174 @@
+"""The cells of the table of wins and losses: where each figure is found, who is compared, and what is aimed at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.report.figures import Table, median
+
+OURS = "dcp_plugin"
+BESIDE = re.compile(r"dcp_plugin|ceiling|raw|memcpy|reuse=|frozen|cp\b|without")
+"""Rows that are no peers: ways of our own, and what bounds everybody."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One question and the answer that is aimed at."""
+
+    name: str
+    section: str
+    table: str = ""
+    """Expression that is found in the title of its table."""
+    ours: str = OURS
+    column: str = "seconds"
+    peers: str = "."
+    """Expression for those that count, of all who are not in :data:`BESIDE`."""
+    theirs: str = ""
+    """The column of the peer, where that is in the same row."""
+    ceiling: str = "ceiling"
+    """Beginning of the name of the row that bounds us."""
+    lead: float = 1.0
+    """Peer ÷ ours at the least, for each peer that is not in ``leads``."""
+    leads: Mapping[str, float] = field(default_factory=dict)
+    of_ceiling: float | None = None
+    """Ours ÷ ceiling, at most."""
+    at_most: float | None = None
+    """Of our figure itself."""
+    unit: str = "s"
+
+    @property
+    def target(self) -> str:
+        said = []
+        if self.at_most is not None:
+            said.append(f"≤ {self.at_most:g} {self.unit}".rstrip())
+        if self.of_ceiling is not None:
+            said.append(f"≤ {self.of_ceiling:g} of the ceiling")
+        if self.peers or self.theirs:
+            said.append(f"≥ {self.lead:g} x best peer")
+        said += [f"≥ {least:g} x {name}" for name, least in self.leads.items()]
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a cell stands in the figures that there are."""
+
+    cell: Cell
+    ours: list[float]
+    peer: str = ""
+    theirs: list[float] = field(default_factory=list)
+    stock: list[float] = field(default_factory=list)
+    ceiling: list[float] = field(default_factory=list)
+    behind: tuple[str, ...] = ()
+    """What is aimed at and not reached."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The best peer's median over ours: above 1 we are ahead."""
+        return median(self.theirs) / median(self.ours) if self.theirs and median(self.ours) else None
+
+    @property
+    def of_ceiling(self) -> float | None:
+        return median(self.ours) / median(self.ceiling) if self.ceiling else None
+
+    @property
+    def verdict(self) -> str:
+        """Won or lost against the best peer, in words."""
+        if not self.ours:
+            return "not measured"
+        if self.ratio is None:
+            return "no peer"
+        apart = max(self.ours) < min(self.theirs) or max(self.theirs) < min(self.ours)
+        return ("won" if self.ratio >= 1 else "**lost**") + ("" if apart else ", within the spread")
+
+    @property
+    def reached(self) -> str:
+        if not self.ours:
+            return ""
+        if self.behind:
+            return "**no**: " + ", ".join(self.behind)
+        lacks = (self.cell.of_ceiling is not None and not self.ceiling) or (self.cell.peers and not self.theirs)
+        return "as far as measured" if lacks else "yes"
+
+
+CELLS = (
+    Cell("save, disk, 1 rank", "save", r"MiB.* 1 rank.*outputs", of_ceiling=1.10),
+    Cell("save, disk, 2 ranks", "save", r"MiB.* 2 rank.*outputs", of_ceiling=1.15),
+    Cell("save, /dev/shm, 2 ranks", "save", r"MiB.* 2 rank.*/dev/shm", of_ceiling=1.2),
+    Cell("load, warm", "load", r"warm, \d+ MiB.* 1 rank.*outputs", of_ceiling=1.25),
+    Cell("load right after a save, same process", "load", r"right after .*same process"),
+    Cell("load right after a save, another process", "load", r"right after .*another process"),
+    Cell("load, cold", "load", r"cold, \d+ MiB.* 1 rank.*outputs", of_ceiling=1.05),
+    Cell("4 000 tensors of 4 KiB, save", "save", r"4000 tensors.* 1 rank.*outputs"),
+    Cell("4 000 tensors of 4 KiB, load", "load", r"warm, 4000 tensors.* 1 rank.*outputs", leads={"safetensors": 0.6}),
+    Cell("columns of 2 → columns of 4", "reshard", "columns of 2 to columns of 4", lead=1.3),
+    Cell("rows of 2 → columns of 4", "reshard", "rows of 2 to columns of 4", lead=2),
+    Cell("rows of 4 → rows of 2", "reshard", "4 to 2"),
+    Cell("DDP load, broadcast ÷ reading twice", "hsdp", "", "DDP, 4 ranks, cold", "seconds on", theirs="seconds off"),
+    Cell("HSDP load, broadcast ÷ reading twice", "hsdp", "", "HSDP, 4 ranks, cold", "seconds on",
+         theirs="seconds off"),
+    Cell("lazy call", "async_save", "", f"{OURS}, lazy", "blocked", at_most=0.001),
+    Cell("blocking staging ÷ memcpy", "async_save", "", column="blocked", peers="stock", ceiling="memcpy",
+         of_ceiling=1.05),
+    Cell("async save, until durable", "async_save", column="complete"),
+    Cell("plan and commit, 1 024 ranks x 300 tensors", "plan", r"fsdp.*1024 ranks.* 300 t", column="plan + commit, s"),
+    Cell("plan and commit, 16 384 x 1 000", "plan", r"fsdp.*16384 ranks.* 1000 t", column="plan + commit, s",
+         peers="", at_most=10),
+    Cell("open `.metadata` of 10^7 chunks", "plan", r"10\^7|10000000", column="seconds", peers="", at_most=5),
+    Cell("first save after a resume, frozen backbone", "reuse", "after a resume", peers="", ceiling="reading",
+         of_ceiling=1.1),
+    Cell("second save, nine tenths frozen, ÷ first", "reuse", "", "outputs, backbone frozen, reuse",
+         peers="", at_most=0.25, unit=""),
+    Cell("restore from memory after a kill", "recovery", "restore", f"{OURS}, memory", "restored", ceiling="raw"),
+    Cell("13.8 GiB, Llama 1B, FSDP2, save", "llama", "^save.* 1b.*FSDP2"),
+    Cell("13.8 GiB, Llama 1B, FSDP2, load, cold", "llama", "^cold load.* 1b.*FSDP2"),
+    Cell("13.8 GiB, Llama 1B, HSDP, save", "llama", "^save.* 1b.*HSDP"),
+    Cell("13.8 GiB, Llama 1B, HSDP, load, cold", "llama", "^cold load.* 1b.*HSDP"),
+    Cell("save, bucket", "objects", "^save", ceiling="raw obstore"),
+    Cell("load, bucket", "objects", "^load", ceiling="raw obstore"),
+    Cell("export to safetensors, durable", "exporting", ceiling="cp, durable"),
+    Cell("compare two checkpoints", "comparing", ceiling="raw"),
+    Cell("safetensors file, warm", "foreign", "safetensors, .*warm"),
+)  # fmt: skip
+README = {"save, disk, 1 rank", "save, disk, 2 ranks", "load, warm", "load right after a save, same process",
+          "load, cold", "lazy call", "async save, until durable", "4 000 tensors of 4 KiB, save",
+          "4 000 tensors of 4 KiB, load", "columns of 2 → columns of 4",
+          "plan and commit, 1 024 ranks x 300 tensors"}  # fmt: skip
+"""The cells that ``README.md`` shows."""
+
+
+def standing(cell: Cell, tables: list[Table]) -> Standing:
+    """Look a cell up in the tables of its section."""
+    for table in tables:
+        row = table.rows.get(cell.ours, {})
+        if re.search(cell.table, table.title) and row.get(cell.column):
+            return _compare(cell, table, row)
+    return Standing(cell, [])
+
+
+def _compare(cell: Cell, table: Table, row: Mapping[str, list[float]]) -> Standing:
+    ours = row[cell.column]
+    measured = {name: of[cell.column] for name, of in table.rows.items() if of.get(cell.column)}
+    peers = {name: values for name, values in measured.items() if cell.peers and re.search(cell.peers, name)}
+    peers = {name: values for name, values in peers.items() if not BESIDE.match(name) and name != cell.ours}
+    if cell.theirs:
+        peers = {cell.theirs.removeprefix("seconds "): row[cell.theirs]}
+    best = min(peers, key=lambda name: median(peers[name]), default="")
+    bounds = [
+        values for name, values in measured.items() if name.startswith(cell.ceiling) and not name.startswith(OURS)
+    ]
+    ceiling = min(bounds, key=median, default=[])
+    stock = min((values for name, values in peers.items() if name.startswith("stock")), key=median, default=[])
+    found = Standing(cell, ours, best, peers.get(best, []), stock, ceiling)
+    behind = [
+        f"{median(values) / median(ours):.2f} x {name}"
+        for name, values in peers.items()
+        if median(values) < cell.leads.get(name, cell.lead) * median(ours)
+    ]
+    if cell.of_ceiling is not None and found.of_ceiling is not None and found.of_ceiling > cell.of_ceiling:
+        behind.append(f"{found.of_ceiling:.2f} of the ceiling")
+    if cell.at_most is not None and median(ours) > cell.at_most:
+        behind.append(f"{median(ours):.2g} {cell.unit}".rstrip())
+    return Standing(cell, ours, best, peers.get(best, []), stock, ceiling, tuple(behind))
