@@ -1,7 +1,9 @@
-"""What planning costs on rank 0 and on the wire, with 8 to 4096 simulated ranks: stock DCP's planner and ours.
+"""What planning costs on rank 0 and on the wire, with 8 to 16384 simulated ranks: stock DCP's planner and ours.
 
 Every rank of ours is a thread that runs the code of a real save; what they exchange is pickled, counted and unpickled
-as between processes, and rank 0's CPU time is that of its thread. For stock, the plans of all ranks are made by the
+as between processes, and rank 0's CPU time is that of its thread. With more ranks than threads can be (``--threads``),
+only rank 0 runs under ``fsdp``, where the messages of the others differ in the offsets alone: they are made beforehand.
+*extra*: rank 0's peak memory above what the messages take. For stock, the plans of all ranks are made by the
 rule of its planner for DTensors, and rank 0 does what ``torch.distributed.checkpoint.save`` does there.
 
 *plan*: from the messages of all ranks to what each has to write. *again*: the same save once more. *commit*: from the
@@ -22,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from benchmarks import _machine
 from dcp_plugin.format import index_file
 from dcp_plugin.format.columns import Location, Places
 from dcp_plugin.format.index import CheckpointIndex
@@ -48,7 +52,7 @@ from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 MESHES = ("fsdp", "hsdp", "uneven", "mixed")
 COLUMNS = 1024
-SMALLEST = ["--ranks", "8", "--tensors", "6", "--repeats", "1"]
+SMALLEST = ["--ranks", "8", "12", "--threads", "8", "--tensors", "6", "--repeats", "1"]
 
 
 @dataclass
@@ -59,8 +63,11 @@ class Figures:
     gathered: int = 0
     scattered: int = 0
     results: int = 0
+    again: int = 0
+    """Bytes that a rank sends when the save is repeated."""
     largest_share: float = 0.0
     boxes: int = 0
+    extra_mib: float = 0.0
 
     def time(self, step: str, work: Callable[[], Any]) -> Any:
         gc.collect()
@@ -161,8 +168,64 @@ class _Thread(Ranks):
         return pickle.loads(box.received[self.rank])
 
 
-def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
-    figures = Figures()
+class _First(Ranks):
+    """Rank 0 alone. The others have sent already."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        super().__init__()
+        self.rank, self.size = 0, len(sent) + 1
+        self.sent = sent
+        self.gathered = self.scattered = 0
+
+    def combine(self, step: str, work: Any, combine: Any) -> Any:
+        return self._round(work, lambda told: [combine(told)])
+
+    def scatter(self, step: str, work: Any, combine: Any) -> Any:
+        return self._round(work, combine)
+
+    def _round(self, work: Any, answers_of: Any) -> Any:
+        answers = answers_of([work(), *map(pickle.loads, self.sent)])
+        first, *others = map(pickle.dumps, answers)
+        self.gathered += sum(map(len, self.sent))
+        self.scattered += sum(map(len, others)) if others else len(first) * (self.size - 1)
+        return pickle.loads(first)
+
+
+def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tuple[RankPlan, list[bytes]]:
+    """The plan as rank 0 makes it for ``fsdp``, and what all ranks say of what they have written."""
+    mine = LocalInventory.of_state(_state(mesh, 0, ranks, tensors), {})
+    step = np.zeros_like(mine.offsets)
+    step[:, 0] = 4
+    others = (LocalInventory(mine.description, rank * step) for rank in range(1, ranks))
+    told = [(other.digest, pickle.dumps((b"", other.pack_offsets()))) for other in others]
+    description = mine.description.digest
+
+    def claims(last: bytes) -> list[bytes]:
+        return [pickle.dumps(b"".join((last, description, digest, b""))) for digest, _ in told]
+
+    exchange, first, again = PlanExchange(), _First(claims(bytes(16))), _First([])
+
+    def hold() -> LocalInventory:
+        return LocalInventory(mine.description, mine.offsets)
+
+    def then_tell() -> None:
+        first.sent = [data for _, data in told]
+
+    def plan(alone: _First) -> RankPlan:
+        planned, _ = exchange.plan("plan", alone, hold, then_tell)
+        return planned
+
+    planned = figures.time("plan", lambda: plan(first))
+    again.sent, again.size = claims(planned.digest), ranks
+    figures.time("again", lambda: plan(again))
+    assert exchange.repeated
+    figures.gathered, figures.scattered, figures.again = first.gathered, first.scattered, again.gathered // (ranks - 1)
+    written = Places.of(_written(0, [4 * COLUMNS * 4] * tensors))
+    return planned, [pickle.dumps(replace(written, files=[f"__{rank}_0.distcp"])) for rank in range(ranks)]
+
+
+def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> tuple[RankPlan, list[bytes]]:
+    """As :func:`_plan_of_first`, with a thread for each rank."""
     mailbox, again = _Mailbox(ranks), _Mailbox(ranks)
     results: list[bytes] = [b""] * ranks
     plans: list[RankPlan] = []
@@ -204,9 +267,19 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         thread.start()
     for thread in threads:
         thread.join()
-    global_plan = plans[0].global_plan
-    assert global_plan is not None
     figures.gathered, figures.scattered = mailbox.gathered, mailbox.scattered
+    figures.again = again.gathered // max(1, ranks - 1)
+    return plans[0], results
+
+
+def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: int) -> Figures:
+    figures = Figures()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _machine.status_bytes("VmRSS")
+    how = _plan_of_first if ranks > most_threads and mesh == "fsdp" else _plan_of_threads
+    planned, results = how(mesh, ranks, tensors, figures)
+    global_plan = planned.global_plan
+    assert global_plan is not None
     figures.results = sum(map(len, results))
     written = np.zeros(ranks)
     np.add.at(written, global_plan.rank, global_plan.sizes.prod(axis=1))
@@ -218,6 +291,8 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
         return index_file.encode(index), encode(index, StorageMeta())
 
     encoded, metadata = figures.time("commit", commit)
+    messages = figures.gathered + figures.results
+    figures.extra_mib = max(0, _machine.status_bytes("VmHWM") - before - messages) / 2**20
     (directory / "index").write_bytes(encoded)
     (directory / "metadata").write_bytes(metadata)
     state = {
@@ -318,11 +393,12 @@ def _stock(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
 # The command
 
 
-def _compare(mesh: str, ranks: int, tensors: int, repeats: int, with_stock: bool) -> dict[str, Any]:
+def _compare(mesh: str, ranks: int, tensors: int, repeats: int, with_stock: bool, most_threads: int) -> dict[str, Any]:
     """Medians of interleaved runs, and their spread."""
     runs: dict[str, list[Figures]] = {"ours": [], "stock": []}
+    with_stock = with_stock and ranks <= most_threads  # whose objects would not fit into memory
     for _ in range(repeats):
-        for name, run in (("ours", _ours), ("stock", _stock)):
+        for name, run in (("ours", partial(_ours, most_threads=most_threads)), ("stock", _stock)):
             if name == "ours" or with_stock:
                 with tempfile.TemporaryDirectory() as directory:
                     runs[name].append(run(mesh, ranks, tensors, Path(directory)))
@@ -335,7 +411,7 @@ def _compare(mesh: str, ranks: int, tensors: int, repeats: int, with_stock: bool
                 "spread": {step: (min(times), max(times)) for step, times in steps.items()},
                 **{what: getattr(found[0], what) for what in ("gathered", "scattered", "results", "boxes")},
             }
-    row["ours"]["largest_share"] = runs["ours"][0].largest_share
+    row["ours"] |= {what: getattr(runs["ours"][0], what) for what in ("largest_share", "again", "extra_mib")}
     if with_stock and mesh == "fsdp" and row["ours"]["boxes"] != row["stock"]["boxes"]:
         raise SystemExit(f"ours makes {row['ours']['boxes']} boxes, stock {row['stock']['boxes']}")
     return row
@@ -345,6 +421,9 @@ def _print(row: dict[str, Any]) -> None:
     ours = row["ours"]
     print(f"\n{row['mesh']}, {row['ranks']} ranks x {row['tensors']} tensors, {row['repeats']} runs")
     print(f"  largest ÷ mean bytes written per rank: {ours['largest_share']:.4f}")
+    print(
+        f"  extra memory of rank 0: {ours['extra_mib']:.0f} MiB; sent by a rank for a repeated save: {ours['again']} B"
+    )
     print(f"  planning, first ÷ again: {ours['seconds']['plan'] / ours['seconds']['again']:.0f}")
     for what in ("gathered", "scattered", "results"):
         stock = f"  stock {row['stock'][what] / 1e6:8.2f} MB" if "stock" in row else ""
@@ -368,6 +447,7 @@ def main() -> None:
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help="(default all)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--large", type=int, default=200_000, help="ranks x tensors from which on there are 2 runs")
+    parser.add_argument("--threads", type=int, default=2048, help="most ranks that are threads (default %(default)s)")
     parser.add_argument("--no-stock", action="store_true", help="stock takes half a minute at 1024 x 300")
     parser.add_argument("--json", type=Path, default=Path("outputs/benchmark-plan.json"))
     options = parser.parse_args()
@@ -380,7 +460,7 @@ def main() -> None:
         for tensors in options.tensors:
             for mesh in options.mesh:
                 repeats = options.repeats if ranks * tensors < options.large else min(2, options.repeats)
-                rows.append(_compare(mesh, ranks, tensors, repeats, not options.no_stock))
+                rows.append(_compare(mesh, ranks, tensors, repeats, not options.no_stock, options.threads))
                 _print(rows[-1])
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"load": load, "rows": rows}, indent=2) + "\n")

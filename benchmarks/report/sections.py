@@ -41,7 +41,10 @@ SECTIONS = {
             ),
         ),
     ),
-    "plan": Section("Plans and tables of contents", ("plan --ranks 1024 --mesh fsdp",)),
+    "plan": Section(
+        "Plans and tables of contents",
+        ("plan --ranks 1024 --mesh fsdp", "plan --ranks 16384 --tensors 1000 --mesh fsdp --repeats 2"),
+    ),
     "reuse": Section("Not writing what has not changed", ("reuse --mib 256 --ranks 1 --where outputs",)),
     "recovery": Section(
         "Coming back after a kill",
