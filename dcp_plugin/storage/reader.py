@@ -3,11 +3,11 @@
 A real DCP ``StorageReader``: ``torch.distributed.checkpoint.load(sd, storage_reader=ShardedReader(path))`` uses it
 with any planner, on our checkpoints and on stock ones.
 
-What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), and these are carried out by
-:mod:`~dcp_plugin.storage.read_items`. Stock items whose layout is the one we would have written are
-read like our own; others go through ``torch.load(weights_only=True)``. What there is to read,
-:mod:`~dcp_plugin.storage.open` finds out; whoever wrote it, the rest is the same. The planner is only called
-from the caller's thread.
+What a plan asks for becomes fetches (:mod:`~dcp_plugin.storage.fetch`), neighbours of these batches
+(:mod:`~dcp_plugin.storage.batches`), and these are carried out by :mod:`~dcp_plugin.storage.read_items`. Stock items
+whose layout is the one we would have written are read like our own; others go through
+``torch.load(weights_only=True)``. What there is to read, :mod:`~dcp_plugin.storage.open` finds out; whoever wrote it,
+the rest is the same. The planner is only called from the caller's thread.
 """
 
 from __future__ import annotations
