@@ -92,7 +92,7 @@ def _reload(root: Path, mib: int, repeats: int) -> Samples:
 
         peers = [
             Peer(OURS, ours.save, ours.load),
-            Peer(f"{OURS}, through the page cache", partial(ours.save, direct_io=False), ours.load),
+            Peer(f"{OURS}, past the page cache", partial(ours.save, direct_io=True), ours.load),
             Peer(f"{OURS}, local_dir in memory", save_tiered, load_tiered),
             Peer("stock", stock.save, stock.load),
         ]

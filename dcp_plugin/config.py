@@ -120,8 +120,9 @@ class CheckpointConfig:
     for what is not expected to change."""
 
     direct_io: bool | Literal["auto"] = "auto"
-    """Write data files past the page cache (``O_DIRECT``). ``"auto"``: where the file system takes it, which is found
-    out by trying. ``True``: a file system that refuses is an error."""
+    """Write data files past the page cache (``O_DIRECT``). ``"auto"``: those above 1/32 of the available memory, where
+    the file system takes it, which is found out by trying; smaller ones stay in the page cache, where a restart on the
+    same host finds them. ``True``: all, and a file system that refuses is an error."""
 
     checksum: bool = True
     """Store CRC32 checksums of every item in the index, by blocks, so that parts can be checked too."""

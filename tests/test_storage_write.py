@@ -22,7 +22,7 @@ from dcp_plugin.format import values
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.format.payload import RunningCrc, block_size
 from dcp_plugin.media import IN_PLACE, PAGE
-from dcp_plugin.media.disk import direct_io
+from dcp_plugin.media.disk import direct_io, posix
 from dcp_plugin.media.disk.direct_io import BUFFER, BlockFile
 from dcp_plugin.storage.reader import ShardedReader
 from tests.compare import assert_same, same_bytes
@@ -119,7 +119,7 @@ def test_aligned_memory_is_written_from_where_it_is(tmp_path: Path, before: int,
         pytest.skip("this file system has no O_DIRECT")
     head, body = random.Random(0).randbytes(before), _aligned(5 * BUFFER + 100, by)
     written: list[int] = []
-    with BlockFile(tmp_path / "file", before + body.nbytes + 7, "auto", written.append) as file:
+    with BlockFile(tmp_path / "file", before + body.nbytes + 7, True, written.append) as file:
         file.write(head)
         assert file.takes_in_place(body.data_ptr()) == in_place
         file.write(host_memory.memory_view(body))
@@ -184,12 +184,47 @@ def test_where_direct_io_is_refused_the_page_cache_is_used_unless_the_user_insis
         pytest.skip("this file system has no O_DIRECT to refuse")
     state = {"t": torch.randn(2 * MIB)}
     dcp.save(state, tmp_path / "reference")
+    monkeypatch.setattr(posix, "available_memory", lambda: 0)  # where the page cache is not the first choice
     refuse(monkeypatch)
     dcp.save(state, tmp_path / "ck")
     assert _contents(tmp_path / "ck") == _contents(tmp_path / "reference")
     with pytest.raises(dcp.SaveFailed, match="refuses O_DIRECT"):
         dcp.save(state, tmp_path / "forced", direct_io=True)
     assert not (tmp_path / "forced").exists()
+
+
+@pytest.mark.parametrize("size", [BUFFER // 2, BUFFER, 4 * BUFFER])
+@pytest.mark.parametrize("room", [0, 31, 33])
+def test_only_what_is_large_for_the_memory_there_is_goes_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, room: int
+) -> None:
+    if not _takes_direct(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    assert posix.available_memory() > 0
+    monkeypatch.setattr(posix, "available_memory", lambda: room * size)
+    data = random.Random(0).randbytes(size)
+    with BlockFile(tmp_path / "file", size, "auto") as file:
+        assert file.direct == (size >= BUFFER and room < 32)
+        file.write(data)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_fails_behind_ends_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    if not _takes_direct(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+
+    def full(fd: int, data: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(direct_io.os, "pwrite", full)
+    with (
+        pytest.raises(OSError, match="No space left"),
+        BlockFile(tmp_path / "file", 4 * BUFFER, direct) as file,
+    ):
+        file.write(bytes(4 * BUFFER))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file._fd)
 
 
 def test_direct_io_is_one_of_three() -> None:

@@ -21,7 +21,7 @@ def load(state: State, path: Path, **options: bool) -> None:
 PEERS = [
     Peer(OURS, save, load),
     Peer("dcp_plugin, no checksums", partial(save, checksum=False), load, only="save"),
-    Peer("dcp_plugin, through the page cache", partial(save, direct_io=False), load, only="save"),
+    Peer("dcp_plugin, past the page cache", partial(save, direct_io=True), load, only="save"),
     Peer("dcp_plugin, not verifying", save, partial(load, verify_on_load=False), only="load"),
     Peer("dcp_plugin on stock's checkpoint", stock.save, load, only="load"),
 ]

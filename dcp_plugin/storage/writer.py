@@ -355,7 +355,7 @@ class ShardedWriter(StorageWriter):
         path: The final directory. It appears when the save is complete, and replaces a checkpoint that is there.
         step: Training step, for the summary.
         io_threads: Threads, and data files, per rank.
-        direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
+        direct_io: Whether to write past the page cache; ``"auto"``: files that are large for the memory there is.
         checksum: Whether to compute CRC32 checksums.
         views: More tables of contents, see :mod:`dcp_plugin.format.metadata`.
         reuse: What this rank knows of the run's last checkpoint; without it everything is written.

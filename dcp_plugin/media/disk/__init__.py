@@ -28,7 +28,7 @@ class LocalDisk:
     names (:mod:`~dcp_plugin.media.disk.commit`).
 
     Args:
-        direct_io: Whether to write past the page cache; ``"auto"``: where the file system lets us.
+        direct_io: Whether to write past the page cache; ``"auto"``: files that are large for the memory there is.
     """
 
     direct_io: bool | Literal["auto"] = "auto"

@@ -1,9 +1,11 @@
-"""A new data file, written front to back in large aligned blocks, past the page cache where that works.
+"""A new data file, written front to back in large aligned blocks, through the page cache or past it.
 
-``O_DIRECT`` spares a copy, the CPU time of the page cache, and evicting what the training keeps in it. Some file
-systems refuse it when it is switched on, others at the first write; so it is tried, and the file is written through
-the page cache instead where it fails. Nothing is known from the name of a file system, but that tmpfs has no device:
-it takes ``O_DIRECT`` and gains a copy.
+Through the page cache, what was saved can be loaded again without the device, as after a restart on the same host. It
+is written back while it comes, so the sync at the end finds little to do. ``O_DIRECT`` spares the copy, the CPU time of
+the page cache, and evicting what the training keeps in it: so it is used for files that are large for the memory there
+is. Some file systems refuse it when it is switched on, others at the first write; so it is tried, and the file is
+written through the page cache where it fails. Nothing is known from the name of a file system, but that tmpfs has no
+device.
 
 The size is known beforehand, so the space is reserved at once: a full disk is found before anything is written.
 """
@@ -27,6 +29,9 @@ from dcp_plugin.media.disk import posix
 BUFFER = 2 << 20
 _LARGE = 1 << 16  # from here on numpy copies faster, and without holding the interpreter's lock
 _START_WRITEBACK = 8 << 20
+_FILES_IN_CACHE = 32
+"""How many files of one size have to fit into the available memory for the page cache to be used: a host may have eight
+ranks that write two each, and what the training has read should not be lost for them."""
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}  # the last: memory that cannot be read past it
 
 
@@ -38,8 +43,8 @@ class BlockFile:
 
     Args:
         size: Its final size.
-        direct: Whether to use ``O_DIRECT``. ``"auto"``: if the file is not small, and the file system takes it and is
-            not memory itself.
+        direct: Whether to use ``O_DIRECT``. ``"auto"``: if it is more than a small part of the available memory, and
+            the file system takes it and is not memory itself.
         wrote: Called with every number of bytes that went to the file system, from one thread at a time.
 
     Raises:
@@ -66,7 +71,8 @@ class BlockFile:
             posix.preallocate(self._fd, size)
             in_memory = posix.is_in_memory(self._fd)
             self._writes_back = size >= _START_WRITEBACK and not in_memory
-            if direct is True or (direct == "auto" and size >= BUFFER and not in_memory):
+            large = size >= BUFFER and size > posix.available_memory() / _FILES_IN_CACHE
+            if direct is True or (direct == "auto" and large and not in_memory):
                 self._try_direct()
         except BaseException:
             os.close(self._fd)

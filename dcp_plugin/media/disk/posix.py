@@ -91,6 +91,19 @@ def preallocate(fd: int, size: int) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+def available_memory() -> int:
+    """Bytes that programs and the page cache may take without swapping; 0 where the system does not say."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10
+        with suppress(OSError, ValueError):  # "max"; or there is no limit for this group of processes
+            folder = Path("/sys/fs/cgroup")
+            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            available = min(available, limit - used)
+        return available
+    return 0
+
+
 def is_in_memory(fd: int) -> bool:
     """Whether a file is on a file system that is memory (tmpfs): there is no device to write to (``statfs(2)``)."""
     libc = ctypes.CDLL(None)
