@@ -3,7 +3,7 @@
 Every rank of ours is a thread that runs the code of a real save; what they exchange is pickled, counted and unpickled
 as between processes, and rank 0's CPU time is that of its thread. With more ranks than threads can be (``--threads``),
 only rank 0 runs under ``fsdp``, where the messages of the others differ in the offsets alone: they are made beforehand.
-*extra*: rank 0's peak memory above what the messages take. For stock, the plans of all ranks are made by the
+*extra*: rank 0's peak memory. For stock, the plans of all ranks are made by the
 rule of its planner for DTensors, and rank 0 does what ``torch.distributed.checkpoint.save`` does there.
 
 *plan*: from the messages of all ranks to what each has to write. *again*: the same save once more. *commit*: from the
@@ -46,7 +46,7 @@ from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import LocalInventory
-from dcp_plugin.planning.save import PlanExchange, RankPlan, in_table_order
+from dcp_plugin.planning.save import DIGEST, PlanExchange, RankPlan, in_table_order
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
@@ -201,9 +201,11 @@ def _plan_of_first(mesh: str, ranks: int, tensors: int, figures: Figures) -> tup
     description = mine.description.digest
 
     def claims(last: bytes) -> list[bytes]:
-        return [pickle.dumps(b"".join((last, description, digest, b""))) for digest, _ in told]
+        return [
+            pickle.dumps(b"".join(one[:DIGEST] for one in (last, description, digest, digest))) for digest, _ in told
+        ]
 
-    exchange, first, again = PlanExchange(), _First(claims(bytes(16))), _First([])
+    exchange, first, again = PlanExchange(), _First(claims(bytes(DIGEST))), _First([])
 
     def hold() -> LocalInventory:
         return LocalInventory(mine.description, mine.offsets)
@@ -291,8 +293,7 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
         return index_file.encode(index), encode(index, StorageMeta())
 
     encoded, metadata = figures.time("commit", commit)
-    messages = figures.gathered + figures.results
-    figures.extra_mib = max(0, _machine.status_bytes("VmHWM") - before - messages) / 2**20
+    figures.extra_mib = max(0, _machine.status_bytes("VmHWM") - before) / 2**20  # with the messages of all ranks
     (directory / "index").write_bytes(encoded)
     (directory / "metadata").write_bytes(metadata)
     state = {

@@ -13,6 +13,9 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin._torch import sharded_value
 from dcp_plugin.format.metadata import metadata_of, stock_path
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
+from dcp_plugin.planning.save import PlanExchange, encode_state
+from dcp_plugin.ranks import Ranks
 from tests.compare import same_bytes
 from tests.launch import on_ranks
 from tests.layouts import build, train
@@ -162,3 +165,31 @@ def test_stock_metadata_holds_offsets_beyond_32_bits() -> None:
     found = pickle.loads(encode(index, None))
     assert found.state_dict_metadata["t"].chunks[0].sizes == torch.Size([1 << 33])
     assert next(iter(found.storage_data.values())).offset == 1 << 40
+
+
+class _Counted(Ranks):
+    """Notes the bytes of what a rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+
+    def combine(self, step: str, work: Any, combine: Any) -> Any:
+        self.sent.append(len(pickle.dumps(work())))
+        return super().combine(step, work, combine)
+
+
+class _Doubtful(RankLocal):
+    """Of a rank with state that may be another on each rank."""
+
+    def digest(self, rank: int) -> bytes:
+        return bytes(range(16))
+
+
+def test_a_rank_sends_64_bytes_at_most_for_the_plan_of_a_repeated_save() -> None:
+    state = encode_state({f"layer{number}": torch.zeros(4, 4) for number in range(300)})
+    exchange, ranks = PlanExchange(), _Counted()
+    for _ in range(2):
+        exchange.plan("plan", ranks, lambda: LocalInventory.of_state(state, {}), lambda: None, _Doubtful())
+    assert exchange.repeated
+    assert ranks.sent[-1] <= 64

@@ -274,7 +274,7 @@ def items_of(share: Share, inventory: LocalInventory) -> list[WriteItem]:
 
 
 T = TypeVar("T")
-_DIGEST = 16
+DIGEST = 12  # bytes: four of these, pickled, stay below 64
 
 
 class _Digests(NamedTuple):
@@ -288,7 +288,7 @@ class _Digests(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> _Digests:
-        return cls(*(data[at : at + _DIGEST] for at in range(0, 4 * _DIGEST, _DIGEST)))
+        return cls(*(data[at : at + DIGEST] for at in range(0, 4 * DIGEST, DIGEST)))
 
 
 @dataclass(frozen=True)
@@ -342,9 +342,10 @@ class PlanExchange:
 
         def claim() -> bytes:
             mine[:] = [hold()]
-            last = self._last.digest if self._last else bytes(_DIGEST)
+            last = self._last.digest if self._last else bytes(DIGEST)
             doubtful = local.digest(ranks.rank) if local else b""
-            return b"".join(_Digests(last, mine[0].description.digest, mine[0].digest, doubtful))
+            digests = _Digests(last, mine[0].description.digest, mine[0].digest, doubtful)
+            return b"".join(digest[:DIGEST] for digest in digests)
 
         def answer(claims: list[bytes]) -> _Reply[T]:
             decoded = list(map(_Digests.decode, claims))
@@ -374,7 +375,7 @@ class PlanExchange:
     def _answer(self, claims: list[_Digests]) -> tuple[bytes, list[int] | None]:
         """The digest of the plan that follows, and the ranks that have to send their description; None if all ranks
         remember that plan."""
-        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=_DIGEST).digest()
+        digest = hashlib.blake2b(b"".join(claim.inventory for claim in claims), digest_size=DIGEST).digest()
         if self._last is not None and all(claim.plan == digest for claim in claims):
             return digest, None
         first: dict[bytes, int] = {}
