@@ -116,7 +116,7 @@ CELLS = (
     Cell("plan and commit, 1 024 ranks x 300 tensors", "plan", r"fsdp.*1024 ranks.* 300 t", column="plan + commit, s"),
     Cell("plan and commit, 16 384 x 1 000", "plan", r"fsdp.*16384 ranks.* 1000 t", column="plan + commit, s",
          peers="", at_most=10),
-    Cell("its memory on rank 0", "plan", r"fsdp.*16384 ranks.* 1000 t", column="extra_mib", peers="", at_most=2048,
+    Cell("its memory on rank 0, messages included", "plan", r"fsdp.*16384 ranks.* 1000 t", column="extra MiB", peers="", at_most=2048,
          unit="MiB"),
     Cell("sent by a rank for a repeated save", "plan", r"fsdp.*16384 ranks.* 1000 t", column="again", peers="",
          at_most=64, unit="B"),

@@ -28,7 +28,6 @@ from dcp_plugin.types import WholeChunk
 
 LARGEST_CHUNK = 1 << 20
 """Bytes of the largest chunks of which a batch is made. Objects for larger ones cost nothing beside their bytes."""
-_CHECKED_PIECE = 256 << 10  # fits the processor's cache, so that the checksum reads the bytes from there
 _MOST = BLOCK // 2
 _MOST_OF_STREAM = 8 << 20  # where each call is a request
 _MOST_PARTS = 256  # of up to four pieces of memory each; the system takes 1024 in a call
@@ -57,15 +56,11 @@ class Batch(ABC):
 
 
 class BatchOfFetches(Batch):
-    """Fetches in the order of the file. If there are several, each has one range.
+    """Fetches in the order of the file. If there are several, each has one range."""
 
-    Args:
-        piece: Bytes that a single one reads and checks at a time; 0: all of them.
-    """
-
-    def __init__(self, fetches: list[Fetch], piece: int) -> None:
+    def __init__(self, fetches: list[Fetch]) -> None:
         first = fetches[0]
-        self._fetches, self._piece = fetches, piece
+        self._fetches = fetches
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
@@ -73,13 +68,8 @@ class BatchOfFetches(Batch):
         block = rings.of(fetches[0].device).next()
         placed = [fetch.views(block) for fetch in fetches]
         if len(fetches) == 1:
-            fetch, origin = fetches[0], self.begin - fetches[0].ranges[0][0]
-            piece = max(self._piece, fetch.block) if self._piece and fetch.block else 0
-            for (begin, end), views in zip(fetch.ranges, placed[0], strict=True):
-                for first, last, part in _pieces(begin, end, views, piece):
-                    count.read += self._scatter(file, part, origin + first)
-                    count.unchecked += check(fetch, first, last, part)
-            fetch.finish(block)
+            for (begin, _), views in zip(fetches[0].ranges, placed[0], strict=True):
+                count.read += self._scatter(file, views, self.begin - fetches[0].ranges[0][0] + begin)
         else:
             skipped = memoryview(bytearray(max(now.begin - last.end for last, now in pairwise(fetches))))
             scattered = []
@@ -90,25 +80,13 @@ class BatchOfFetches(Batch):
                 scattered += views
                 position = fetch.end
             count.read += self._scatter(file, scattered, self.begin)
-            for fetch, views_of_ranges in zip(fetches, placed, strict=True):
-                for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
-                    count.unchecked += check(fetch, begin, end, views)
-                fetch.finish(block)
+        for fetch, views_of_ranges in zip(fetches, placed, strict=True):
+            for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
+                count.unchecked += check(fetch, begin, end, views)
+            fetch.finish(block)
 
     def _scatter(self, file: RangedFile, views: list[memoryview], offset: int) -> int:
         return _scatter(file, views, offset, self.file, ((fetch.end, fetch.key) for fetch in self._fetches))
-
-
-def _pieces(begin: int, end: int, views: list[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """A range in pieces that end at multiples of ``size``, which is one of the checksum blocks, with their memory."""
-    if size == 0 or len(views) != 1 or end - begin <= size:
-        yield begin, end, views
-        return
-    first = begin
-    while first < end:
-        last = min(end, first - first % size + size)
-        yield first, last, [views[0][first - begin : last - begin]]
-        first = last
 
 
 class BatchOfRuns(Batch):
@@ -174,18 +152,18 @@ class BatchOfChunks(Batch):
 
 def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
     """Fetches in the order of the files, those together that one call reads."""
-    most, piece = (_MOST_OF_STREAM, 0) if files.streams else (_MOST, _CHECKED_PIECE)
+    most = _MOST_OF_STREAM if files.streams else _MOST
     batch: list[Fetch] = []
     for fetch in sorted(fetches, key=lambda fetch: (fetch.location.file, fetch.begin)):
         if isinstance(fetch, RunsIntoMemory):
             yield BatchOfRuns(fetch)
             continue
         if batch and not _joins(fetch, batch, files.gap, most):
-            yield BatchOfFetches(batch, piece)
+            yield BatchOfFetches(batch)
             batch = []
         batch.append(fetch)
     if batch:
-        yield BatchOfFetches(batch, piece)
+        yield BatchOfFetches(batch)
 
 
 def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
