@@ -30,9 +30,9 @@ FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not ranks" $(FAST) $(ARGS)
 
-# Three files of tests at a time, on two cores too: ranks wait for each other, and for the disk, most of the time.
+# Four files of tests at a time, on two cores too: ranks wait for each other, and for the disk, most of the time.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long $(ARGS)

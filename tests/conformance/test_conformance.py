@@ -19,7 +19,7 @@ from tests.conformance.verdict import Verdict
 pytestmark = pytest.mark.timeout(600)  # the first test of a corpus runs it all
 
 
-ONE_OF = {"modules": 4, "optimizers": 4, "tensors": 2, "interchange": 2, "programs": 2}
+ONE_OF = {"modules": 8, "optimizers": 8, "tensors": 4, "interchange": 2, "programs": 3}
 """Large corpora. Of what they have that declares no difference, ``make test`` runs one case of so many, and
 ``make test-long`` the rest."""
 
