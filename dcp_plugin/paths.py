@@ -183,6 +183,15 @@ def as_path(path: PathLike, options: StorageOptions | None = None) -> Where:
     return Path(os.path.abspath(text))
 
 
+def is_path(value: Any) -> bool:
+    """Whether :func:`as_path` takes it."""
+    try:
+        as_path(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def is_url(path: PathLike) -> bool:
     """Whether a path that came from :func:`as_path` or :func:`text_of` is a URL."""
     return isinstance(path, str) and path.partition("://")[0] in SCHEMES

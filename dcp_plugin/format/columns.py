@@ -46,6 +46,17 @@ class Location:
     checksums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
     hash: bytes | None = None
 
+    @classmethod
+    def of_columns(
+        cls, file: str, place: Sequence[int], frame_crc: int, checksums: Column, hashed: bytes | None
+    ) -> Location:
+        """The location that a row of the columns of :class:`Places` says. ``checksums`` is empty where there are
+        none."""
+        offset, length, start, payload_length = place
+        checked = len(checksums) > 0 or (payload_length == 0 and start >= 0)
+        known = start if start >= 0 else None
+        return cls(file, offset, length, known, payload_length, frame_crc, checksums if checked else None, hashed)
+
 
 @dataclass(frozen=True)
 class KeyColumns:
@@ -202,14 +213,11 @@ class Places:
 
     def location(self, number: int) -> Location:
         """Where one item is."""
-        offset, length, payload_offset, payload_length = self.place[number].tolist()
         end = int(self._block_ends[number])
         crcs = self.block_crc[end - int(self.blocks[number]) : end]
-        known = len(crcs) > 0 or (payload_length == 0 and payload_offset >= 0)
-        start, name = payload_offset if payload_offset >= 0 else None, self.files[self.file[number]]
         hashed = self.hash[number].tobytes() if self.hash[number].any() else None
-        frame_crc = int(self.frame_crc[number])
-        return Location(name, offset, length, start, payload_length, frame_crc, crcs if known else None, hashed)
+        name, place, frame_crc = self.files[self.file[number]], self.place[number].tolist(), self.frame_crc[number]
+        return Location.of_columns(name, place, int(frame_crc), crcs, hashed)
 
     @functools.cached_property
     def _block_ends(self) -> Column:
@@ -238,9 +246,9 @@ def ranges(starts: Column, counts: Column) -> Column:
     return np.asarray(np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts))
 
 
-def ragged(padded: Sequence[Column], widths: Column) -> Column:
+def ragged(filled: Sequence[Column], widths: Column) -> Column:
     """The first ``widths[i]`` numbers of row ``i`` of each of the arrays in turn, for all ``i``, end to end."""
-    rows = np.stack(padded, axis=1)
+    rows = np.stack(filled, axis=1)
     if (widths == rows.shape[2]).all():
         return rows.reshape(-1)
     kept = np.arange(rows.shape[2]) < widths[:, None, None]

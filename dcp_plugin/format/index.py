@@ -179,12 +179,9 @@ class CheckpointIndex(Mapping[str, Entry]):
         return int(payload_length[order][first].sum())
 
     def location(self, chunk: int) -> Location:
-        offset, length, payload_offset, payload_length = self.columns["place"][chunk].tolist()
-        blocks = self.columns["block_crc"][self.block_starts[chunk] : self.block_starts[chunk + 1]]
-        checked = len(blocks) > 0 or (payload_length == 0 and payload_offset >= 0)
+        crcs = self.columns["block_crc"][self.block_starts[chunk] : self.block_starts[chunk + 1]]
         name, frame_crc = self.file_names[self.columns["file"][chunk]], int(self.columns["frame_crc"][chunk])
-        start, checksums = payload_offset if payload_offset >= 0 else None, blocks if checked else None
-        return Location(name, offset, length, start, payload_length, frame_crc, checksums, self.hash_of(chunk))
+        return Location.of_columns(name, self.columns["place"][chunk].tolist(), frame_crc, crcs, self.hash_of(chunk))
 
     def rename_files(self, name_of: Callable[[str], str]) -> None:
         """Give the data files other names; their bytes are the same."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -71,15 +70,8 @@ class BatchOfFetches(Batch):
             for (begin, _), views in zip(fetches[0].ranges, placed[0], strict=True):
                 count.read += self._scatter(file, views, self.begin - fetches[0].ranges[0][0] + begin)
         else:
-            skipped = memoryview(bytearray(max(now.begin - last.end for last, now in pairwise(fetches))))
-            scattered = []
-            position = self.begin
-            for fetch, (views,) in zip(fetches, placed, strict=True):
-                if fetch.begin > position:
-                    scattered.append(skipped[: fetch.begin - position])
-                scattered += views
-                position = fetch.end
-            count.read += self._scatter(file, scattered, self.begin)
+            apart = [(fetch.begin, views) for fetch, (views,) in zip(fetches, placed, strict=True)]
+            count.read += self._scatter(file, _with_gaps(apart), self.begin)
         for fetch, views_of_ranges in zip(fetches, placed, strict=True):
             for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
                 count.unchecked += check(fetch, begin, end, views)
@@ -132,14 +124,7 @@ class BatchOfChunks(Batch):
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         views = [memory_view(chunk.target) for chunk in self.chunks]
-        scattered, position, spare = [], self.begin, memoryview(b"")
-        for begin, view in zip(self.begins, views, strict=True):
-            if begin > position:
-                if begin - position > len(spare):
-                    spare = memoryview(bytearray(begin - position))
-                scattered.append(spare[: begin - position])
-            scattered.append(view)
-            position = begin + len(view)
+        scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
         ends = ((begin + len(view), one.key) for begin, view, one in zip(self.begins, views, self.chunks, strict=True))
         count.read += _scatter(file, scattered, self.begin, self.file, ends)
         for chunk, view, block, expected in zip(self.chunks, views, self.blocks, self.crcs, strict=True):
@@ -233,6 +218,22 @@ def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, 
         if done < total:
             views = list(_behind(views, count))
     return total
+
+
+def _with_gaps(parts: Iterable[tuple[int, list[memoryview]]]) -> list[memoryview]:
+    """The memory of parts of a file in their order, each with where it begins there, and memory for what is between
+    them."""
+    scattered: list[memoryview] = []
+    spare = memoryview(b"")
+    position = None
+    for begin, views in parts:
+        if position is not None and begin > position:
+            if begin - position > len(spare):
+                spare = memoryview(bytearray(begin - position))
+            scattered.append(spare[: begin - position])
+        scattered += views
+        position = begin + sum(map(len, views))
+    return scattered
 
 
 def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:

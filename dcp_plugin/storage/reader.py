@@ -37,7 +37,7 @@ from dcp_plugin.format.pickle_stubs import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.host_memory import finish_device_work
-from dcp_plugin.paths import StorageOptions, as_path
+from dcp_plugin.paths import StorageOptions, as_path, is_path
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
@@ -237,11 +237,7 @@ class ShardedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            as_path(checkpoint_id)
-        except (TypeError, ValueError):
-            return False
-        return True
+        return is_path(checkpoint_id)
 
     # Beyond the interface
 

@@ -36,7 +36,7 @@ from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.media import Medium, Readable, Reservation, medium_of
-from dcp_plugin.paths import StorageOptions, Where, as_path
+from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
@@ -175,8 +175,8 @@ class PartWriter:
         places = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
         nbytes = places.nbytes
         if reuse is not None:
-            stable_items = {candidates[left[at]]: places.location(at) for at in stable}
-            reuse.wrote({one.item: at for one, at in stable_items.items() if one}, self.medium, to.directory)
+            kept = ((candidates[left[at]], places.location(at)) for at in stable)
+            reuse.wrote({one.item: where for one, where in kept if one is not None}, self.medium, to.directory)
         if found.linked:
             places = Places.joined([Places.of(list(found.linked.values())), places])
             places = places.take(np.argsort([*found.linked, *left], kind="stable"))
@@ -469,11 +469,7 @@ class ShardedWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        try:
-            as_path(checkpoint_id)
-        except (TypeError, ValueError):
-            return False
-        return True
+        return is_path(checkpoint_id)
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> Any:

@@ -104,7 +104,7 @@ class BlockFile:
             self._write_now(memoryview(data))
             return
         if len(data) >= IN_PLACE and self.takes_in_place(np.frombuffer(data, np.uint8).ctypes.data):
-            self._flush(self._filled)
+            self._flush()
             aligned = len(data) - len(data) % PAGE
             self._write_behind(memoryview(data)[:aligned])
             if not kept:
@@ -113,7 +113,7 @@ class BlockFile:
         while len(data) > BUFFER - self._filled:
             free = BUFFER - self._filled
             self._take(memoryview(data)[:free])
-            self._flush(BUFFER)
+            self._flush()
             data = memoryview(data)[free:]
         self._take(data)
 
@@ -124,15 +124,12 @@ class BlockFile:
         else:
             np.frombuffer(self._buffer, np.uint8)[start : self._filled] = np.frombuffer(data, np.uint8)
 
-    def _flush(self, count: int) -> None:
-        """Write the first ``count`` bytes of the buffer; the rest moves to the front of the other one."""
-        if count:
-            left = self._filled - count
-            full, rest = self._buffer[:count], self._buffer[count : self._filled]
-            self._write_behind(full)
+    def _flush(self) -> None:
+        """Begin to write what is in the buffer, and go on with the other one."""
+        if self._filled:
+            self._write_behind(self._buffer[: self._filled])
             self._buffer, self._other = self._other, self._buffer
-            self._buffer[:left] = rest
-            self._filled = left
+            self._filled = 0
 
     def _write_behind(self, data: memoryview) -> None:
         """Begin to write bytes at the position, once what is on its way has been written."""
