@@ -13,7 +13,9 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_plugin.errors import CheckpointMismatch
@@ -134,6 +136,14 @@ def address_of(tensor: torch.Tensor) -> int:
     if tensor.nbytes and not tensor.untyped_storage().data_ptr():  # which raises for most that have none
         raise CheckpointMismatch(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory")
     return tensor.data_ptr()
+
+
+def bytes_at(addresses: np.ndarray[Any, np.dtype[np.int64]], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A copy of ``count`` bytes at each address, as one more axis. All of them are in memory that the caller holds."""
+    first = int(addresses.min())
+    between = (ctypes.c_ubyte * (int(addresses.max()) + count - first)).from_address(first)
+    memory = np.frombuffer(memoryview(between), np.uint8)
+    return np.asarray(memory[(addresses - first)[..., None] + np.arange(count)])
 
 
 def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

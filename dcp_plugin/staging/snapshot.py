@@ -20,16 +20,18 @@ memory comes in powers of two and is never given back.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, some
-from dcp_plugin.host_memory import address_of, is_plain_memory
+from dcp_plugin.host_memory import address_of, bytes_at, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
 from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
@@ -57,8 +59,8 @@ class Snapshot:
         leaves: What to copy.
         pool: Where to; everything that is in it is overwritten.
         encode: Describes leaves as what this rank has of them.
-        step_stable: Whether a leaf, and its memory on this rank, stay as they are until the next optimizer step, so
-            that it can be copied later.
+        step_stable: Of leaves, and their memory on this rank: which stay as they are until the next optimizer step,
+            so that they can be copied later.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Snapshot:
         leaves: Mapping[str, Any],
         pool: HostPool,
         encode: Callable[[Mapping[str, Any]], Flat],
-        step_stable: Callable[[Any, tuple[torch.Tensor, ...]], bool] = lambda leaf, memory: False,
+        step_stable: Callable[[Sequence[Any], Sequence[tuple[torch.Tensor, ...]]], Sequence[bool]] = (
+            lambda leaves, memory: [False] * len(leaves)
+        ),
     ) -> None:
         self.changed: list[str] = []
         """What :meth:`finish` found changed since this was made."""
@@ -76,18 +80,21 @@ class Snapshot:
         self._later: list[_Later] = []
         now: dict[str, torch.Tensor] = {}
         others: dict[str, Any] = {}
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
         with torch.no_grad():  # to_local() then returns the memory of a DTensor itself, without a view
             for key, leaf in leaves.items():
-                if type(leaf) in _CONSTANT:
+                if type(leaf) in _CONSTANT or (type(leaf) is tuple and _CONSTANT.issuperset(map(type, leaf))):
                     self._constant[key] = leaf
-                    continue
-                memory = _memory_on_this_rank(leaf)
-                later = memory and step_stable(leaf, memory)
-                versions = _versions_of(leaf, memory) if later else ()
-                plain = bool(memory) and type(leaf) in EXACTLY_TENSORS
-                if plain:
+                elif memory := _memory_on_this_rank(leaf):
+                    found[key] = memory
+                else:
+                    others[key] = leaf
+            stable = step_stable([leaves[key] for key in found], list(found.values()))
+            for (key, memory), is_stable in zip(found.items(), stable, strict=True):
+                leaf = leaves[key]
+                if plain := type(leaf) in EXACTLY_TENSORS:
                     leaf = memory[0]
-                if later and None not in versions:
+                if is_stable and None not in (versions := _versions_of(leaf, memory)):
                     self._later.append(_Later(key, leaf, memory, versions))
                 elif plain and _is_memory(leaf):
                     now[key] = leaf
@@ -256,31 +263,70 @@ class _Sample:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
         for one in later:
             for tensor in one.memory:
-                if (places := _samples_of(tensor)) is not None:
-                    groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, places))
-        self._groups = [(group, torch.cat([places for _, places in group])) for group in groups.values()]
+                if _has_no_gaps(tensor):
+                    groups.setdefault((tensor.device, tensor.dtype), []).append((one.key, tensor))
+        self._groups = [
+            (_OnHost if device.type == "cpu" else _OnDevice)([key for key, _ in group], [tensor for _, tensor in group])
+            for (device, _), group in groups.items()
+        ]
 
     def differs(self, streams: _Streams) -> set[str]:
         """The keys of tensors that have changed."""
-        found: set[str] = set()
-        for group, before in self._groups:
-            with torch.no_grad(), streams.of(before):
-                now = torch.cat([places for _, places in group])
-                if not _same_bytes(before, now):
-                    lengths = [len(places) for _, places in group]
-                    pairs = zip(group, torch.split(before, lengths), torch.split(now, lengths), strict=True)
-                    found.update(key for (key, _), was, is_ in pairs if not _same_bytes(was, is_))
-        return found
+        return {key for group in self._groups for key in group.differs(streams)}
 
 
-def _samples_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A view of a few elements all over the memory of a tensor; None if that has gaps."""
+class _OnHost:
+    """A sample of tensors of one dtype in host memory, read at their addresses: an operator of torch for each would
+    take most of the time of a lazy save."""
+
+    def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
+        self._keys, self._tensors = keys, tensors
+        last = np.fromiter((tensor.numel() - 1 for tensor in tensors), np.int64)
+        self._elements = np.arange(_SAMPLES) * last[:, None] // (_SAMPLES - 1) * tensors[0].itemsize
+        self._addresses = self._now()
+        self._before = self._read()
+
+    def _now(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.fromiter((tensor.data_ptr() for tensor in self._tensors), np.int64)
+
+    def _read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return bytes_at(self._addresses[:, None] + self._elements, self._tensors[0].itemsize)
+
+    def differs(self, streams: _Streams) -> Iterable[str]:
+        moved = self._now() != self._addresses
+        if moved.any():  # their storages were resized: nothing can be read where they were
+            return itertools.compress(self._keys, moved)
+        return itertools.compress(self._keys, (self._read() != self._before).any(axis=(1, 2)))
+
+
+class _OnDevice:
+    """A sample of tensors of one dtype on a device."""
+
+    def __init__(self, keys: list[str], tensors: list[torch.Tensor]) -> None:
+        self._keys = keys
+        self._places = [_samples_of(tensor) for tensor in tensors]
+        self._before = torch.cat(self._places)
+
+    def differs(self, streams: _Streams) -> Iterable[str]:
+        with torch.no_grad(), streams.of(self._before):
+            now = torch.cat(self._places)
+            if _same_bytes(self._before, now):
+                return []
+            lengths = list(map(len, self._places))
+            both = zip(torch.split(self._before, lengths), torch.split(now, lengths), strict=True)
+            return list(itertools.compress(self._keys, [not _same_bytes(was, is_) for was, is_ in both]))
+
+
+def _samples_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a few elements all over the memory of a tensor that has no gaps."""
     count = tensor.numel()
-    if not count or not (tensor.is_contiguous() or _extent(tensor) == count):
-        return None
     places = min(count, _SAMPLES)
-    step = (count - 1) // (places - 1) if places > 1 else 1
-    return tensor.as_strided((places,), (step,))
+    return tensor.as_strided((places,), ((count - 1) // (places - 1) if places > 1 else 1,))
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    count = tensor.numel()
+    return count > 0 and (tensor.is_contiguous() or _extent(tensor) == count)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -184,9 +184,8 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
                 paths[key] = tuple(key.split("."))
             continue
         mine, unusual = adapter.gather()
-        front = f"{adapter.name}."
-        here = {front + key if key else adapter.name: leaf for key, leaf in mine.items()}
-        if twice := leaves.keys() & here.keys():
+        here = dict(zip(_below(adapter.name, tuple(mine)), mine.values(), strict=True))
+        if leaves and (twice := here.keys() & leaves.keys()):
             raise CheckpointMismatch(f"two values of the state have the key {min(twice)!r}")
         leaves |= here
         above = tuple(adapter.name.split("."))
@@ -194,6 +193,12 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
             unusual = {key: unusual.get(key, (key,)) for key in mine}
         paths |= {join(adapter.name, key): above + path for key, path in unusual.items()}
     return leaves, paths
+
+
+@functools.lru_cache(maxsize=16)
+def _below(name: str, keys: tuple[str, ...]) -> list[str]:
+    """The keys of an object in the state. Each save has them all, the same ones each time."""
+    return [f"{name}.{key}" if key else name for key in keys]
 
 
 def shards_in(

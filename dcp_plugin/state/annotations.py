@@ -16,6 +16,7 @@ dicts are fresh copies already.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,13 +130,21 @@ class StepStableMemory:
             elif isinstance(one, torch.optim.Optimizer):
                 slots = (slot for slots in one.state.values() for slot in _tensors(slots))
                 self._slots.update((id(slot), slot) for slot in slots)
-        self._stable = trained - self._unstable - {0}  # where nothing is
+        self._unstable.add(0)  # where nothing is
+        self._stable = trained - self._unstable
 
-    def __call__(self, leaf: Any, memory: tuple[torch.Tensor, ...]) -> bool:
-        """Whether a leaf of the state, with its memory on this rank, is step-stable."""
-        places = _places(memory)
-        live = leaf if type(leaf) in EXACTLY_TENSORS or not isinstance(leaf, ShardedValue) else leaf.origin
-        return self._unstable.isdisjoint(places) if id(live) in self._slots else self._stable.issuperset(places)
+    def __call__(self, leaves: Sequence[Any], memory: Sequence[tuple[torch.Tensor, ...]]) -> list[bool]:
+        """Which leaves of the state, with their memory on this rank, are step-stable."""
+        places = iter(_places([tensor for tensors in memory for tensor in tensors]))
+        return [
+            self._unstable.isdisjoint(mine) if self._is_slot(leaf) else self._stable.issuperset(mine)
+            for leaf, mine in zip(leaves, (list(itertools.islice(places, len(one))) for one in memory), strict=True)
+        ]
+
+    def _is_slot(self, leaf: Any) -> bool:
+        if type(leaf) in EXACTLY_TENSORS or not isinstance(leaf, ShardedValue):
+            return id(leaf) in self._slots
+        return id(leaf.origin) in self._slots
 
 
 def live_objects(state: Mapping[Any, Any]) -> Iterator[Any]:

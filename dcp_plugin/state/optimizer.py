@@ -16,8 +16,10 @@ optimizer that has no state. Here nothing is stepped: a save changes nothing, an
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +64,27 @@ def _nested(state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], othe
 
 def flatten_optimizer(nested: Nested) -> dict[str, Any]:
     """``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``: how it is stored."""
-    flat = {f"state.{fqn}.{slot}": value for fqn, slots in nested["state"].items() for slot, value in slots.items()}
+    state = nested["state"]
+    slots = [key for fqn, names in _runs(state) for key in _keys("state", fqn, names)]
+    flat = dict(zip(slots, (value for slots in state.values() for value in slots.values()), strict=True))
     for group in nested["param_groups"]:
-        fields = fields_of(group).items()
-        flat |= {f"param_groups.{fqn}.{field}": value for fqn in group["params"] for field, value in fields}
-    return flat | ({GLOBAL: nested[GLOBAL]} if GLOBAL in nested else {})
+        names, fields = tuple(group["params"]), fields_of(group)
+        flat.update(zip(_keys("param_groups", names, tuple(fields)), [*fields.values()] * len(names), strict=True))
+    if GLOBAL in nested:
+        flat[GLOBAL] = nested[GLOBAL]
+    return flat
+
+
+def _runs(state: dict[str, dict[str, Any]]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The parameters, those with the same slots that follow each other together, and their slots."""
+    for slots, run in itertools.groupby(state, key=lambda fqn: tuple(state[fqn])):
+        yield tuple(run), slots
+
+
+@functools.lru_cache(maxsize=16)
+def _keys(kind: str, names: tuple[str, ...], fields: tuple[str, ...]) -> list[str]:
+    """Each field of each parameter. A save makes a dozen keys for each parameter, the same ones each time."""
+    return [f"{kind}.{name}.{field}" for name in names for field in fields]
 
 
 def flatten_global_state(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
