@@ -23,7 +23,17 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.errors import CheckpointCorrupt
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Location, Places, default_path, partitioned, ranges
+from dcp_plugin.format.columns import (
+    NO_TENSOR,
+    Column,
+    KeyColumns,
+    Location,
+    Places,
+    default_path,
+    order_of,
+    partitioned,
+    ranges,
+)
 from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
 from dcp_plugin.types import KeyPath, Shape
 
@@ -338,12 +348,17 @@ class CheckpointIndex(Mapping[str, Entry]):
 
 def _overlapping(columns: dict[str, Column]) -> Column:
     """Which items begin before another one has ended, unless they are the same in everything: that is an alias."""
-    items = np.concatenate((columns["file"][:, None], columns["place"]), axis=1)
-    order = np.lexsort((items[:, 2], items[:, 1], items[:, 0]))
-    before, after = items[order[:-1]], items[order[1:]]
-    bad = (after[:, 0] == before[:, 0]) & (after[:, 1] < before[:, 1] + before[:, 2]) & (before != after).any(axis=1)
-    overlapping = np.zeros(len(items), bool)
-    overlapping[order[1:][bad]] = True
+    file, place = columns["file"], columns["place"]
+    all_offsets, all_lengths = place[:, 0], place[:, 1]
+    for keys in ((file,), (file, all_offsets, all_lengths)):  # those of one file mostly come in its order
+        order = order_of(*keys)
+        same_file, offset, length = np.diff(file[order]) == 0, all_offsets[order], all_lengths[order]
+        further, longer = np.diff(offset), np.diff(length)
+        if not (same_file & ((further < 0) | ((further == 0) & (longer < 0)))).any():
+            break
+    at = np.flatnonzero(same_file & (further < length[:-1]))
+    overlapping = np.zeros(len(file), bool)
+    overlapping[order[at + 1]] = (place[order[at]] != place[order[at + 1]]).any(axis=1)
     return overlapping
 
 
