@@ -8,8 +8,8 @@ The bytes of a box are runs of one length: one run for rows, one per row for col
 check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
 Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
 where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
-checked, and the other bytes are not. Runs of which each page of the file has some are read with what is between them,
-and checked, up to twice the bytes: a disk reads pages.
+checked, and the other bytes are not. Runs with at most a page between them are read with what is there, and checked,
+up to twice the bytes: a disk reads pages, and a call for each run takes longer than to copy these bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any check
 _COPIED_PIECE = BLOCK // 2  # the other half is for what is read to complete checksum blocks
 _MOST_RUNS = 4096  # of a fetch: each is an object while it is read
 _SMALL_BLOCK = _COPIED_PIECE // 16  # those at both ends of a piece add little to it
-_BETWEEN_RUNS = PAGE - 1
+_BETWEEN_RUNS = PAGE
 _HOST = torch.device("cpu")
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
@@ -183,7 +183,7 @@ def of_box(
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
         if runs > 1 and not gap:
-            gap = _BETWEEN_RUNS if _share_pages(starts, run) else 0
+            gap = _BETWEEN_RUNS if _are_near(starts, run) else 0
             straight = not gap and run <= _DIRECT_PIECE and is_plain_memory(target) and target.dtype == dtype
             if straight and _are_read_alone(starts, run, block, location.payload_length):
                 yield from _of_runs(key, location, starts, run, target, block)
@@ -208,9 +208,9 @@ def of_box(
             yield IntoTensor(key, location, ranges, block, start, part, dtype, (1,))
 
 
-def _share_pages(starts: Positions, run: int) -> bool:
-    """Whether no page lies between two runs, and these are half of all bytes from the first to the last. If they are
-    almost all, :func:`covering` does as much."""
+def _are_near(starts: Positions, run: int) -> bool:
+    """Whether at most a page lies between any two runs, and these are half of all bytes from the first to the last. If
+    they are almost all, :func:`covering` does as much."""
     nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
     read = int(starts[-1] - starts[0]) + run
     return nearby and 1 + MOST_WASTE < read / (run * len(starts)) <= MOST_READ_THROUGH
@@ -278,7 +278,7 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
 
 MOST_WASTE = 0.25
 MOST_READ_THROUGH = 2
-"""Times the bytes of runs that share pages, all that is read for them."""
+"""Times the bytes of runs that are near each other, all that is read for them."""
 
 
 def strides_of(sizes: Shape) -> Shape:
