@@ -73,7 +73,7 @@ class Ours(Saver):
 
 
 class Stock(Saver):
-    """``torch.distributed.checkpoint.config.async_save``, which needs a process group."""
+    """``torch.distributed.checkpoint.async_save``, which needs a process group."""
 
     def __init__(self, training: Training, kind: str) -> None:
         self.name = f"stock async_save, {kind}"
