@@ -232,8 +232,8 @@ def resolve_resume(
         CheckpointIncomplete: The path is a torn checkpoint.
         CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
             damage: a run that never completed one starts anew.
-        CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and another job has its checkpoints below
-            ``root``.
+        CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
+            another job.
 
     Example:
         >>> import dcp_plugin
