@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
     keep = cfg.checkpoint.get("keep", -1)
     checkpoints = attach(
         fabric,
-        async_save=cfg.checkpoint.async_save,
+        instantiate(cfg.checkpoint.config),
         keep_last=keep if keep > 0 else None,
         storage_options=cfg.storage_options,
     )

@@ -58,7 +58,7 @@ def main(cfg: DictConfig) -> None:
     trainer = L.Trainer(
         plugins=[
             DCPCheckpointIO(
-                async_save=cfg.checkpoint.async_save,
+                instantiate(cfg.checkpoint.config),
                 init_from=cfg.init_from,
                 storage_options=cfg.storage_options,
                 partial=instantiate(cfg.partial),

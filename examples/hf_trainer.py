@@ -13,12 +13,13 @@ from pathlib import Path
 
 import hydra
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from stdlib_text import stdlib_source
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from dcp_plugin import CheckpointConfig, resolve_resume
+from dcp_plugin import resolve_resume
 from dcp_plugin.accelerate import DCPTrainerMixin
 
 
@@ -64,7 +65,7 @@ def main(cfg: DictConfig) -> None:
             **choose_strategy(cfg),
         ),
         train_dataset=Bytes(megabytes=cfg.data.megabytes, context=cfg.model.context),
-        checkpoint_config=CheckpointConfig(async_save=cfg.checkpoint.async_save),
+        checkpoint_config=instantiate(cfg.checkpoint.config),
     )
     trainer.train(resume_from_checkpoint=resolve_resume(cfg.resume, output_dir))
 

@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     trainer = L.Trainer(
         plugins=[
             DCPCheckpointIO(
-                async_save=cfg.checkpoint.async_save,
+                instantiate(cfg.checkpoint.config),
                 init_from=cfg.init_from,
                 partial=instantiate(cfg.partial),
                 storage_options=cfg.storage_options,

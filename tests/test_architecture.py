@@ -29,7 +29,7 @@ LAYERS = [
     ("checkpointer", "api"),
     ("tools",),
     ("integration", "tracking"),
-    ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "__main__"),
+    ("lightning", "fabric", "accelerate", "transformers", "hf", "cli", "conf", "__main__"),
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -25,7 +25,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs import damage
+from dcp_plugin.runs import damage, sweep
 from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import CheckpointState, LoadReport
@@ -102,6 +102,7 @@ class StartOptions:
             return None
         if self.resume in ("auto", "must"):
             where = as_path(root, self.storage_options)
+            sweep.refuse_another_jobs(where)
             found = find_newest(where, tools, self.init_from, without, self.local)
             if found.path is None and self.resume == "must":
                 reasons = f" Passed over: {found.said()}." if found.said() else ""
@@ -231,6 +232,8 @@ def resolve_resume(
         CheckpointIncomplete: The path is a torn checkpoint.
         CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
             damage: a run that never completed one starts anew.
+        CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
+            another job.
 
     Example:
         >>> import dcp_plugin

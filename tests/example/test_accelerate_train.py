@@ -14,7 +14,7 @@ launch.preload("tests.accelerate.training")
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.long)])
 def test_a_stopped_run_goes_on_where_it_was_and_on_one_rank_too(tmp_path: Path, strategy: str, ranks: int) -> None:
-    saves = ["checkpoint.every=4", "checkpoint.async_save=true"]
+    saves = ["checkpoint.every=4", "checkpoint.config.async_save=true"]
     straight, *_ = launch.run(run, ranks, "accelerate_train", strategy, str(tmp_path), ["steps=6", *saves])
     assert [step for step, _ in losses(straight)] == ["1", "2", "3", "4", "5", "6"]
     resumed, *_ = launch.run(

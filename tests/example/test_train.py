@@ -50,7 +50,7 @@ def test_every_choice_composes(strategy: str, checkpoint: str, resume: str) -> N
     cfg = compose(f"strategy={strategy}", f"checkpoint={checkpoint}", f"resume={resume}")
     assert cfg.strategy.name == strategy
     assert cfg.checkpoint.enabled == (checkpoint != "off")
-    assert cfg.checkpoint.async_save == (checkpoint == "async")
+    assert hydra.utils.instantiate(cfg.checkpoint.config).async_save == (checkpoint == "async")
     assert cfg.resume == resume
 
 
