@@ -1,0 +1,87 @@
+"""Every tutorial works as it stands: its files are written, its commands are run one after another, what they print is
+compared with the page.
+
+A file is a block with ``title="NAME"``. A command is a line of a ``console`` block that begins with ``$``; the lines
+below are its standard output, in which ``...`` stands for anything, times and sizes may be others, and ``/data`` is
+the directory in which all of it happens. ``Killed`` is the shell's word for a SIGKILL. What frameworks write to standard
+error is not in the pages.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.programs import LIGHTNING, TORCH
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(page for page in (ROOT / "docs/tutorials").glob("*.md") if page.stem != "index")
+IMPORTED = {
+    "accelerate": (*TORCH, "accelerate", "torchdata.stateful_dataloader"),
+    "fabric": (*LIGHTNING, "torchdata.stateful_dataloader"),
+    "hydra": TORCH,
+    "lightning": (*LIGHTNING, "torchdata.stateful_dataloader"),
+    "plain": TORCH,
+    "transformers": (*TORCH, "accelerate", "transformers.trainer"),
+}
+"""What the programs of a page find imported: it saves the seconds in which each of them would import it."""
+BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
+VARIES = re.compile(r"\b\d+(\.\d+)? (s|min|B|KiB|MiB|GB/s)\b")
+LIKE_A_READER = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def _commands(block: str) -> Iterator[tuple[str, str]]:
+    """Each command of a console block, and what the page says that it prints."""
+    for command, printed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
+        yield command, printed
+
+
+def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
+    words = shlex.split(command)
+    settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    name, *arguments = words[len(settings) :]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings}
+    ran: subprocess.CompletedProcess[str]
+    if name == "python":
+        ran = programs.run(*arguments, imported=imported, cwd=cwd, env=env)
+    elif name == "dcp-plugin":
+        ran = programs.run("-m", "dcp_plugin", *arguments, imported=imported, cwd=cwd, env=env)
+    else:
+        line = [sys.executable, "-m", "torch.distributed.run"] if name == "torchrun" else [name]
+        ran = subprocess.run([*line, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    assert ran.returncode in (0, -signal.SIGKILL), f"$ {command}\n{ran.stdout}{ran.stderr[-3000:]}"
+    return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_tutorial_says_is_printed(page: Path, tmp_path: Path) -> None:
+    compared = 0
+    for block in BLOCK.finditer(page.read_text()):
+        if block["title"]:
+            (tmp_path / block["title"]).write_text(block["text"])
+        elif block["kind"] == "console":
+            for command, expected in _commands(block["text"]):
+                printed = _output_of(command, tmp_path, IMPORTED[page.stem])
+                compare = doctest.OutputChecker().check_output
+                same = compare(VARIES.sub("#", expected), VARIES.sub("#", printed), LIKE_A_READER)
+                assert same, f"$ {command}\nexpected:\n{expected}\nprinted:\n{printed}"
+                compared += bool(expected)
+    assert compared >= 2, "a tutorial shows at least a run and its resume"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_tutorial_kills_its_training_and_resumes_it(page: Path) -> None:
+    commands = [command for block in BLOCK.finditer(page.read_text()) for command, _ in _commands(block["text"])]
+    killed = next(position for position, command in enumerate(commands) if command.startswith("DIE_AT="))
+    assert commands[killed + 1] == commands[killed].partition(" ")[2], "the same command, and nothing in between"
