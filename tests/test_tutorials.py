@@ -60,6 +60,7 @@ def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
     return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_what_a_page_says_is_printed(page: Path, tmp_path: Path) -> None:
     losses: dict[str, str] = {}
