@@ -1,0 +1,91 @@
+"""Every tutorial, and the guide to stock DCP, works as it stands: its files are written, its commands are run one after
+another, what they print is compared with the page.
+
+A file is a block with ``title="NAME"``. A command is a line of a ``console`` block that begins with ``$``; the lines
+below are its standard output, in which ``...`` stands for anything, times and sizes may be others, losses differ by the
+rounding of another processor, and ``/data`` is the directory in which all of it happens. ``Killed`` is the shell's word
+for a SIGKILL. What frameworks write to standard error is not in the pages.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.programs import LIGHTNING, TORCH
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(page for page in (ROOT / "docs/tutorials").glob("*.md") if page.stem != "index")
+if not (ROOT / "hydra_plugins").is_dir():
+    PAGES = [page for page in PAGES if page.stem != "hydra"]
+RUN = [*PAGES, ROOT / "docs/guides/migrate_stock_dcp.md"]
+BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
+VARIES = re.compile(r"\b\d+(\.\d+)? (s|min|B|KiB|MiB|GB/s)\b")
+LOSS = re.compile(r"^(step \d+) loss (\d+\.\d+)$", re.M)
+LIKE_A_READER = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def _commands(block: str) -> list[tuple[str, str]]:
+    """Each command of a console block, and what the page says that it prints."""
+    return re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
+
+
+def _rest_of(text: str) -> str:
+    """Without what is another number on another machine."""
+    return VARIES.sub("#", LOSS.sub(r"\1", text))
+
+
+def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
+    words = shlex.split(command)
+    settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    name, *arguments = words[len(settings) :]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings}
+    ran: subprocess.CompletedProcess[str]
+    if name == "python":
+        ran = programs.run(*arguments, imported=imported, cwd=cwd, env=env)
+    elif name == "dcp-plugin":
+        ran = programs.run("-m", "dcp_plugin", *arguments, imported=imported, cwd=cwd, env=env)
+    else:
+        line = [sys.executable, "-m", "torch.distributed.run"] if name == "torchrun" else [name]
+        ran = subprocess.run([*line, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    assert ran.returncode in (0, -signal.SIGKILL), f"$ {command}\n{ran.stdout}{ran.stderr[-3000:]}"
+    return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_what_a_page_says_is_printed(page: Path, tmp_path: Path) -> None:
+    killed: dict[str, dict[str, str]] = {}
+    for block in BLOCK.finditer(page.read_text()):
+        if block["title"]:
+            (tmp_path / block["title"]).write_text(block["text"])
+        elif block["kind"] == "console":
+            for command, expected in _commands(block["text"]):
+                printed = _output_of(command, tmp_path, LIGHTNING if page.stem in ("lightning", "fabric") else TORCH)
+                same = doctest.OutputChecker().check_output(_rest_of(expected), _rest_of(printed), LIKE_A_READER)
+                assert same, f"$ {command}\nexpected:\n{expected}\nprinted:\n{printed}"
+                found = LOSS.findall(printed)
+                close = pytest.approx([float(loss) for _, loss in LOSS.findall(expected)], abs=0.002)
+                assert [float(loss) for _, loss in found] == close, command
+                if command.startswith("DIE_AT="):
+                    killed[command.partition(" ")[2]] = dict(found)
+                else:
+                    before = killed.get(command, {})
+                    assert [one for one in found if before.get(*one) != one[1]] == [], "other losses than before"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_tutorial_kills_its_training_and_resumes_it(page: Path) -> None:
+    commands = [command for block in BLOCK.finditer(page.read_text()) for command, _ in _commands(block["text"])]
+    killed = next(position for position, command in enumerate(commands) if command.startswith("DIE_AT="))
+    assert commands[killed + 1] == commands[killed].partition(" ")[2], "the same command, and nothing in between"
