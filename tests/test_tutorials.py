@@ -25,8 +25,6 @@ from tests.programs import LIGHTNING, TORCH
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for page in (ROOT / "docs/tutorials").glob("*.md") if page.stem != "index")
-if not (ROOT / "hydra_plugins").is_dir():
-    PAGES = [page for page in PAGES if page.stem != "hydra"]
 RUN = [*PAGES, ROOT / "docs/guides/migrate_stock_dcp.md"]
 BLOCK = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
 VARIES = re.compile(r"\b\d+(\.\d+)? (s|min|B|KiB|MiB|GB/s)\b")
