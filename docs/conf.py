@@ -8,9 +8,14 @@ import posixpath
 import re
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 
 DOCS = Path(__file__).parent.absolute()
 ROOT = DOCS.parent
@@ -28,7 +33,7 @@ FROM_ROOT = {  # a page of the site: the file it is, elsewhere in the repository
 
 project = "dcp_plugin"
 author = "The authors of dcp_plugin"
-copyright = f"{author}. Apache-2.0"
+copyright = f"{author}. Apache-2.0"  # noqa: A001  (Sphinx calls it so)
 version = release = VERSION
 
 extensions = [
@@ -45,6 +50,7 @@ myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 
 # Types of other libraries are named in signatures and have no page here.
+suppress_warnings = ["toc.empty_glob"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!dcp_plugin\.).*")]
 
@@ -94,6 +100,31 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = "".join(parts)
 
 
+def _is_there(name: str) -> bool:
+    """Whether the package has what a docstring names, which may be no part of the reference."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        import_module(name)
+    except ImportError:
+        return bool(module) and _is_there(module) and hasattr(import_module(module), attribute)
+    return True
+
+
+def _refer(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Element
+) -> nodes.Element | None:
+    """A name is public where users import it, and docstrings name the module that it is in."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"].removeprefix(".")
+    last = target.rpartition(".")[2]
+    for name in [f"dcp_plugin.{last}", f"dcp_plugin.{target}"]:
+        if found := env.domains.python_domain.objects.get(name):
+            return make_refnode(app.builder, node["refdoc"], found.docname, found.node_id, content, name)
+    here = node.get("py:module") or "dcp_plugin"
+    return content if any(map(_is_there, [target, f"{here}.{target}", f"dcp_plugin.{target}"])) else None
+
+
 def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
     """Pictures that are named in HTML, for a light and a dark one, are not found by Sphinx."""
     if failed is None and app.builder.format == "html":
@@ -102,5 +133,6 @@ def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _read)
+    app.connect("missing-reference", _refer)
     app.connect("build-finished", _copy_pictures)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -51,7 +51,7 @@ RAISED = [  # the class, and the text that it is made with
 
 
 def _pieces(message: str) -> list[str]:
-    return [piece.strip() for piece in message.split("…") if len(piece.strip()) > 3]
+    return [piece.strip(" :") for piece in message.split("…") if len(piece.strip(" :")) > 3]
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
