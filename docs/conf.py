@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from dcp_plugin.types import VERSION  # noqa: E402
 
+SITE = "https://dcp-plugin.readthedocs.io/en/latest"
 REPOSITORY = "https://github.com/dcp-plugin/dcp-plugin"
 FROM_ROOT = {  # a page of the site: the file it is, elsewhere in the repository
     "project/benchmarks": "benchmarks/RESULTS.md",
@@ -30,6 +31,19 @@ FROM_ROOT = {  # a page of the site: the file it is, elsewhere in the repository
     "project/contributing": "CONTRIBUTING.md",
     "project/security": "SECURITY.md",
 }
+
+LISTING = (
+    "tutorials",
+    "frameworks",
+    "guides",
+    "concepts",
+)  # folders whose index.md is followed by a list of all others
+
+
+def listed(folder: str) -> list[str]:
+    """The names of the pages of such a folder."""
+    return sorted(page.stem for page in (DOCS / folder).glob("*.md") if page.stem != "index")
+
 
 project = "dcp_plugin"
 author = "The authors of dcp_plugin"
@@ -43,27 +57,27 @@ extensions = [
     "sphinx_copybutton",
     "sphinxcontrib.mermaid",
 ]
-exclude_patterns = ["_build", "schemas", "pictures"]
+exclude_patterns = ["schemas", "pictures"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 
 # Types of other libraries are named in signatures and have no page here.
-suppress_warnings = ["toc.empty_glob"]
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!dcp_plugin\.).*")]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"
+html_baseurl = f"{SITE}/"
 html_title = f"dcp_plugin {VERSION}"
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
@@ -98,6 +112,9 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         parts += [_LINK.sub(lambda link: _at_home(link, here, docname), outside), fence[0] if fence else ""]
         end = fence.end() if fence else end
     source[0] = "".join(parts)
+    folder, _, name = docname.rpartition("/")
+    if folder in LISTING and name == "index" and listed(folder):
+        source[0] += "\n```{toctree}\n:maxdepth: 1\n\n" + "\n".join(listed(folder)) + "\n```\n"
 
 
 def _is_there(name: str) -> bool:
@@ -128,7 +145,10 @@ def _refer(
 def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
     """Pictures that are named in HTML, for a light and a dark one, are not found by Sphinx."""
     if failed is None and app.builder.format == "html":
-        shutil.copytree(DOCS / "pictures", Path(app.outdir) / "pictures", dirs_exist_ok=True)
+        shutil.copytree(DOCS / "pictures", app.outdir / "pictures", dirs_exist_ok=True)
+        for page, file in FROM_ROOT.items():
+            for picture in (ROOT / file).parent.glob("*.svg"):
+                shutil.copy(picture, (app.outdir / page).parent)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
