@@ -142,6 +142,13 @@ def _refer(
     return content if any(map(_is_there, [target, f"{here}.{target}", f"dcp_plugin.{target}"])) else None
 
 
+def _to_read_again(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """The lists of pages, when there are other pages than at the last build."""
+    return [f"{folder}/index" for folder in LISTING] if added or removed else []
+
+
 def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
     """Pictures that are named in HTML, for a light and a dark one, are not found by Sphinx."""
     if failed is None and app.builder.format == "html":
@@ -153,6 +160,7 @@ def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _read)
+    app.connect("env-get-outdated", _to_read_again)
     app.connect("missing-reference", _refer)
     app.connect("build-finished", _copy_pictures)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
