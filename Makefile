@@ -25,7 +25,7 @@ help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
 # No ranks, no frameworks, and none of the files that start scripts.
-SCRIPTS := async_save benchmarks cli cuda documentation torch_canary when_busy
+SCRIPTS := async_save benchmarks cli cuda documentation site torch_canary when_busy
 FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 check: lint

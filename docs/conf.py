@@ -73,7 +73,9 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100
 
+mermaid_height = "auto"
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines the names of modules
 html_baseurl = f"{SITE}/"
 html_title = f"dcp_plugin {VERSION}"
 html_static_path = ["_static"]
