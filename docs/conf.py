@@ -151,6 +151,12 @@ def _to_read_again(
     return [f"{folder}/index" for folder in LISTING] if added or removed else []
 
 
+def _whole(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """What napoleon would take for the type of an attribute is what stands before the first colon of its docstring."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
 def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
     """Pictures that are named in HTML, for a light and a dark one, are not found by Sphinx."""
     if failed is None and app.builder.format == "html":
@@ -162,6 +168,7 @@ def _copy_pictures(app: Sphinx, failed: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _whole, priority=400)
     app.connect("env-get-outdated", _to_read_again)
     app.connect("missing-reference", _refer)
     app.connect("build-finished", _copy_pictures)

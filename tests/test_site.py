@@ -94,3 +94,9 @@ def test_llms_txt_is_up_to_date(site: Path) -> None:
     made = programs.run("-c", code, cwd=ROOT)
     assert made.stdout == (ROOT / "docs/llms.txt").read_text(), f"run docs/llms.py (or make docs) {made.stderr[-500:]}"
     assert (site / "llms.txt").read_text() == made.stdout
+
+
+def test_what_is_said_of_a_field_is_there_as_a_whole(site: Path) -> None:
+    """Napoleon would take what stands before a colon for a type."""
+    page = re.sub(r"<[^>]+>", "", (site / "reference/core.html").read_text())
+    assert "When a background save copies the state. &quot;blocking&quot;: before save returns." in page
