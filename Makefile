@@ -2,6 +2,7 @@
 # make test    all tests, but for those that take minutes each: make test-long
 # make test-faults   faults at every call of a save, every state after a loss of power, damage to files (half an hour)
 # make lint    ruff and mypy          make demo    the demonstration
+# make docs    the site of docs/, into outputs/site; warnings are errors
 # make bench   every benchmark        make clean   remove what these made
 # make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
 # make bench-cuda     tests and benchmarks that need a GPU (ten minutes)
@@ -18,13 +19,13 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help check test test-long test-faults lint demo bench bench-report bench-cuda clean
+.PHONY: help check test test-long test-faults lint docs demo bench bench-report bench-cuda clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
 # No ranks, no frameworks, and none of the files that start scripts.
-SCRIPTS := async_save benchmarks cli cuda documentation torch_canary when_busy
+SCRIPTS := async_save benchmarks cli cuda documentation site torch_canary when_busy
 FAST := $(filter-out $(SCRIPTS:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
 check: lint
@@ -45,6 +46,12 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# docs/llms.txt is the list of its pages, for whoever reads them as text.
+docs: $(READY)
+	@$(BIN)/python docs/llms.py
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs outputs/site $(ARGS)
+	@echo "outputs/site/index.html"
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
@@ -72,5 +79,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once; this takes a few minutes) ..."
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
-		-c $(VENV)/constraints.txt -e ".[dev,examples,hf,cli,bench,objects]"
+		-c $(VENV)/constraints.txt -e ".[dev,docs,examples,hf,cli,bench,objects]"
 	@touch $@

@@ -4,6 +4,9 @@ All derive from :class:`CheckpointError`, itself an ``Exception`` (torch's own `
 ``BaseException`` and slips through ``except Exception``). A failure on one rank is raised on every rank as the same
 class; its message then starts with the ranks it came from.
 
+The last line of a traceback says where the class is explained. It is a note (PEP 678) and no part of ``str(error)``:
+messages are compared, are put into other messages, go through one line of a logger, and travel between ranks.
+
 What bytes of a checkpoint make Python, numpy or torch raise becomes one of them in :func:`damage_in`, and nowhere else.
 
 At the end is text for messages: lists cut to a readable length, and the name that a misspelled one may stand for.
@@ -17,9 +20,27 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
+EXPLAINED = "https://dcp-plugin.readthedocs.io/en/latest/troubleshooting.html"
+
 
 class CheckpointError(Exception):
     """Base class of everything this package raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        super().add_note(self._where_explained())
+
+    def add_note(self, note: str, /) -> None:
+        """Add a note to what a traceback shows, before the line that says where the class is explained."""
+        super().add_note(note)
+        last = self._where_explained()
+        self.__notes__ = [one for one in self.__notes__ if one != last] + [last]
+
+    @classmethod
+    def _where_explained(cls) -> str:
+        """For a class of others that derives from one of these, that one."""
+        ours = next(one for one in cls.__mro__ if one.__module__ == __name__)
+        return f"See {EXPLAINED}#{ours.__name__.lower()}"
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):

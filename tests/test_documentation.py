@@ -17,7 +17,11 @@ from tests import programs
 from tests.programs import LIGHTNING, TORCH
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+LINKING = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/RESULTS.md", *DOCS]
+OF_OTHER_TESTS = ("tutorials", "guides")
+PAGES = [ROOT / "README.md", *(page for page in DOCS if page.parent.name not in OF_OTHER_TESTS)]
+"""Those whose code is run here."""
 
 MODEL = """
 import time, torch, torch.distributed.checkpoint, dcp_plugin as dcp
@@ -80,7 +84,7 @@ CHECKED = "import sys; assert eval(sys.argv[1]), sys.argv[1]"
 
 
 def _code() -> dict[str, str]:
-    """The Python blocks of all pages, those under one heading together."""
+    """The Python blocks of these pages, those under one heading together."""
     code: dict[str, str] = {}
     for page in PAGES:
         for heading, section in re.findall(r"^##+ (.*)\n((?:(?!^##+ ).*\n)*)", page.read_text(), re.M):
@@ -121,7 +125,7 @@ def test_the_options_in_the_readme_are_some_of_these() -> None:
     assert some and some.items() <= _options(ROOT / "docs/options.md").items()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_or_a_heading(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
         path, _, heading = target.partition("#")

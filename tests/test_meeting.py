@@ -149,7 +149,7 @@ def test_a_lost_rank_does_not_hide_the_failure_of_the_save_before(tmp_path: Path
     assert not outcomes[0].traceback, outcomes[0].traceback
     said, notes = outcomes[0].result
     assert "for rank 1. " in said
-    assert len(notes) == 1 and "one: bad disk" in notes[0]
+    assert len(notes) == 2 and "one: bad disk" in notes[0]
 
 
 @pytest.mark.parametrize("missing", [[], [0], [57], [1, 2, 3], [3, 999], list(range(100, 400))])

@@ -170,6 +170,6 @@ def told(as_json: bool = False) -> Iterator[None]:
             raise
         if as_json:
             show({"error": {"type": type(error).__name__, "message": str(error)}})
-        fail(str(error))
+        fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
