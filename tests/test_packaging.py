@@ -1,0 +1,112 @@
+"""What is installed: one version, extras that exist for whatever a message tells a user to install, public names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+import dcp_plugin
+from tests import api
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dcp_plugin"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+FOR_THIS_REPOSITORY = {"bench", "dev", "docs", "examples"}
+
+COMES_WITH = {"botocore": "s3fs", "fsspec": "torch", "lightning-utilities": "lightning", "omegaconf": "hydra-core"}
+"""What the package imports and what brings it, where that is not named itself."""
+NOT_OURS = {"mlflow", "pytorch_lightning", "wandb"}
+"""Imported only where a user has them already: trackers, and the other package of Lightning."""
+
+
+def _plain(requirement: str) -> str:
+    """The name of a requirement, as the indexes spell it."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0].lower())  # type: ignore[index]
+
+
+def _of_extra(name: str) -> Iterator[str]:
+    """The requirements of an extra, with those of the extras that it names."""
+    for requirement in EXTRAS[name]:
+        if found := re.fullmatch(r"dcp-plugin\[(.*)\]", requirement):
+            for other in found[1].split(","):
+                yield from _of_extra(other)
+        else:
+            yield _plain(requirement)
+
+
+def _imports() -> dict[str, str]:
+    """Each module of others that the package imports, and a file that does."""
+    found: dict[str, str] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+                names = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            for name in names:
+                top = name.partition(".")[0]
+                if top not in sys.stdlib_module_names and top != "dcp_plugin":
+                    found.setdefault(top, str(path.relative_to(ROOT)))
+    return found
+
+
+def test_the_version_is_said_in_one_place() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    module, _, name = PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    # A literal: setuptools reads it without importing anything.
+    literals = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+    assert ast.literal_eval(literals[name]) == dcp_plugin.__version__
+    said = re.compile(rf"""["']{re.escape(dcp_plugin.__version__)}["']""")
+    places = [path for path in PACKAGE.rglob("*.py") if said.search(path.read_text())]
+    assert [str(path.relative_to(ROOT)) for path in places] == [f"{module.replace('.', '/')}.py"]
+
+
+def test_every_import_of_others_has_a_dependency_or_an_extra() -> None:
+    required = {_plain(one) for one in PROJECT["project"]["dependencies"]}
+    for_all = required | set(_of_extra("all"))
+    distributions = packages_distributions()
+    missing = {}
+    for module, file in _imports().items():
+        names = {_plain(name) for name in distributions.get(module, [module])}
+        if module not in NOT_OURS and not any(name in for_all or COMES_WITH.get(name) in for_all for name in names):
+            missing[module] = file
+    assert not missing
+    assert "torch" in _imports()  # it does look
+
+
+def test_the_extra_all_is_everything_that_a_user_may_need() -> None:
+    for_users = set(EXTRAS) - FOR_THIS_REPOSITORY - {"all"}
+    assert set(_of_extra("all")) == {name for extra in for_users for name in _of_extra(extra)}
+
+
+def test_extras_that_messages_and_pages_name_exist() -> None:
+    named: dict[str, str] = {}
+    for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for extras in re.findall(r"dcp-plugin\[([\w,-]+)\]", path.read_text()):
+            named |= dict.fromkeys(extras.split(","), str(path.relative_to(ROOT)))
+    assert {"lightning", "cli", "hf", "objects", "report"} <= set(named)
+    assert not {name: file for name, file in named.items() if name not in EXTRAS}
+
+
+@pytest.mark.parametrize("url", ["Homepage", "Documentation", "Changelog", "Issues"])
+def test_the_addresses_are_those_of_the_site(url: str) -> None:
+    conf = dict(re.findall(r'^(SITE|REPOSITORY) = "(.*)"$', (ROOT / "docs/conf.py").read_text(), re.M))
+    at = PROJECT["project"]["urls"][url]
+    assert conf["SITE"].startswith(at) if url == "Documentation" else at.startswith(conf["REPOSITORY"])
+
+
+def test_the_public_names_and_signatures_are_those_that_are_committed() -> None:
+    """A difference is meant: ``python -m tests.api``, and a line in CHANGELOG.md; or not: then put it back."""
+    assert api.current().splitlines() == api.FILE.read_text().splitlines()
