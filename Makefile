@@ -70,8 +70,8 @@ bench-report: $(READY)
 bench-cuda: $(READY)
 	@$(BIN)/python -m benchmarks cuda $(ARGS)
 
-matrix: $(READY)
-	@$(BIN)/python -m tests.versions.matrix $(ARGS)
+matrix:
+	@$(PYTHON) tests/versions/matrix.py $(ARGS)
 
 release: $(READY)
 	@$(BIN)/python -m tests.release $(if $(DRY_RUN),--dry-run) $(ARGS)

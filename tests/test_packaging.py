@@ -11,9 +11,11 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dcp_plugin
 from tests import api
+from tests.versions import matrix
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dcp_plugin"
@@ -110,3 +112,61 @@ def test_the_addresses_are_those_of_the_site(url: str) -> None:
 def test_the_public_names_and_signatures_are_those_that_are_committed() -> None:
     """A difference is meant: ``python -m tests.api``, and a line in CHANGELOG.md; or not: then put it back."""
     assert api.current().splitlines() == api.FILE.read_text().splitlines()
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_pins_its_actions_and_may_read_only(path: Path) -> None:
+    text = path.read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "group" in workflow["concurrency"]
+    for name, job in workflow["jobs"].items():
+        assert job["timeout-minutes"] <= 60, name
+        assert path.stem == "release" or "permissions" not in job, name
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), step
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]), step["uses"]
+                assert re.search(rf"{re.escape(step['uses'])} # v\d+\.\d+\.\d+$", text, re.M), step["uses"]
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False
+            # What others choose (the name of a branch) never becomes part of a script.
+            assert not re.search(r"\$\{\{(?! matrix\.)", step.get("run", "")), step
+
+
+def test_the_workflows_are_those_that_the_pages_name() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "release", "tests"]
+    pins = {
+        line.strip().removeprefix("- uses: ")
+        for path in WORKFLOWS
+        for line in path.read_text().splitlines()
+        if "uses:" in line
+    }
+    assert len({pin.partition("@")[0] for pin in pins}) == len(pins), "one action, one commit"
+
+
+def test_the_matrix_of_the_workflow_is_that_of_make_matrix() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    assert workflow["jobs"]["matrix"]["strategy"]["matrix"] == {
+        "python": list(matrix.PYTHONS),
+        "torch": list(matrix.TORCHES),
+    }
+    said = {one.rpartition(" ")[2] for one in PROJECT["project"]["classifiers"] if "Python :: 3." in one}
+    assert said == set(matrix.PYTHONS)
+    assert set(matrix.known()) == {(python, torch) for python in matrix.PYTHONS for torch in matrix.TORCHES}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem
+)
+def test_an_issue_form_is_one(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert form["name"] and form["description"]
+    kinds = [field["type"] for field in form["body"]]
+    assert set(kinds) <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+    asked = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["id"] and field["attributes"]["label"] for field in asked)
+    assert any(field["validations"]["required"] for field in asked if "validations" in field)
