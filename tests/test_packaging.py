@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -170,3 +173,34 @@ def test_an_issue_form_is_one(path: Path) -> None:
     asked = [field for field in form["body"] if field["type"] != "markdown"]
     assert all(field["id"] and field["attributes"]["label"] for field in asked)
     assert any(field["validations"]["required"] for field in asked if "validations" in field)
+
+
+def test_a_program_of_a_user_is_typed(tmp_path: Path) -> None:
+    """With ``mypy --strict``, in an environment in which the package is installed: ``py.typed`` counts only there."""
+    # Copied: beside a file mypy looks for the package that it is in, and finds the checkout.
+    site, program = _environment(tmp_path), shutil.copy(ROOT / "tests/user_program.py", tmp_path / "program.py")
+    assert _mypy(tmp_path, program) == "Success: no issues found in 1 source file"
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import dcp_plugin\n\ndcp_plugin.save({}, 3)\ndcp_plugin.CheckpointConfig(keep_last='3')\n")
+    said = _mypy(tmp_path, wrong)
+    assert 'Argument 2 to "save" has incompatible type "int"' in said
+    assert 'Argument "keep_last" to "CheckpointConfig" has incompatible type "str"' in said
+    (site / "dcp_plugin/py.typed").unlink()
+    assert "missing library stubs or py.typed marker" in _mypy(tmp_path, program)
+
+
+def _environment(folder: Path) -> Path:
+    """The packages of an empty environment, in which ours is installed."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    site = next((folder / "venv/lib").glob("python3.*/site-packages"))
+    # mypy would need a minute to read torch, which is Any without; what is ours is checked all the same.
+    (folder / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nignore_missing_imports = True\n")
+    shutil.copytree(PACKAGE, site / "dcp_plugin", ignore=shutil.ignore_patterns("__pycache__"))
+    return site
+
+
+def _mypy(folder: Path, program: Path) -> str:
+    options = ["--python-executable", folder / "venv/bin/python", "--cache-dir", folder / "cache"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    command = [sys.executable, "-m", "mypy", "--config-file", folder / "mypy.ini", *options, program]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout.strip()

@@ -80,7 +80,8 @@ def base_directory() -> Path:
     """
     if fcntl is None or not hasattr(os, "posix_fallocate") or not hasattr(socket, "SO_PEERCRED"):
         raise NoSharedMemory(
-            f"a keeper needs Linux: this platform ({sys.platform}) lacks POSIX file locks, posix_fallocate or SO_PEERCRED"
+            f"a keeper needs Linux: this platform ({sys.platform}) lacks POSIX file locks, posix_fallocate "
+            f"or SO_PEERCRED"
         )
     parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     path = parent / f"dcp_plugin-{os.geteuid()}"
