@@ -74,7 +74,7 @@ def wrong_with(sdist: Path, wheel: Path) -> Iterator[str]:
         sources = {name.partition("/")[2] for name in source.getnames()}
     yield from (f"the wheel lacks {name}" for name in sorted(package - names))
     strangers = {name for name in names - package if not name.startswith(info)}
-    yield from (f"the wheel has {name}, which is not committed" for name in sorted(strangers))
+    yield from (f"the wheel has {name}, which is no part of the package" for name in sorted(strangers))
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", *package}
     yield from (f"the sdist lacks {name}" for name in sorted(needed - sources))
     if f"{info}/licenses/LICENSE" not in names:

@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 import yaml
 
 import dcp_plugin
-from tests import api
+from tests import api, release
 from tests.versions import matrix
 
 ROOT = Path(__file__).parent.parent
@@ -204,3 +206,28 @@ def _mypy(folder: Path, program: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     command = [sys.executable, "-m", "mypy", "--config-file", folder / "mypy.ini", *options, program]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout.strip()
+
+
+def test_what_is_missing_in_a_release_is_found(tmp_path: Path) -> None:
+    project = PROJECT["project"]
+    metadata = [f"Version: {dcp_plugin.__version__}", f"Requires-Python: {project['requires-python']}"]
+    metadata += [f"Provides-Extra: {name}" for name in EXTRAS if name != "all"]
+    metadata += [f"Classifier: {one}" for one in project["classifiers"]]
+    metadata += [f"Project-URL: {name}, {url}" for name, url in project["urls"].items()]
+    info = f"dcp_plugin-{dcp_plugin.__version__}.dist-info"
+    package = [name for name in release.git("ls-files", "dcp_plugin").splitlines() if not name.endswith("py.typed")]
+    with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
+        for name in [*package, "tests/api.py"]:
+            wheel.writestr(name, "")
+        wheel.writestr(f"{info}/METADATA", "\n".join(metadata))
+        wheel.writestr(f"{info}/licenses/LICENSE", "")
+        wheel.writestr(f"{info}/entry_points.txt", "[console_scripts]\ndcp-plugin = dcp_plugin.cli:main\n")
+    with tarfile.open(tmp_path / "it.tar.gz", "w:gz") as sdist:
+        for name in ("pyproject.toml", "README.md", "LICENSE", "dcp_plugin"):
+            sdist.add(ROOT / name, f"it/{name}")
+    assert list(release.wrong_with(tmp_path / "it.tar.gz", tmp_path / "it.whl")) == [
+        "the wheel lacks dcp_plugin/py.typed",
+        "the wheel has tests/api.py, which is no part of the package",
+        "the sdist lacks CHANGELOG.md",
+        "the metadata lack the extra all",
+    ]
