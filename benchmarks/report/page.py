@@ -151,11 +151,12 @@ def _readme_part(results: Results) -> str:
          _value(_one(one.theirs), "s"), one.peer]
         for one in found if one.cell.name in README and one.ours
     ]  # fmt: skip
-    compared = [one for one in found if one.ratio is not None]
-    slower = sorted((one for one in compared if one.ratio < 1), key=lambda one: one.ratio)
-    worst = ", ".join(f"{one.cell.name} ({one.ratio:.2f})" for one in slower[:3])
-    said = f"*Slower* than the best of the others in {len(slower)} of {len(compared)} cells, most in (their time ÷ ours):"
-    lines = ["", *_markdown(head, rows).splitlines(), "", *([*textwrap.wrap(f"{said} {worst}.", 118), ""] if slower else [])]
+    ratios = {one.cell.name: one.ratio for one in found if one.ratio is not None}
+    slower = sorted((ratio, name) for name, ratio in ratios.items() if ratio < 1)
+    worst = ", ".join(f"{name} ({ratio:.2f})" for ratio, name in slower[:3])
+    beaten = f"in {len(slower)} of {len(ratios)} cells, most in (their time ÷ ours)"
+    said = [*textwrap.wrap(f"*Slower* than the best of the others {beaten}: {worst}.", 118), ""] if slower else []
+    lines = ["", *_markdown(head, rows).splitlines(), "", *said]
     return "\n".join(lines)
 
 
