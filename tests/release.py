@@ -64,7 +64,7 @@ def build(into: Path) -> tuple[Path, Path]:
 
 def wrong_with(sdist: Path, wheel: Path) -> Iterator[str]:
     """What is missing in the two files, or should not be there."""
-    package = set(git("ls-files", "dcp_plugin").splitlines())
+    package = set(git("ls-files", "dcp_plugin", "hydra_plugins").splitlines())
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"dcp_plugin-{VERSION}.dist-info"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -150,8 +151,13 @@ def test_typos_are_named(app: Path) -> None:
 
 
 def test_the_wheel_has_the_groups_and_hydra_finds_them_without_importing_us(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a build leaves things behind where it runs
+    for name in ("dcp_plugin", "hydra_plugins"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     made = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
-    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(made, cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
     assert "hydra_plugins/dcp_plugin_groups.py" in inside and "hydra_plugins/__init__.py" not in inside
