@@ -62,9 +62,14 @@ def build(into: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
+def packaged() -> set[str]:
+    """What a wheel has of this repository."""
+    return set(git("ls-files", "dcp_plugin", "hydra_plugins").splitlines())
+
+
 def wrong_with(sdist: Path, wheel: Path) -> Iterator[str]:
     """What is missing in the two files, or should not be there."""
-    package = set(git("ls-files", "dcp_plugin", "hydra_plugins").splitlines())
+    package = packaged()
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"dcp_plugin-{VERSION}.dist-info"

@@ -215,7 +215,7 @@ def test_what_is_missing_in_a_release_is_found(tmp_path: Path) -> None:
     metadata += [f"Classifier: {one}" for one in project["classifiers"]]
     metadata += [f"Project-URL: {name}, {url}" for name, url in project["urls"].items()]
     info = f"dcp_plugin-{dcp_plugin.__version__}.dist-info"
-    package = [name for name in release.git("ls-files", "dcp_plugin").splitlines() if not name.endswith("py.typed")]
+    package = [name for name in release.packaged() if not name.endswith("py.typed")]
     with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
         for name in [*package, "tests/api.py"]:
             wheel.writestr(name, "")
@@ -223,7 +223,7 @@ def test_what_is_missing_in_a_release_is_found(tmp_path: Path) -> None:
         wheel.writestr(f"{info}/licenses/LICENSE", "")
         wheel.writestr(f"{info}/entry_points.txt", "[console_scripts]\ndcp-plugin = dcp_plugin.cli:main\n")
     with tarfile.open(tmp_path / "it.tar.gz", "w:gz") as sdist:
-        for name in ("pyproject.toml", "README.md", "LICENSE", "dcp_plugin"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", "dcp_plugin", "hydra_plugins"):
             sdist.add(ROOT / name, f"it/{name}")
     assert list(release.wrong_with(tmp_path / "it.tar.gz", tmp_path / "it.whl")) == [
         "the wheel lacks dcp_plugin/py.typed",
