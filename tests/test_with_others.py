@@ -1,0 +1,59 @@
+"""examples/with_others: each is killed, run again, and ends with what a run has that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import dcp_plugin
+from tests import programs
+
+EXAMPLES = programs.ROOT / "examples/with_others"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(programs.ROOT), "TOKENIZERS_PARALLELISM": "false"}
+RUN = """
+import atexit, itertools, runpy, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+{before}
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+COUNTING = RUN.format(
+    before="""
+steps = itertools.count()
+register_optimizer_step_post_hook(lambda *_: next(steps))
+atexit.register(lambda: print(f"made {next(steps)} steps"))
+"""
+)
+KILLED = RUN.format(before="from tests.dying import die_after; die_after(4, 'killed')")
+"""In the fifth step, when the checkpoint of the fourth is complete."""
+
+
+def run(*arguments: object, cwd: Path) -> tuple[int, str, str]:
+    imported = (*programs.TORCH, "transformers")
+    ended = programs.run(*arguments, imported=imported, cwd=cwd, env={**os.environ, **OFFLINE})
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "script"),
+    [("torch", "nanogpt"), ("peft", "peft_lora"), ("trl", "trl_sft"), ("diffusers", "diffusers_text_to_image")],
+)
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(package: str, script: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    example = EXAMPLES / f"{script}.py"
+    code, said, errors = run("-c", COUNTING, example, "straight", cwd=tmp_path)
+    assert code == 0, errors
+    assert "made 10 steps" in said
+
+    code, _, errors = run("-c", KILLED, example, "stopped", cwd=tmp_path)
+    assert code == -signal.SIGKILL, errors
+    code, said, errors = run("-c", COUNTING, example, "stopped", cwd=tmp_path)
+    assert code == 0, errors
+    assert "made 6 steps" in said
+
+    ends = [dcp_plugin.latest(tmp_path / name) for name in ("straight", "stopped")]
+    assert [dcp_plugin.inspect(end).step for end in ends] == [10, 10]
+    assert dcp_plugin.diff(*ends).equal
