@@ -1,11 +1,11 @@
 """`TorchTrainer` of Ray Train: a worker that dies is started again by Ray, and goes on from the newest checkpoint.
 
 The lines that are added are `resume_or_init` in place of `train.get_checkpoint()` and a `torch.load`, and `save` in
-place of `torch.save`. `train.report` is given the directory of the published checkpoint, on storage that all workers
-share; `delete_local_checkpoint_after_upload=False` and `CheckpointUploadMode.NO_UPLOAD` say that it stays where it is.
+place of `torch.save`. All workers save together into the run's directory, `storage_path/name`: Ray Train takes a
+checkpoint that is in there as it is (`NO_UPLOAD`), and refuses one that is not.
 
     pip install "ray[train]"
-    python examples/with_others/ray_train.py out          # an absolute path, or one below the working directory
+    python examples/with_others/ray_train.py out
 """
 
 import sys
@@ -49,7 +49,7 @@ def train_loop(config: dict[str, Any]) -> None:
 out_dir = Path(sys.argv[1]).absolute()
 trainer = TorchTrainer(
     train_loop,
-    train_loop_config={"out_dir": str(out_dir / "checkpoints")},
+    train_loop_config={"out_dir": str(out_dir / "ray")},
     scaling_config=ScalingConfig(num_workers=2),
     run_config=RunConfig(name="ray", storage_path=str(out_dir), failure_config=FailureConfig(max_failures=1)),
 )
