@@ -31,7 +31,10 @@ KILLED = RUN.format(
     before="""
 from dcp_plugin import events
 saved, steps = threading.Event(), itertools.count(1)
-events.subscribe(lambda event: isinstance(event, events.SaveFinished) and event.path.name.endswith("-4") and saved.set())
+def note(event):
+    if isinstance(event, events.SaveFinished) and event.path.name.endswith("-4"):
+        saved.set()
+events.subscribe(note)
 register_optimizer_step_post_hook(
     lambda *_: next(steps) == 5 and saved.wait(60) and os.kill(os.getpid(), signal.SIGKILL)
 )
