@@ -1,7 +1,7 @@
 """LoRA adapters of `peft` on a model of transformers, trained by `transformers.Trainer`.
 
-The line that is added is `class MyTrainer(DCPTrainerMixin, Trainer)`. `checkpoint_config` is optional: here saves run in
-the background. A checkpoint has the adapters, the optimizer, the scheduler and the random numbers; the base model is
+The line that is added is `class MyTrainer(DCPTrainerMixin, Trainer)`. `checkpoint_config` is optional: here saves run
+in the background. A checkpoint has the adapters, the optimizer, the scheduler and the random numbers; the base model is
 made again by the script, from a config here, by `from_pretrained` in yours.
 
     python examples/with_others/peft_lora.py out          # stop it however you like, and run it again
