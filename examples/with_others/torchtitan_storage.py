@@ -1,8 +1,8 @@
 """torchtitan's `CheckpointManager`, whose checkpoints go through `ShardedWriter` and `ShardedReader`.
 
 The lines that are added are the class `Manager`: it saves at once, whatever `async_mode` says, and takes no Hugging
-Face files. When to save, what, where and what to delete stays with torchtitan, and so do its optimizers and schedulers. In
-torchtitan's own `train.py` it is `Manager` in place of `CheckpointManager`; here a few lines stand for that file.
+Face files. When to save, what, where and what to delete stays with torchtitan, and so do its optimizers and its
+schedulers. In torchtitan's own `train.py` it would stand for `CheckpointManager`; here a few lines stand for that file.
 
     pip install torchtitan triton
     python examples/with_others/torchtitan_storage.py out          # stop it however you like, and run it again
