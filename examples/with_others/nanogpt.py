@@ -2,7 +2,7 @@
 
 Its `if init_from == "resume": checkpoint = torch.load(...)` and the `load_state_dict` after it are one line here,
 `resume_or_init`, and its `torch.save` is `checkpoints.save`. Both marked with "added". In nanoGPT itself `model` is its
-`GPT(gptconf)`, not the small one below; before `torch.compile` and `DDP`, or after: the names are the same.
+`GPT(gptconf)`, not the small one below.
 
     python examples/with_others/nanogpt.py out          # stop it however you like, and run it again
 """
