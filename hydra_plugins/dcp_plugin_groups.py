@@ -1,5 +1,7 @@
-"""Hydra loads this at each start, from the namespace package in which it looks for plugins. Neither torch nor what this
-package is made of is imported: Hydra imports ``dcp_plugin.conf`` to find the groups, which brings no more than names."""
+"""Hydra loads this at each start, from the namespace package in which it looks for plugins.
+
+Torch is not imported: ``dcp_plugin.conf``, in which Hydra looks for the groups, brings a few small modules of ours.
+"""
 
 import importlib
 import warnings

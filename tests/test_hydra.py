@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import shutil
@@ -16,13 +17,16 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
 import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.paths import Where
-from tests import programs
+from tests import launch, programs
+from tests.object_server import Bucket
 from tests.programs import TORCH
 
 ROOT = Path(__file__).parent.parent
@@ -197,13 +201,21 @@ def test_the_page_on_hydra_lists_the_options() -> None:
     assert sorted(f"{group}/{name}" for group, name in listed) == OPTIONS
 
 
-def test_the_application_on_the_page_goes_on_where_it_was(tmp_path: Path) -> None:
+def _write_applications_of_the_page(folder: Path) -> None:
     page = (ROOT / "docs" / "hydra.md").read_text()
-    for name in ("train.yaml", "app.py"):
+    for name in ("train.yaml", "app.py", "finetune.yaml", "finetune.py"):
         (code,) = re.findall(rf"^`{name}`:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-        (tmp_path / name).write_text(code)
+        (folder / name).write_text(code)
+
+
+def test_the_applications_on_the_page_go_on_where_they_were(tmp_path: Path) -> None:
+    _write_applications_of_the_page(tmp_path)
     assert run(tmp_path / "app.py").stdout == "lr 0.1: from step 0\n"
     assert run(tmp_path / "app.py", "steps=5").stdout == "lr 0.1: from step 4\n"
+    dcp.save({"model": torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8)}), "step": 9}, tmp_path / "pretrained")
+    tune = (tmp_path / "finetune.py", f"init_from={tmp_path}/pretrained")
+    assert run(*tune).stdout == "warm-started at step 0\n"
+    assert run(*tune, "steps=3").stdout == "resumed at step 2\n"
 
 
 def test_a_job_that_is_killed_resumes_when_it_is_started_again(app: Path) -> None:
@@ -226,6 +238,21 @@ def test_each_job_of_a_sweep_has_checkpoints_of_its_own_and_finds_them_again(app
     assert third.returncode == 0 and "lr 1 starts at 3" in third.stdout and "lr 2 starts at 3" in third.stdout
 
 
+def test_jobs_of_a_sweep_in_a_bucket(app: Path, bucket: Bucket) -> None:
+    page = (ROOT / "docs" / "hydra.md").read_text()
+    (section,) = re.findall(r"^## Object stores\n.*?^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (app.parent / "train.yaml").write_text(TRAIN + section.replace("s3://bucket", bucket.url))
+    config = run(app, "--cfg", "job", "--resolve", "--package", "dcp_plugin.resume.storage_options").stdout
+    assert yaml.safe_load(config.partition("\n")[2]) == {"region": "eu-west-1"}
+    for begin in (0, 2):
+        ran = run(app, "-m", "lr=1,2")
+        assert ran.returncode == 0 and re.findall(r"lr (\d) starts at (\d)", ran.stdout) == [
+            ("1", str(begin)),
+            ("2", str(begin)),
+        ], ran.stderr
+    assert dcp.latest(f"{bucket.url}/app/lr=1/job") == f"{bucket.url}/app/lr=1/job/step-2"
+
+
 def test_a_sweep_whose_jobs_share_one_directory_is_refused(app: Path) -> None:
     shared = run(app, "-m", "lr=1,2", "dcp_plugin.resume.root=shared")
     assert shared.returncode != 0 and "lr 1 starts at 0" in shared.stdout
@@ -237,7 +264,10 @@ def test_a_sweep_whose_jobs_share_one_directory_is_refused(app: Path) -> None:
 def test_typos_are_named(app: Path) -> None:
     option = run(app, "dcp_plugin/checkpoint=asynch")
     assert "Could not find 'dcp_plugin/checkpoint/asynch'" in option.stderr and "async\n" in option.stderr
-    assert "Key 'asnyc_save' is not in struct" in run(app, "dcp_plugin.checkpoint.asnyc_save=true").stderr
+    hydras = run(app, "dcp_plugin.checkpoint.asnyc_save=true").stderr
+    assert "Key 'asnyc_save' is not in struct" in hydras and "use +dcp_plugin.checkpoint.asnyc_save=true" in hydras
+    as_proposed = run(app, "+dcp_plugin.checkpoint.asnyc_save=true").stderr
+    assert "'asnyc_save' (did you mean 'async_save'?)" in as_proposed
     (app.parent / "train.yaml").write_text(TRAIN + "dcp_plugin: {checkpoint: {asnyc_save: true}}\n")
     assert "'asnyc_save' (did you mean 'async_save'?)" in run(app).stderr
 
@@ -260,16 +290,16 @@ def test_an_application_that_asks_for_no_group_pays_nothing_and_does_not_fail(in
         assert said in ran.stderr and bool(ran.stderr) == bool(said)
 
 
+def _become(*overrides: str) -> None:
+    """Makes this process a job of a sweep with these overrides, as Hydra does."""
+    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        given = ["hydra.mode=MULTIRUN", *overrides]
+        HydraConfig.instance().set_config(hydra.compose(overrides=given, return_hydra_config=True))
+
+
 @pytest.fixture
 def as_job() -> Iterator[Callable[..., None]]:
-    """Makes this process a job of a sweep with these overrides, as Hydra does."""
-
-    def become(*overrides: str) -> None:
-        with hydra.initialize_config_dir(str(ROOT / "configs"), version_base=None):
-            given = ["hydra.mode=MULTIRUN", *overrides]
-            HydraConfig.instance().set_config(hydra.compose(overrides=given, return_hydra_config=True))
-
-    yield become
+    yield _become
     HydraConfig.instance().cfg = None
 
 
@@ -310,14 +340,24 @@ def test_what_makes_another_job_of_it(as_job: Callable[..., None], tmp_path: Pat
         assert dcp.resolve_resume("auto", tmp_path / "extended") is None
 
 
-def test_of_two_jobs_that_start_at_once_in_one_directory_one_is_refused(app: Path) -> None:
-    line = (app, "-m", "dcp_plugin.resume.root=shared")
-    both = [programs.Program(*line, f"lr={lr}", imported=TORCH, cwd=app.parent) for lr in (1, 2)]
-    said = [program.communicate() for program in both]
-    refused = [
-        program.returncode != 0 and "CheckpointMismatch" in err for program, (_, err) in zip(both, said, strict=True)
-    ]
-    assert any(refused), said
+def _starts_beside_another(root: Path) -> list[bool]:
+    """This rank is one job of a sweep, the other rank another: whether it is refused, in directory after directory."""
+    rank = dist.get_rank()
+    _become(f"+lr={rank}")
+    refused = []
+    for number in range(40):
+        dist.barrier()
+        try:
+            dcp.resolve_resume("auto", root / str(number))
+            refused.append(False)
+        except CheckpointMismatch:
+            refused.append(True)
+    return refused
+
+
+def test_of_two_jobs_that_start_at_once_in_one_directory_one_is_refused(tmp_path: Path) -> None:
+    first, second = launch.run(_starts_beside_another, 2, tmp_path)
+    assert len(first) == 40 and all(map(operator.or_, first, second))
 
 
 def test_no_directory_of_a_job_is_inside_of_another_ones(app: Path) -> None:

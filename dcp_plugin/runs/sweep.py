@@ -2,8 +2,8 @@
 
 A sweep (``-m lr=1,2``) starts the same application several times. If all of its jobs have one directory for their
 checkpoints, the second would go on from where the first has ended, with other settings. So each job leaves a note of
-what it overrides where it has its checkpoints, before it looks for one, and looks for none where another job has a note.
-The same job, started again, finds its own: how to resume is no part of what a job is.
+what it overrides where it has its checkpoints, and is refused where another job has left one. The same job, started
+again, finds its own: how to resume is no part of what a job is.
 
 Each job has a file of its own, written before the others are looked for: of two that start at the same moment, at least
 one sees the other. A job that starts anew leaves a note, too: what it saves is nothing for the others to resume from.
