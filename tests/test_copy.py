@@ -266,7 +266,7 @@ def test_damage_at_the_source_is_named_and_nothing_comes(way: tuple[Where, Where
         return
     result = _run(source, target / "ck")
     assert result.exit_code == 3 and data.name in result.stderr and "t4" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("\n") == 2
     assert not medium_of(target).kind(target / "ck") and _nothing_in_flight(target)
 
 
@@ -384,7 +384,7 @@ def test_a_source_that_is_deleted_meanwhile_and_a_full_target_leave_nothing(
     _save(there, 1)
     died = _dies(how, 2, there, tmp_path / "to/step-1")
     assert died.returncode == 3, died.stderr
-    assert said in died.stderr and died.stderr.count("\n") == 1 and "Traceback" not in died.stderr
+    assert said in died.stderr and died.stderr.count("\n") == 2 and "Traceback" not in died.stderr
     assert not (tmp_path / "to").exists() or not list((tmp_path / "to").rglob("*"))
 
 
@@ -392,7 +392,7 @@ def test_what_is_there_is_replaced_only_if_that_is_asked_for(way: tuple[Where, W
     source, target = way
     new, old = _save(source / "ck", 2), _save(target / "ck", 1)
     result = _run(source / "ck", target / "ck")
-    assert result.exit_code == 3 and "--overwrite" in result.stderr and result.stderr.count("\n") == 1
+    assert result.exit_code == 3 and "--overwrite" in result.stderr and result.stderr.count("\n") == 2
     _assert_has(target / "ck", old)
     result = _run(source / "ck", target / "ck", "--overwrite", "--json")
     assert result.exit_code == 0, result.output

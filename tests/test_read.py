@@ -48,7 +48,7 @@ def test_a_key_that_is_not_there_is_named_with_its_neighbour(path: Path) -> None
     with pytest.raises(dcp.CheckpointMismatch, match=r"'model\.wieght'.*model\.weight"):
         dcp.read(path, "model.wieght")
     result = _run("cat", path, "model.wieght", "--json")
-    assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 2)
     assert _validated("read", result)["error"]["type"] == "CheckpointMismatch"
 
 

@@ -138,9 +138,7 @@ CELLS = (
     Cell("compare two checkpoints", "comparing", ceiling="raw"),
     Cell("safetensors file, warm", "foreign", "safetensors, .*warm"),
 )  # fmt: skip
-README = {"save, disk, 1 rank", "save, disk, 2 ranks", "load, warm", "load right after a save, same process",
-          "load, cold", "lazy call", "async save, until durable", "4 000 tensors of 4 KiB, save",
-          "4 000 tensors of 4 KiB, load", "columns of 2 → columns of 4",
+README = {"save, disk, 2 ranks", "load, warm", "load, cold", "async save, until durable",
           "plan and commit, 1 024 ranks x 300 tensors"}  # fmt: skip
 """The cells that ``README.md`` shows."""
 

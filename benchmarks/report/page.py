@@ -12,7 +12,7 @@ from benchmarks.report.figures import Table, median
 from benchmarks.report.sections import SECTIONS
 
 NOTES = Path(__file__).parent.parent / "notes"
-BEGIN, END = "  <!-- speed: made by `make bench-report` -->", "  <!-- end of speed -->"
+BEGIN, END = "<!-- speed: made by `make bench-report` -->", "<!-- end of speed -->"
 _INTRODUCTION = """\
 Made by `make bench-report` out of `benchmarks/results.json` and `benchmarks/notes/`: change those, not this page.
 Figures are medians, in brackets the least and the most of the repetitions; peers ran in turn, in an order that rotates,
@@ -151,10 +151,13 @@ def _readme_part(results: Results) -> str:
          _value(_one(one.theirs), "s"), one.peer]
         for one in found if one.cell.name in README and one.ours
     ]  # fmt: skip
-    slower = [f"{one.cell.name} ({one.ratio:.2f})" for one in found if one.ratio is not None and one.ratio < 1]
-    said = f"It is *slower* than the best of the others in: {', '.join(slower)} (their time ÷ ours)." if slower else ""
-    lines = ["", *_markdown(head, rows).splitlines(), "", *([*textwrap.wrap(said, 118), ""] if said else [])]
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    ratios = {one.cell.name: one.ratio for one in found if one.ratio is not None}
+    slower = sorted((ratio, name) for name, ratio in ratios.items() if ratio < 1)
+    worst = ", ".join(f"{name} ({ratio:.2f})" for ratio, name in slower[:3])
+    beaten = f"in {len(slower)} of {len(ratios)} cells, most in (their time ÷ ours)"
+    said = [*textwrap.wrap(f"*Slower* than the best of the others {beaten}: {worst}.", 118), ""] if slower else []
+    lines = ["", *_markdown(head, rows).splitlines(), "", *said]
+    return "\n".join(lines)
 
 
 def _one(values: list[float]) -> list[float]:

@@ -54,7 +54,7 @@ def encode(index: CheckpointIndex) -> bytes:
         "smallest_block": str(index.smallest_block),
         "dtypes": json.dumps(index.table.dtypes),
         "files": json.dumps(index.files),
-        "paths": json.dumps({key: path_to_json(path) for key, path in index.table.paths.items()}),
+        "paths": json.dumps(index.table.paths),  # tuples as lists
     }
     more: dict[str, bytes] = {}
     if index.left_out:
@@ -194,10 +194,6 @@ def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
         raise ValueError("columns of hashes differ in length or type")
     if len(hashed) and (hashed[0] < 0 or hashed[-1] >= chunks or (np.diff(hashed) <= 0).any()):
         raise ValueError("hashes of chunks that do not exist, or are not in order")
-
-
-def path_to_json(path: KeyPath) -> list[Any]:
-    return [list(part) if isinstance(part, tuple) else part for part in path]
 
 
 def _path_from_json(parts: Any) -> KeyPath:

@@ -85,6 +85,8 @@ def planner_paths(planner_data: Any, keys: Collection[str]) -> dict[str, KeyPath
 
 def stock_path(path: KeyPath) -> Sequence[str | int]:
     """Stock paths know mapping keys as text and list indices as numbers."""
+    if {str, int}.issuperset(map(type, path)):  # as nearly all are
+        return path
     return tuple(
         part if isinstance(part, (str, int)) else (part[1] if part[0] == "t" else str(part[1])) for part in path
     )

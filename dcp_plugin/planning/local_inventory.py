@@ -35,7 +35,6 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
-from dcp_plugin.format.index_file import path_to_json
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.tensors import EXACTLY_TENSORS
@@ -76,7 +75,7 @@ class Description:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        names = [self.keys, {key: path_to_json(path) for key, path in self.paths.items()}, list(map(str, self.dtypes))]
+        names = [self.keys, self.paths, list(map(str, self.dtypes))]
         digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
         for column in (getattr(self, field.name) for field in fields(self)[3:]):
             digest.update(str(column.shape).encode() + column.tobytes())
