@@ -98,11 +98,11 @@ class StartOptions:
             tools: Whose checkpoints the integration resumes from, besides those of this package.
             without: What has turned out to be damaged.
         """
+        sweep.keep_apart(root, self.resume, self.storage_options)
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
             where = as_path(root, self.storage_options)
-            sweep.refuse_another_jobs(where)
             found = find_newest(where, tools, self.init_from, without, self.local)
             if found.path is None and self.resume == "must":
                 reasons = f" Passed over: {found.said()}." if found.said() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import zipfile
@@ -62,6 +63,46 @@ def test_lightning_cli_takes_the_plugin_from_yaml_and_checks_its_fields(tmp_path
         run("banana")
     with pytest.raises(SystemExit):
         run("true\n        no_such_field: 1")
+
+
+@on_ranks(1)
+def test_lightning_cli_takes_what_the_page_on_hydra_writes_out(tmp_path: Path) -> None:
+    import hydra
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    section = (programs.ROOT / "docs" / "hydra.md").read_text().partition("## LightningCLI\n")[2]
+    (page,) = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    written = dict(re.findall(r"^\| `(\w+)` \| `(\{.*\})` \|$", section, re.MULTILINE))
+    groups = programs.ROOT / "dcp_plugin" / "conf" / "dcp_plugin" / "checkpoint"
+    assert written.keys() == {file.stem for file in groups.glob("*.yaml")}
+    assert page.count("{async_save: true}") == 1
+    os.chdir(tmp_path)
+    os.environ["USER"] = "me"
+
+    trainer_alone = page.partition("\n")[2]
+    assert page.splitlines()[0] == "ckpt_path: last"
+    quiet = [f"--trainer.{name}=false" for name in ("logger", "enable_progress_bar", "enable_model_summary")]
+
+    def made(init_args: str) -> Any:
+        Path("given.yaml").write_text(trainer_alone.replace("{async_save: true}", init_args))
+        return LightningCLI(BoringModel, run=False, args=["--config", "given.yaml", *quiet]).trainer
+
+    for option, init_args in written.items():
+        with hydra.initialize_config_dir(str(tmp_path), version_base=None):
+            group = hydra.compose(overrides=[f"+dcp_plugin/checkpoint={option}"]).dcp_plugin.checkpoint
+        assert made(init_args).strategy.checkpoint_io.config == hydra.utils.instantiate(group), option
+    with pytest.raises(SystemExit):
+        made("{asnyc_save: true}")
+
+    Path("page.yaml").write_text(page)
+    arguments = ["fit", "--config", "page.yaml", *quiet, "--trainer.accelerator=cpu", "--trainer.limit_train_batches=2"]
+    for epochs in (1, 3):
+        given = [*arguments, f"--trainer.max_epochs={epochs}"]
+        trainer = LightningCLI(BoringModel, args=given, save_config_kwargs={"overwrite": True}).trainer
+        assert trainer.global_step == 2 * epochs
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    assert batches == 6 and dcp.inspect("run/last.ckpt").step == 6, "the second went on from the first"
 
 
 def test_the_constructor_takes_a_configuration_and_fields() -> None:
