@@ -5,6 +5,8 @@
 # make docs    the site of docs/, into outputs/site; warnings are errors
 # make bench   every benchmark        make clean   remove what these made
 # make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
+# make matrix  the wheel with pairs of Python and torch, as far as they are here; the table of docs/versions.md
+# make release DRY_RUN=1   build and check what would be released; without DRY_RUN, tag it as well
 # make bench-cuda     tests and benchmarks that need a GPU (ten minutes)
 #
 # Each makes .venv first, unless it is up to date, with the versions of constraints.txt. Settings:
@@ -19,7 +21,7 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help check test test-long test-faults lint docs demo bench bench-report bench-cuda clean
+.PHONY: help check test test-long test-faults lint docs demo bench bench-report bench-cuda matrix release clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -67,6 +69,12 @@ bench-report: $(READY)
 
 bench-cuda: $(READY)
 	@$(BIN)/python -m benchmarks cuda $(ARGS)
+
+matrix:
+	@$(PYTHON) tests/versions/matrix.py $(ARGS)
+
+release: $(READY)
+	@$(BIN)/python -m tests.release $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,6 +29,7 @@ import mmap
 import os
 import pickle
 import shutil
+import socket
 import struct
 import sys
 import tempfile
@@ -77,8 +78,11 @@ def base_directory() -> Path:
     Raises:
         NoSharedMemory: It cannot be made, or others can write to it.
     """
-    if fcntl is None:
-        raise NoSharedMemory(f"a keeper needs POSIX file locks, which this platform ({sys.platform}) has not")
+    if fcntl is None or not hasattr(os, "posix_fallocate") or not hasattr(socket, "SO_PEERCRED"):
+        raise NoSharedMemory(
+            f"a keeper needs Linux: this platform ({sys.platform}) lacks POSIX file locks, posix_fallocate "
+            f"or SO_PEERCRED"
+        )
     parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     path = parent / f"dcp_plugin-{os.geteuid()}"
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -183,6 +184,8 @@ class BlockFile:
     def _switch(self, direct: bool) -> None:
         import fcntl  # not on every platform; a save without it has ended before
 
+        if not hasattr(os, "O_DIRECT"):  # macOS
+            raise OSError(errno.EINVAL, f"{sys.platform} has no O_DIRECT")
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
         self.direct = direct

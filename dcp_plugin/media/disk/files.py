@@ -26,13 +26,13 @@ _MOST_KEPT = 256
 
 
 class LocalFile(RangedFile):
-    """A file, read by ``preadv``."""
+    """A file, read at given places, by several threads at the same time."""
 
     def __init__(self, file: FileIO) -> None:
         super().__init__(file)
 
     def read_into(self, memory: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(self.fileno(), memory, offset)
+        return posix.read_at(self.fileno(), memory, offset)
 
 
 class LocalFiles:

@@ -13,6 +13,8 @@ import os
 import shutil
 import stat
 import sys
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +24,7 @@ _RENAME_EXCHANGE = 2
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 _IN_MEMORY = {0x01021994, 0x858458F6}  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _AT_FDCWD = -100
+_SEEKING = threading.Lock()
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 _RENAMED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 """What an exchange cannot fail with, but a rename can: some FUSE file systems overlook the difference."""
@@ -53,12 +56,28 @@ def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
     Args:
         directory: The descriptor of what a relative path is relative to.
     """
-    without_waiting = os.O_NONBLOCK | os.O_NOCTTY
+    without_waiting = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
     file = io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | without_waiting, dir_fd=directory))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return file
+
+
+def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
+    """``preadv``; where there is none (Windows), a seek and reads, one thread at a time."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, memory, offset)
+    count = 0
+    with _SEEKING:
+        os.lseek(fd, offset, os.SEEK_SET)
+        for part in memory:
+            while part and (data := os.read(fd, len(part))):
+                part[: len(data)] = data
+                part, count = part[len(data) :], count + len(data)
+            if part:
+                break
+    return count
 
 
 def sync_tree(directory: Path, but: str) -> None:
