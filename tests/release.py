@@ -42,6 +42,11 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def packaged() -> list[str]:
+    """What the wheel has to have: what is committed of the packages."""
+    return git("ls-files", *PACKAGES).splitlines()
+
+
 def build(into: Path) -> tuple[Path, Path]:
     """The sdist and the wheel. The tools are installed into an environment of their own."""
     with tempfile.TemporaryDirectory(prefix="dcp-build-") as made:
@@ -65,7 +70,7 @@ def build(into: Path) -> tuple[Path, Path]:
 
 def wrong_with(sdist: Path, wheel: Path) -> Iterator[str]:
     """What is missing in the two files, or should not be there."""
-    package = set(git("ls-files", *PACKAGES).splitlines())
+    package = set(packaged())
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"dcp_plugin-{VERSION}.dist-info"

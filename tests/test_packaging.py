@@ -143,7 +143,7 @@ def test_a_workflow_pins_its_actions_and_may_read_only(path: Path) -> None:
 
 
 def test_the_workflows_are_those_that_the_pages_name() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "release", "tests"]
+    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "matrix", "release", "tests"]
     pins = {
         line.strip().removeprefix("- uses: ")
         for path in WORKFLOWS
@@ -154,7 +154,7 @@ def test_the_workflows_are_those_that_the_pages_name() -> None:
 
 
 def test_the_matrix_of_the_workflow_is_that_of_make_matrix() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    workflow = yaml.safe_load((ROOT / ".github/workflows/matrix.yml").read_text())
     assert workflow["jobs"]["matrix"]["strategy"]["matrix"] == {
         "python": list(matrix.PYTHONS),
         "torch": list(matrix.TORCHES),
@@ -215,7 +215,7 @@ def test_what_is_missing_in_a_release_is_found(tmp_path: Path) -> None:
     metadata += [f"Classifier: {one}" for one in project["classifiers"]]
     metadata += [f"Project-URL: {name}, {url}" for name, url in project["urls"].items()]
     info = f"dcp_plugin-{dcp_plugin.__version__}.dist-info"
-    package = [name for name in release.git("ls-files", *release.PACKAGES).splitlines() if not name.endswith("py.typed")]
+    package = [name for name in release.packaged() if not name.endswith("py.typed")]
     with zipfile.ZipFile(tmp_path / "it.whl", "w") as wheel:
         for name in [*package, "tests/api.py"]:
             wheel.writestr(name, "")

@@ -1,8 +1,8 @@
 """Libraries of CUDA with nothing in them: a build of torch for CUDA can be imported beside them, and runs on the CPU.
 
-PyPI has torch for Linux as builds for CUDA alone, with gigabytes of libraries that a run on the CPU never calls, but that
-have to be there. ``make`` writes those that a build asks for; each function of them returns 100, ``cudaErrorNoDevice``,
-so torch finds no GPU. It needs ``cc``, ``nm`` and ``readelf``.
+PyPI has torch for Linux as builds for CUDA alone, with gigabytes of libraries that a run on the CPU never calls, but
+that have to be there. ``make`` writes those that a build asks for; each function of them returns 100,
+``cudaErrorNoDevice``, so torch finds no GPU. It needs ``cc``, ``nm`` and ``readelf``.
 """
 
 from __future__ import annotations
@@ -74,4 +74,3 @@ def _compile(library: Path, functions: dict[str, set[str]]) -> None:
 
 def _output(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-

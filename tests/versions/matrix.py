@@ -1,8 +1,8 @@
 """``make matrix``: tries the wheel with pairs of Python and torch, and writes the table of docs/versions.md.
 
 Each pair gets an empty environment with the wheel, what it needs, and torch; then ``smoke.py`` is run there, outside of
-the repository. torch comes without the packages of CUDA: where pip finds a build for CUDA alone, ``hollow.py`` makes the
-libraries that it wants to see. A file to run as it is: it needs no torch itself.
+the repository. torch comes without the packages of CUDA: where pip finds a build for CUDA alone, ``hollow.py`` makes
+the libraries that it wants to see. A file to run as it is: it needs no torch itself.
 """
 
 from __future__ import annotations
