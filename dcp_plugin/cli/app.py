@@ -49,7 +49,13 @@ def _version_of(package: str) -> str | None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions of this package, Python and the frameworks, and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the versions of this package, Python, torch and the frameworks, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Options of all commands."""
