@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 from pathlib import Path
@@ -207,3 +208,10 @@ def test_what_needs_no_library_starts_without_torch(arguments: str) -> None:
     without = "import sys; sys.modules['torch'] = None; from dcp_plugin.cli import main; "
     told = programs.run("-c", f"{without} sys.argv[1:] = [{arguments}]; main()", imported=())
     assert told.returncode == 0 and "dcp-plugin" in told.stdout, told.stderr
+
+
+def test_the_version_says_what_the_report_of_an_error_needs() -> None:
+    mine, python, packages = programs.run("-m", "dcp_plugin", "--version").stdout.splitlines()
+    assert mine == f"dcp-plugin {dcp.__version__}"
+    assert python.startswith(f"Python {platform.python_version()}, {platform.system()}")
+    assert f"torch {torch.__version__}" in packages.split(", ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import dcp_plugin
@@ -143,7 +145,7 @@ def test_a_workflow_pins_its_actions_and_may_read_only(path: Path) -> None:
 
 
 def test_the_workflows_are_those_that_the_pages_name() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "release", "tests"]
+    assert [path.stem for path in WORKFLOWS] == ["docs", "lint", "matrix", "release", "tests"]
     pins = {
         line.strip().removeprefix("- uses: ")
         for path in WORKFLOWS
@@ -154,7 +156,7 @@ def test_the_workflows_are_those_that_the_pages_name() -> None:
 
 
 def test_the_matrix_of_the_workflow_is_that_of_make_matrix() -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    workflow = yaml.safe_load((ROOT / ".github/workflows/matrix.yml").read_text())
     assert workflow["jobs"]["matrix"]["strategy"]["matrix"] == {
         "python": list(matrix.PYTHONS),
         "torch": list(matrix.TORCHES),
@@ -177,34 +179,51 @@ def test_an_issue_form_is_one(path: Path) -> None:
     assert any(field["validations"]["required"] for field in asked if "validations" in field)
 
 
+WRONG = "import dcp_plugin\n\ndcp_plugin.save({}, 3)\ndcp_plugin.CheckpointConfig(keep_last='3')\n"
+
+
 def test_a_program_of_a_user_is_typed(tmp_path: Path) -> None:
     """With ``mypy --strict``, in an environment in which the package is installed: ``py.typed`` counts only there."""
-    # Copied: beside a file mypy looks for the package that it is in, and finds the checkout.
-    site, program = _environment(tmp_path), shutil.copy(ROOT / "tests/user_program.py", tmp_path / "program.py")
-    assert _mypy(tmp_path, program) == "Success: no issues found in 1 source file"
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text("import dcp_plugin\n\ndcp_plugin.save({}, 3)\ndcp_plugin.CheckpointConfig(keep_last='3')\n")
-    said = _mypy(tmp_path, wrong)
+    site, program = _environment(tmp_path)
+    # mypy would need a minute to read torch, which is Any without; what is ours is checked all the same.
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nignore_missing_imports = True\n")
+    options = ["--config-file", "mypy.ini", "--cache-dir", "cache", "--python-executable", "venv/bin/python"]
+    assert _said(tmp_path, "mypy", *options, program) == "Success: no issues found in 1 source file"
+    (tmp_path / "wrong.py").write_text(WRONG)
+    said = _said(tmp_path, "mypy", *options, "wrong.py")
     assert 'Argument 2 to "save" has incompatible type "int"' in said
     assert 'Argument "keep_last" to "CheckpointConfig" has incompatible type "str"' in said
     (site / "dcp_plugin/py.typed").unlink()
-    assert "missing library stubs or py.typed marker" in _mypy(tmp_path, program)
+    assert "missing library stubs or py.typed marker" in _said(tmp_path, "mypy", *options, program)
 
 
-def _environment(folder: Path) -> Path:
-    """The packages of an empty environment, in which ours is installed."""
+def test_a_program_of_a_user_is_typed_for_pyright_too(tmp_path: Path) -> None:
+    """In its strict mode, and with torch: pyright reads no more of it than it needs."""
+    site, program = _environment(tmp_path)
+    (site / "others.pth").write_text(str(Path(torch.__file__).parents[1]))
+    (tmp_path / "wrong.py").write_text(WRONG)
+    config = {"typeCheckingMode": "strict", "include": [program, "wrong.py"]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    said = _said(tmp_path, "basedpyright", "--outputjson", "--pythonpath", "venv/bin/python")
+    found = [one for one in json.loads(said)["generalDiagnostics"] if one["severity"] != "information"]
+    assert {(Path(one["file"]).name, one["range"]["start"]["line"], one["rule"]) for one in found} == {
+        ("wrong.py", 2, "reportArgumentType"),
+        ("wrong.py", 3, "reportArgumentType"),
+    }
+
+
+def _environment(folder: Path) -> tuple[Path, str]:
+    """An empty environment in which ours is installed, and a program beside it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = next((folder / "venv/lib").glob("python3.*/site-packages"))
-    # mypy would need a minute to read torch, which is Any without; what is ours is checked all the same.
-    (folder / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nignore_missing_imports = True\n")
     shutil.copytree(PACKAGE, site / "dcp_plugin", ignore=shutil.ignore_patterns("__pycache__"))
-    return site
+    # Copied: beside a file both look for the package that it is in, and find the checkout.
+    return site, Path(shutil.copy(ROOT / "tests/user_program.py", folder / "program.py")).name
 
 
-def _mypy(folder: Path, program: Path) -> str:
-    options = ["--python-executable", folder / "venv/bin/python", "--cache-dir", folder / "cache"]
+def _said(folder: Path, checker: str, *options: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    command = [sys.executable, "-m", "mypy", "--config-file", folder / "mypy.ini", *options, program]
+    command = [sys.executable, "-m", checker, *options]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout.strip()
 
 
@@ -223,7 +242,7 @@ def test_what_is_missing_in_a_release_is_found(tmp_path: Path) -> None:
         wheel.writestr(f"{info}/licenses/LICENSE", "")
         wheel.writestr(f"{info}/entry_points.txt", "[console_scripts]\ndcp-plugin = dcp_plugin.cli:main\n")
     with tarfile.open(tmp_path / "it.tar.gz", "w:gz") as sdist:
-        for name in ("pyproject.toml", "README.md", "LICENSE", "dcp_plugin", "hydra_plugins"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", *release.PACKAGES):
             sdist.add(ROOT / name, f"it/{name}")
     assert list(release.wrong_with(tmp_path / "it.tar.gz", tmp_path / "it.whl")) == [
         "the wheel lacks dcp_plugin/py.typed",

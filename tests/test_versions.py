@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,19 @@ def test_we_read_what_any_version_wrote(path: Path) -> None:
         load(found)
         assert same_tree(found, state(1))
     assert dcp.verify(path).ok
+
+
+def test_we_read_what_stock_wrote_under_python_3_13(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, a path in the ``.metadata`` is one of ``pathlib._local``, and one string."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pathlib._local", pathlib)
+        patch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+        patch.setattr(pathlib.PosixPath, "__reduce__", lambda self: (type(self), (str(self),)))
+        stock.save(state(1), checkpoint_id=tmp_path / "checkpoint")
+    assert b"pathlib._local" in (tmp_path / "checkpoint/.metadata").read_bytes()
+    found = state(0)
+    dcp.load(found, tmp_path / "checkpoint")
+    assert same_tree(found, state(1))
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)

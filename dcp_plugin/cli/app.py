@@ -5,6 +5,8 @@ Nothing here or at the top of these modules imports torch or the library: ``--he
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Callable
 from typing import Annotated
 
@@ -25,16 +27,35 @@ app = typer.Typer(
 )
 
 
+_TOLD = ("torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "peft", "torchdata", "obstore")
+
+
 def _show_version(asked: bool) -> None:
+    """The version; and below it what else the report of an error has to say."""
     if asked:
         typer.echo(f"dcp-plugin {VERSION}")
+        typer.echo(f"Python {platform.python_version()}, {platform.platform()}")
+        typer.echo(", ".join(f"{name} {found}" for name in _TOLD if (found := _version_of(name))))
         raise typer.Exit
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the versions of this package, Python, torch and the frameworks, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Options of all commands."""

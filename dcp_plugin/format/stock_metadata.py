@@ -109,7 +109,8 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): argument,
     ("torch._utils", "_get_layout"): argument,
     ("collections", "OrderedDict"): _ordered,
-    **{("pathlib", name): _path for name in ("Path", "PosixPath", "PurePosixPath")},
+    # Python 3.13 has moved the classes, and 3.14 moved them back.
+    **{(m, name): _path for m in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath", "PurePosixPath")},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 

@@ -1,9 +1,8 @@
 """``make matrix``: tries the wheel with pairs of Python and torch, and writes the table of docs/versions.md.
 
 Each pair gets an empty environment with the wheel, what it needs, and torch; then ``smoke.py`` is run there, outside of
-the repository. By default no package of CUDA is installed: torch comes without its dependencies, plus those that are
-pure Python, so a build of torch for CUDA cannot be imported and counts as not tried. ``--index`` names an index with
-builds for the CPU, ``--cuda`` allows the gigabytes. A file to run as it is: it needs no torch itself.
+the repository. torch comes without the packages of CUDA: where pip finds a build for CUDA alone, ``hollow.py`` makes
+the libraries that it wants to see. A file to run as it is: it needs no torch itself.
 """
 
 from __future__ import annotations
@@ -18,13 +17,20 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+if __package__:
+    from tests.versions import hollow
+else:
+    import hollow
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "versions.md"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 NEEDS_OF_TORCH = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")
-PASSED, NO_PYTHON = "passed", "not tried: no such interpreter"
-NO_CPU_BUILD = "not tried: no build for the CPU"
+PASSED, PASSED_HOLLOW = "passed", "passed (CUDA build)"
+NO_PYTHON = "not tried: no such interpreter"
+NO_CPU_BUILD = "not tried: no build for the CPU, no compiler"
+NO_TORCH = "not tried: no such build of torch"
 _BEGIN, _END = "<!-- matrix: written by make matrix -->", "<!-- end of matrix -->"
 _MINUTES = 10 * 60
 
@@ -42,17 +48,6 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def has_cpu_build(python: str, torch: str, pip: list[str]) -> bool:
-    """Whether pip would take a build of torch that needs no CUDA."""
-    asked = subprocess.run(
-        [*_pip(python), "install", "--dry-run", "--no-deps", "--ignore-installed", *pip, f"torch=={torch}"],
-        capture_output=True,
-        text=True,
-        timeout=_MINUTES,
-    )
-    return asked.returncode == 0 and "+cpu" in asked.stdout
-
-
 def _pip(python: str) -> list[str]:
     return [python, "-m", "pip", "--disable-pip-version-check"]
 
@@ -64,7 +59,7 @@ def build(into: Path) -> Path:
     return next(into.glob("*.whl"))
 
 
-def tried(wheel: Path, version: str, torch: str, cuda: bool, pip: list[str]) -> str:
+def tried(wheel: Path, version: str, torch: str, pip: list[str]) -> str:
     """What came of one pair, in a few words."""
     python = interpreter(version)
     if python is None:
@@ -73,23 +68,29 @@ def tried(wheel: Path, version: str, torch: str, cuda: bool, pip: list[str]) -> 
         folder = Path(made)
         subprocess.run([python, "-m", "venv", folder / "venv"], check=True, timeout=_MINUTES)
         python = str(folder / "venv/bin/python")
-        # Of what a build says of itself, only its local version ("+cpu") tells that it needs no CUDA.
-        if not cuda and not has_cpu_build(python, torch, pip):
-            return NO_CPU_BUILD
         shutil.copy(ROOT / "tests/versions/smoke.py", folder)
-        torches = [[f"torch=={torch}"]] if cuda else [["--no-deps", f"torch=={torch}"], [*NEEDS_OF_TORCH]]
-        for asked in (*torches, [f"{wheel}[cli]"]):
+        for asked in (["--no-deps", f"torch=={torch}"], NEEDS_OF_TORCH, [f"{wheel}[cli]"]):
             step = subprocess.run([*_pip(python), "install", "-q", *pip, *asked], capture_output=True, text=True)
             if step.returncode:
-                return f"failed: {_last_line(step.stderr)}"
+                absent = "No matching distribution found for torch" in step.stderr
+                return NO_TORCH if absent else f"failed: {_last_line(step.stderr)}"
         # Not the checkout, but what is installed.
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        installed = next((folder / "venv/lib").glob("python*/site-packages/torch"))
+        is_hollow = (installed / "lib/libtorch_cuda.so").exists()
+        if is_hollow:
+            if not hollow.can_be_made():
+                return NO_CPU_BUILD
+            (folder / "cuda").mkdir()
+            hollow.make(installed, folder / "cuda")
+            environment["LD_LIBRARY_PATH"] = str(folder / "cuda")
         run = subprocess.run(
-            [python, "smoke.py"], cwd=folder, env=clean, capture_output=True, text=True, timeout=_MINUTES
+            [python, "smoke.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=_MINUTES
         )
-        if run.returncode:
+        if run.returncode or not run.stdout.endswith("ok\n"):
             sys.stderr.write(run.stderr)
-        return PASSED if run.stdout.endswith("ok\n") else f"failed: {_last_line(run.stderr)}"
+            return f"failed: {_last_line(run.stderr)}"
+        return PASSED_HOLLOW if is_hollow else PASSED
 
 
 def _last_line(said: str) -> str:
@@ -133,7 +134,6 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--python", nargs="+", default=PYTHONS, help="versions of Python")
     parser.add_argument("--torch", nargs="+", default=TORCHES, help="versions of torch")
     parser.add_argument("--index", help="an index with CPU builds: https://download.pytorch.org/whl/cpu")
-    parser.add_argument("--cuda", action="store_true", help="allow builds that bring the packages of CUDA")
     parser.add_argument("--strict", action="store_true", help="a pair that is not tried counts as failed")
     parser.add_argument("--no-table", action="store_true", help="leave docs/versions.md as it is")
     given = parser.parse_args(None if arguments is None else list(arguments))
@@ -142,11 +142,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dcp-wheel-") as made:
         wheel = build(Path(made))
         for pair in ((python, torch) for python in given.python for torch in given.torch):
-            results[pair] = tried(wheel, *pair, given.cuda, pip)
+            results[pair] = tried(wheel, *pair, pip)
             print(f"Python {pair[0]}, torch {pair[1]}: {results[pair]}", flush=True)
     if not given.no_table:
         write(results)
-    return int(any(said != PASSED and (given.strict or not said.startswith("not tried")) for said in results.values()))
+    bad = ("failed", "not tried") if given.strict else "failed"
+    return int(any(said.startswith(bad) for said in results.values()))
 
 
 if __name__ == "__main__":
