@@ -68,11 +68,6 @@ def build(into: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def packaged() -> set[str]:
-    """What a wheel has of this repository."""
-    return set(git("ls-files", "dcp_plugin", "hydra_plugins").splitlines())
-
-
 def wrong_with(sdist: Path, wheel: Path) -> Iterator[str]:
     """What is missing in the two files, or should not be there."""
     package = set(packaged())
