@@ -69,13 +69,19 @@ def tried(wheel: Path, version: str, torch: str, pip: list[str]) -> str:
         subprocess.run([python, "-m", "venv", folder / "venv"], check=True, timeout=_MINUTES)
         python = str(folder / "venv/bin/python")
         shutil.copy(ROOT / "tests/versions/smoke.py", folder)
+        # Not the checkout, but what is installed: its egg-info would tell pip that there is nothing to install.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+        def run(*command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_MINUTES
+            )
+
         for asked in (["--no-deps", f"torch=={torch}"], NEEDS_OF_TORCH, [f"{wheel}[cli]"]):
-            step = subprocess.run([*_pip(python), "install", "-q", *pip, *asked], capture_output=True, text=True)
+            step = run(*_pip(python), "install", "-q", *pip, *asked)
             if step.returncode:
                 absent = "No matching distribution found for torch" in step.stderr
                 return NO_TORCH if absent else f"failed: {_last_line(step.stderr)}"
-        # Not the checkout, but what is installed.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         installed = next((folder / "venv/lib").glob("python*/site-packages/torch"))
         is_hollow = (installed / "lib/libtorch_cuda.so").exists()
         if is_hollow:
@@ -84,12 +90,10 @@ def tried(wheel: Path, version: str, torch: str, pip: list[str]) -> str:
             (folder / "cuda").mkdir()
             hollow.make(installed, folder / "cuda")
             environment["LD_LIBRARY_PATH"] = str(folder / "cuda")
-        run = subprocess.run(
-            [python, "smoke.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=_MINUTES
-        )
-        if run.returncode or not run.stdout.endswith("ok\n"):
-            sys.stderr.write(run.stderr)
-            return f"failed: {_last_line(run.stderr)}"
+        smoke = run(python, "smoke.py")
+        if smoke.returncode or not smoke.stdout.endswith("ok\n"):
+            sys.stderr.write(smoke.stderr)
+            return f"failed: {_last_line(smoke.stderr)}"
         return PASSED_HOLLOW if is_hollow else PASSED
 
 
