@@ -20,7 +20,7 @@ import torch
 
 from dcp_plugin.errors import CheckpointMismatch
 
-PIECE = 128 << 10  # fits the processor's cache twice, so that checksum and copy read the bytes from memory once
+PIECE = 512 << 10  # fits the processor's cache, so that checksum and copy read the bytes from memory once
 BLOCK = 4 << 20
 _BLOCKS = 3  # one that is being worked on, two on their way
 

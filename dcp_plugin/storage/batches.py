@@ -9,6 +9,7 @@ own, and nothing else is done for it.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import RunningCrc, block_size
 from dcp_plugin.host_memory import BLOCK, Rings, memory_view
-from dcp_plugin.media import RangedFile, Readable
+from dcp_plugin.media import RangedFile, Readable, first_bytes
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
 from dcp_plugin.types import WholeChunk
 
 LARGEST_CHUNK = 1 << 20
 """Bytes of the largest chunks of which a batch is made. Objects for larger ones cost nothing beside their bytes."""
+_IN_CACHE = 1 << 20
+"""Bytes that are read and then checked. To check 8 MiB after they were all read takes twice as long, since they come
+from memory again; a call for each MiB costs nothing beside that. A multiple of any block of checksums."""
 _MOST = BLOCK // 2
 _MOST_OF_STREAM = 8 << 20  # where each call is a request
 _MOST_PARTS = 256  # of up to four pieces of memory each; the system takes 1024 in a call
@@ -55,11 +59,17 @@ class Batch(ABC):
 
 
 class BatchOfFetches(Batch):
-    """Fetches in the order of the file. If there are several, each has one range."""
+    """Fetches in the order of the file. If there are several, each has one range.
 
-    def __init__(self, fetches: list[Fetch]) -> None:
+    Args:
+        in_cache: Read what is checked in pieces that the processor's cache still holds when they are checked. Otherwise
+            a range is read by one call, since each is a request.
+    """
+
+    def __init__(self, fetches: list[Fetch], in_cache: bool) -> None:
         first = fetches[0]
         self._fetches = fetches
+        self._piece = _IN_CACHE if in_cache and first.block is not None else sys.maxsize
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
@@ -67,11 +77,15 @@ class BatchOfFetches(Batch):
         block = rings.of(fetches[0].device).next()
         placed = [fetch.views(block) for fetch in fetches]
         if len(fetches) == 1:
-            for (begin, _), views in zip(fetches[0].ranges, placed[0], strict=True):
-                count.read += self._scatter(file, views, self.begin - fetches[0].ranges[0][0] + begin)
-        else:
-            apart = [(fetch.begin, views) for fetch, (views,) in zip(fetches, placed, strict=True)]
-            count.read += self._scatter(file, _with_gaps(apart), self.begin)
+            origin = self.begin - fetches[0].ranges[0][0]
+            for (begin, end), views in zip(fetches[0].ranges, placed[0], strict=True):
+                for start, stop, memory in _pieces(begin, end, views, self._piece):
+                    count.read += self._scatter(file, memory, origin + start)
+                    count.unchecked += check(fetches[0], start, stop, memory)
+            fetches[0].finish(block)
+            return
+        apart = [(fetch.begin, views) for fetch, (views,) in zip(fetches, placed, strict=True)]
+        count.read += self._scatter(file, _with_gaps(apart), self.begin)
         for fetch, views_of_ranges in zip(fetches, placed, strict=True):
             for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
                 count.unchecked += check(fetch, begin, end, views)
@@ -108,16 +122,15 @@ class BatchOfRuns(Batch):
 class BatchOfChunks(Batch):
     """Complete chunks in the order of the file, each straight into its target. Rows that belong together are columns.
 
-    ``begins`` are the bytes of the file where the payloads start, ``crcs`` the checksums of each, in blocks of
-    ``blocks`` bytes; 0: nothing is checked.
+    ``begins`` are the bytes of the file where the payloads start, ``crcs`` the last checksum of each; -1: nothing is
+    checked.
     """
 
     index: CheckpointIndex
     file: str
     begins: list[int]
     chunks: list[WholeChunk]
-    blocks: list[int]
-    crcs: list[list[int]]
+    crcs: list[int]
 
     def __post_init__(self) -> None:
         self.begin, self.key = self.begins[0], self.chunks[0].key
@@ -127,11 +140,10 @@ class BatchOfChunks(Batch):
         scattered = _with_gaps((begin, [view]) for begin, view in zip(self.begins, views, strict=True))
         ends = ((begin + len(view), one.key) for begin, view, one in zip(self.begins, views, self.chunks, strict=True))
         count.read += _scatter(file, scattered, self.begin, self.file, ends)
-        for chunk, view, block, expected in zip(self.chunks, views, self.blocks, self.crcs, strict=True):
-            crc = 0
-            if block and [crc := crc32(view[at : at + block], crc) for at in range(0, len(view), block)] != expected:
-                location = self.index.location(chunk.number)
-                whole = (0, len(view))
+        for chunk, view, expected in zip(self.chunks, views, self.crcs, strict=True):
+            if expected >= 0 and crc32(view) != expected:
+                location, whole = self.index.location(chunk.number), (0, len(view))
+                block = block_size(len(view), self.index.smallest_block)
                 check(IntoMemory(chunk.key, location, [whole], block, 0, view, chunk.target), *whole, [view])
 
 
@@ -144,11 +156,11 @@ def batches_of(fetches: list[Fetch], files: Readable) -> Iterator[Batch]:
             yield BatchOfRuns(fetch)
             continue
         if batch and not _joins(fetch, batch, files.gap, most):
-            yield BatchOfFetches(batch)
+            yield BatchOfFetches(batch, not files.streams)
             batch = []
         batch.append(fetch)
     if batch:
-        yield BatchOfFetches(batch)
+        yield BatchOfFetches(batch, not files.streams)
 
 
 def _joins(fetch: Fetch, batch: list[Fetch], gap: int, most: int) -> bool:
@@ -179,31 +191,25 @@ def batches_of_chunks(
     ends = begins + lengths
     gaps = begins[1:] - ends[:-1]
     apart = [True, *((number[1:] != number[:-1]) | (gaps < 0) | (gaps > files.gap)).tolist()]
-    blocks, crcs = _checksums(index, rows, lengths, verify)
+    crcs = _last_checksums(index, rows) if verify else [-1] * len(rows)
     begin_of, end_of = begins.tolist(), ends.tolist()
     first = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or apart[at] or at - first == _MOST_PARTS or end_of[at] - begin_of[first] > _MOST:
             part = slice(first, at)
             name = index.file_names[number[first]]
-            yield BatchOfChunks(index, name, begin_of[part], in_order[part], blocks[part], crcs[part])
+            yield BatchOfChunks(index, name, begin_of[part], in_order[part], crcs[part])
             first = at
 
 
-def _checksums(
-    index: CheckpointIndex, rows: Column, lengths: Column, verify: bool
-) -> tuple[list[int], list[list[int]]]:
-    """Bytes per checksum of each of these chunks, 0 where nothing is checked, and the checksums."""
+def _last_checksums(index: CheckpointIndex, rows: Column) -> list[int]:
+    """The last checksum of each of these chunks, -1 where there is none."""
     starts, stops = index.block_starts[rows], index.block_starts[rows + 1]
-    if not verify or not (stops > starts).any():
-        return [0] * len(rows), [[]] * len(rows)
-    sizes = {length: block_size(length, index.smallest_block) for length in set(lengths.tolist())}
-    pairs = list(zip(starts.tolist(), stops.tolist(), strict=True))
-    blocks = [sizes[length] * (stop > start) for length, (start, stop) in zip(lengths.tolist(), pairs, strict=True)]
-    crcs = index.columns["block_crc"]
-    if (stops - starts == 1).all():
-        return blocks, [[crc] for crc in crcs[starts].tolist()]
-    return blocks, [crcs[start:stop].tolist() for start, stop in pairs]
+    found = np.full(len(rows), -1, np.int64)
+    checked = stops > starts
+    found[checked] = index.columns["block_crc"][stops[checked] - 1]
+    crcs: list[int] = found.tolist()
+    return crcs
 
 
 def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, ends: Iterable[tuple[int, str]]) -> int:
@@ -218,6 +224,15 @@ def _scatter(file: RangedFile, views: list[memoryview], offset: int, name: str, 
         if done < total:
             views = list(_behind(views, count))
     return total
+
+
+def _pieces(begin: int, end: int, views: list[memoryview], size: int) -> Iterator[tuple[int, int, list[memoryview]]]:
+    """A range and its memory, cut at the multiples of ``size``, which blocks of checksums end at too."""
+    while end - begin > size:
+        stop = (begin // size + 1) * size
+        yield begin, stop, first_bytes(views, stop - begin)
+        views, begin = list(_behind(views, stop - begin)), stop
+    yield begin, end, views
 
 
 def _with_gaps(parts: Iterable[tuple[int, list[memoryview]]]) -> list[memoryview]:
@@ -244,7 +259,10 @@ def _behind(views: list[memoryview], count: int) -> Iterator[memoryview]:
 
 
 def check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
-    """Compare the blocks that lie in a range with their checksums; how many bytes lie in no such block."""
+    """Compare the blocks that lie in a range with their checksums; how many bytes lie in no such block.
+
+    Checksums are running, so the last of them tells for all: the others are compared to say where the damage is.
+    """
     location, block = fetch.location, fetch.block
     if block is None or location.checksums is None:
         return 0
@@ -253,14 +271,18 @@ def check(fetch: Fetch, begin: int, end: int, views: list[memoryview]) -> int:
     if first >= last:
         return end - begin
     start, stop = first * block, min(last * block, location.payload_length)
-    running = RunningCrc(block, int(location.checksums[first - 1]) if first else 0)
     if (start, stop) != (begin, end):  # runs between blocks; those have one piece of memory
         views = [views[0][start - begin : stop - begin]]
+    before = crc = int(location.checksums[first - 1]) if first else 0
     for view in views:
-        running.add(view)
-    expected = location.checksums[first:last].tolist()
-    if running.ends != expected:
-        wrong = first + next(n for n, pair in enumerate(zip(running.ends, expected, strict=True)) if pair[0] != pair[1])
+        crc = crc32(view, crc)
+    if crc != location.checksums[last - 1]:
+        expected = location.checksums[first:last].tolist()
+        running = RunningCrc(block, before)
+        for view in views:
+            running.add(view)
+        pairs = enumerate(zip(running.ends, expected, strict=True), first)
+        wrong = next((number for number, (found, there) in pairs if found != there), first)
         at = location.offset + (location.payload_offset or 0) + wrong * block
         raise CheckpointCorrupt(
             f"the bytes of {fetch.key} in {location.file} are not those that were saved (checksum differs in block "
