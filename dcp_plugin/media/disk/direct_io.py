@@ -7,7 +7,8 @@ is. Some file systems refuse it when it is switched on, others at the first writ
 written through the page cache where it fails. Nothing is known from the name of a file system, but that tmpfs has no
 device.
 
-The size is known beforehand, so the space is reserved at once: a full disk is found before anything is written.
+The size is known beforehand, so the space on a device is reserved at once: a full disk is found before anything is
+written.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class BlockFile:
         self.direct = False
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            posix.preallocate(self._fd, size)
             in_memory = posix.is_in_memory(self._fd)
+            if not in_memory:  # there it takes as long as to write
+                posix.preallocate(self._fd, size)
             self._writes_back = size >= _START_WRITEBACK and not in_memory
             large = size >= BUFFER and size > posix.available_memory() / _FILES_IN_CACHE
             if direct is True or (direct == "auto" and large and not in_memory):
