@@ -8,8 +8,8 @@ The bytes of a box are runs of one length: one run for rows, one per row for col
 check a run, all of each block that it touches is read. For a box of one run that is at most a block at either end.
 Narrow columns touch every block, which would mean to read the columns of all other ranks too. So full blocks are read
 where that costs at most a quarter more, and otherwise only the runs: then the blocks that lie inside of runs are
-checked, and the other bytes are not. Runs with at most a page between them are read with what is there, and checked,
-up to twice the bytes: a disk reads pages, and a call for each run takes longer than to copy these bytes.
+checked, and the other bytes are not. Runs with at most four pages between them are read with what is there, and
+checked: a call for each run takes longer than to copy these bytes, and a disk reads pages, and ahead, anyway.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from dcp_plugin.types import Shape
 _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block
 _COPIED_PIECE = BLOCK // 2  # the other half is for what is read to complete checksum blocks
 _MOST_RUNS = 4096  # of a fetch: each is an object while it is read
-_SMALL_BLOCK = _COPIED_PIECE // 16  # those at both ends of a piece add little to it
-_BETWEEN_RUNS = PAGE
+_BETWEEN_RUNS = 4 * PAGE
 _HOST = torch.device("cpu")
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
@@ -178,22 +177,24 @@ def of_box(
         return
     location = chunk.location
     offsets, lengths = box
-    first, run, runs = 0, location.payload_length, 1
+    first, run, runs, near = 0, location.payload_length, 1, False
     if lengths != chunk.sizes:
         starts, run = runs_of(chunk.sizes, offsets, lengths, dtype.itemsize)
         first, runs = int(starts[0]), len(starts)
         if runs > 1 and not gap:
-            gap = _BETWEEN_RUNS if _are_near(starts, run) else 0
-            straight = not gap and run <= _DIRECT_PIECE and is_plain_memory(target) and target.dtype == dtype
+            near = _are_near(starts, run)
+            gap = _BETWEEN_RUNS if near else 0
+            straight = not near and run <= _DIRECT_PIECE and is_plain_memory(target) and target.dtype == dtype
             if straight and _are_read_alone(starts, run, block, location.payload_length):
                 yield from _of_runs(key, location, starts, run, target, block)
                 return
     if runs > 1 or not target.is_contiguous():
         strides = strides_of(chunk.sizes)
-        whole = None if gap == _BETWEEN_RUNS and block is not None and block > _SMALL_BLOCK else block
         for part, corner in _parts(target, offsets, strides, _COPIED_PIECE // dtype.itemsize):
             starts, run = runs_of(chunk.sizes, corner, tuple(part.shape), dtype.itemsize)
-            ranges = covering(starts, run, whole, location.payload_length, gap)
+            ranges = covering(starts, run, block, location.payload_length, gap)
+            if near and _length(ranges) > (1 + MOST_WASTE) * (int(starts[-1] - starts[0]) + run):
+                ranges = covering(starts, run, None, location.payload_length, gap)
             yield IntoTensor(key, location, ranges, block, int(starts[0]), part, dtype, strides)
         return
     straight = is_plain_memory(target) and target.dtype == dtype
@@ -209,11 +210,9 @@ def of_box(
 
 
 def _are_near(starts: Positions, run: int) -> bool:
-    """Whether at most a page lies between any two runs, and these are half of all bytes from the first to the last. If
-    they are almost all, :func:`covering` does as much."""
+    """Whether little lies between any two runs, and not next to nothing: then :func:`covering` does as much."""
     nearby = int((starts[1:] - starts[:-1]).max()) - run <= _BETWEEN_RUNS
-    read = int(starts[-1] - starts[0]) + run
-    return nearby and 1 + MOST_WASTE < read / (run * len(starts)) <= MOST_READ_THROUGH
+    return nearby and int(starts[-1] - starts[0]) + run > (1 + MOST_WASTE) * run * len(starts)
 
 
 def _are_read_alone(starts: Positions, run: int, block: int | None, end: int) -> bool:
@@ -277,8 +276,6 @@ def _span(target: torch.Tensor, strides: Shape) -> int:
 
 
 MOST_WASTE = 0.25
-MOST_READ_THROUGH = 2
-"""Times the bytes of runs that are near each other, all that is read for them."""
 
 
 def strides_of(sizes: Shape) -> Shape:
@@ -315,9 +312,13 @@ def covering(starts: Positions, length: int, block: int | None, end: int, gap: i
         blocks = _merged(*_whole_blocks(starts, stops, block, end), 0)
         if len(starts) > 1 and int((starts[1:] - stops[:-1]).max()) <= gap:
             return [(blocks[0][0], blocks[-1][1])]
-        if sum(b - a for a, b in blocks) <= (1 + MOST_WASTE) * length * len(starts):
+        if _length(blocks) <= (1 + MOST_WASTE) * length * len(starts):
             return blocks
     return _merged(starts, stops, max(gap, int(MOST_WASTE * length)))
+
+
+def _length(ranges: list[Range]) -> int:
+    return sum(end - begin for begin, end in ranges)
 
 
 def _whole_blocks(starts: Positions, stops: Positions, block: int, end: int) -> tuple[Positions, Positions]:
