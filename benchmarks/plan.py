@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -236,20 +237,20 @@ def _plan_of_threads(mesh: str, ranks: int, tensors: int, figures: Figures) -> t
         state = dict(_state(mesh, rank, ranks, tensors))
         exchange = PlanExchange()
 
-        def plan(box: _Mailbox) -> tuple[RankPlan, list[WriteItem]]:
+        def plan(box: _Mailbox) -> RankPlan:
             planned, _ = exchange.plan(
                 "plan", _Thread(rank, box), lambda: LocalInventory.of_state(state, {}), lambda: None
             )
-            return planned, planned.items
+            return planned
 
         begin = time.thread_time()
-        planned, items = plan(mailbox)
+        planned = plan(mailbox)
         first = time.thread_time() - begin
         begin = time.thread_time()
         plan(again)
         second = time.thread_time() - begin
         assert exchange.repeated
-        sizes = [item.tensor_data.chunk.sizes.numel() * 4 for item in items if item.tensor_data]
+        sizes = [4 * prod(item.sizes) for item in planned.items(state) if item.sizes]
         results[rank] = pickle.dumps(Places.of(_written(rank, sizes)))
         if rank == 0:
             figures.seconds |= {"plan": first, "again": second}

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
 from dcp_plugin.errors import SaveFailed
@@ -27,6 +28,7 @@ from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.spool import End, Go, Spool
 from dcp_plugin.tiers.steps import new_token
 from dcp_plugin.tiers.wire import Channel
+from tests.compare import same_bytes
 
 _SECONDS = 100.0
 
@@ -129,8 +131,8 @@ class _HandedOver:
         config = replace(job.config, local_dir=local, writer="process", timeout=5.0)
         items = job.items
         if fill is not None:
-            known = items.decoded(self.spool)
-            given = [torch.full((1000,), fill) if item.tensor_data else data for item, data in known]
+            known = [item.data for item in items.decoded(self.spool)]
+            given = [torch.full((1000,), fill) if isinstance(data, torch.Tensor) else data for data in known]
             items = replace(items, slab=np.full_like(items.slab, -1), others=dict(enumerate(given)))
         job = replace(job, token=token, path=path, config=config, items=items)
         go: Go = pickle.loads((self.spool.folder / f"{self.token}.go").read_bytes())
@@ -140,6 +142,20 @@ class _HandedOver:
 
     def alone(self) -> None:
         self.spool.drop(f"{self.token}.go", f"{self.token}.0.job")
+
+
+def test_a_keeper_writes_tensors_of_any_class(tmp_path: Path) -> None:
+    class Subclass(torch.Tensor):
+        """Not known to the keeper."""
+
+    two, subclass = TwoTensor(torch.randn(4, 3), torch.randn(4, 3)), torch.randn(5).as_subclass(Subclass)
+    checkpointer = dcp.Checkpointer(async_save=True, writer="process", keeper_linger=0.5)
+    checkpointer.save({"two": two, "subclass": subclass}, tmp_path / "ck").wait()
+    loaded = {"two": TwoTensor(torch.zeros(4, 3), torch.zeros(4, 3)), "subclass": torch.zeros(5)}
+    checkpointer.load(loaded, tmp_path / "ck")
+    checkpointer.close()
+    assert same_bytes(loaded["two"].a, two.a) and same_bytes(loaded["two"].b, two.b)
+    assert same_bytes(loaded["subclass"], subclass.as_subclass(torch.Tensor))
 
 
 @pytest.fixture(scope="module")

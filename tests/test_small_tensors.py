@@ -12,7 +12,7 @@ from torch import nn
 
 import dcp_plugin as dcp
 from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
-from dcp_plugin.planning.save import PlanExchange, data_of, encode_state
+from dcp_plugin.planning.save import PlanExchange, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import adapters_of, gather_state
 from dcp_plugin.tensors import is_dense_memory
@@ -28,7 +28,7 @@ def _before_the_first_write(state: dict[str, Any]) -> list[Any]:
     flat = encode_state(leaves)
     inventory = LocalInventory.of_state(flat, paths)
     plan, _ = PlanExchange().plan("plan", Ranks(), lambda: inventory, lambda: None)
-    return [(item, data_of(item, flat)) for item in plan.items]
+    return plan.items(flat)
 
 
 def _calls(count: int) -> int:
@@ -46,7 +46,7 @@ def _calls(count: int) -> int:
         written = _before_the_first_write(state)
     finally:
         sys.setprofile(before)
-    assert [data.data_ptr() for _, data in written] == [tensor.data_ptr() for tensor in state.values()]
+    assert [item.data.data_ptr() for item in written] == [tensor.data_ptr() for tensor in state.values()]
     return calls
 
 

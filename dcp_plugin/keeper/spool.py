@@ -44,7 +44,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
@@ -52,12 +51,13 @@ from dcp_plugin.format.columns import Column
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import LocalInventory
-from dcp_plugin.planning.save import RankPlan, data_of, items_of
+from dcp_plugin.planning.save import RankPlan, items_of
+from dcp_plugin.storage.write_items import NewItem
 from dcp_plugin.storage.writer import Facts, Spent, WrittenPart
 from dcp_plugin.tensors import WholeItem
 from dcp_plugin.tiers.steps import key_of
 from dcp_plugin.tiers.wire import Address
-from dcp_plugin.types import VERSION, Flat
+from dcp_plugin.types import VERSION, EncodedValue, Flat, Shape, ShardedValue
 
 try:
     import fcntl
@@ -375,16 +375,18 @@ class Items:
 
     @classmethod
     def of(cls, plan: RankPlan, state: Flat, spool: Spool) -> Items:
-        names = [slab.name for slab in spool.slabs]
-        slab, offset = np.full(len(plan.items), -1, np.int32), np.zeros(len(plan.items), np.int64)
+        names, items = [slab.name for slab in spool.slabs], plan.items(state)
+        slab, offset = np.full(len(items), -1, np.int32), np.zeros(len(items), np.int64)
         others: dict[int, Any] = {}
-        for number, item in enumerate(plan.items):
-            data: Any = data_of(item, state)
+        for number, (key, held, _, sizes) in enumerate(items):
+            data: Any = held
             place = None
-            if isinstance(data, torch.Tensor):
-                if not _is_plain(data):
-                    data = _Whole(WholeItem.of(data).encode())
-                elif data.numel() and data.is_contiguous() and _is_box(data, item):
+            if isinstance(data, WholeItem):
+                data = _Whole(data.encode())
+            elif isinstance(data, torch.Tensor):
+                if type(data) is not torch.Tensor:  # its class need not be known to the keeper
+                    data = data.as_subclass(torch.Tensor)
+                if data.numel() and data.is_contiguous() and _is_box(data, state[key], sizes):
                     place = spool.place_of(data)
             if place is None:
                 others[number] = data
@@ -392,19 +394,20 @@ class Items:
                 slab[number], offset[number] = place
         return cls(plan.share, plan.inventory, names, slab, offset, others)
 
-    def decoded(self, spool: Spool) -> Iterator[tuple[WriteItem, Any]]:
-        """The items and their bytes, in the keeper. Raises OSError if a host copy is gone."""
+    def decoded(self, spool: Spool) -> Iterator[NewItem]:
+        """The items, in the keeper. Raises OSError if a host copy is gone."""
         slabs = {number: spool.map(self.slabs[number]) for number in set(self.slab.tolist()) - {-1}}
         places = zip(self.slab.tolist(), self.offset.tolist(), strict=True)
         for number, (item, (slab, offset)) in enumerate(zip(items_of(self.share, self.inventory), places, strict=True)):
-            data = self.others.get(number)
+            data: Any = self.others.get(number)
             if slab >= 0:
                 assert item.tensor_data is not None, "values are not in slabs"
                 dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
                 data = slabs[slab][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
             elif isinstance(data, _Whole):
                 data = _EncodedItem(torch.zeros(1), len(data.data), data.data)
-            yield item, data
+            box = (tuple(said.chunk.offsets), tuple(said.chunk.sizes)) if (said := item.tensor_data) else ()
+            yield NewItem(item.index.fqn, data, *box)
 
 
 @dataclass(frozen=True)
@@ -412,14 +415,9 @@ class _Whole:
     data: bytes
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
-
-
-def _is_box(tensor: torch.Tensor, item: WriteItem) -> bool:
-    """Whether a tensor is what its item says."""
-    said = item.tensor_data
-    return said is not None and said.properties.dtype == tensor.dtype and said.chunk.sizes == tensor.shape
+def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: Shape) -> bool:
+    """Whether a tensor is what the plan says of it."""
+    return isinstance(value, ShardedValue) and value.dtype == tensor.dtype and sizes == tuple(tensor.shape)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ does not cover the bytes of values, whose lengths may change from save to save.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -55,7 +54,8 @@ from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
 from dcp_plugin.ranks import Ranks, pack, unpack
-from dcp_plugin.tensors import EXACTLY_TENSORS, narrowed
+from dcp_plugin.storage.write_items import NewItem
+from dcp_plugin.tensors import EXACTLY_TENSORS, WholeItem, is_stored_whole, narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
 
@@ -221,6 +221,33 @@ def narrow(value: ShardedValue, key: str, box: ChunkStorageMetadata) -> torch.Te
     raise CheckpointMismatch(f"{key}: this rank holds no chunk with {tuple(box.sizes)} at {tuple(box.offsets)}")
 
 
+def _new_items(share: Share, state: Flat) -> list[NewItem]:
+    """A rank's share of its state. No object of DCP's is made, which for small tensors would take longer than to write
+    them."""
+    held: list[NewItem] = []
+    for key, value in state.items():
+        if isinstance(value, EncodedValue):
+            held.append(NewItem(key, value.data))
+            continue
+        for offsets, sizes, tensor in value.chunks:
+            if 0 not in sizes or 0 in value.shape:  # as in an inventory
+                held.append(NewItem(key, tensor, offsets, sizes))
+    items = [held[number] for number in share.chunk.tolist()]
+    for at, offsets, sizes in zip(share.part.tolist(), share.offsets.tolist(), share.sizes.tolist(), strict=True):
+        key, data, begin, extent = items[at]
+        box = ChunkStorageMetadata(torch.Size(offsets[: len(extent)]), torch.Size(sizes[: len(extent)]))
+        part = _part_of(LocalChunk(begin, extent, cast(torch.Tensor, data)), box, False)
+        items[at] = NewItem(key, part, tuple(box.offsets), tuple(box.sizes))
+    whole = {key for key, value in state.items() if isinstance(value, ShardedValue) and value.stored_whole}
+    for at, (key, data, *box) in enumerate(items) if whole else ():
+        if key in whole and is_stored_whole(data):
+            try:
+                items[at] = NewItem(key, WholeItem.of(data), *box)
+            except CheckpointMismatch as error:
+                raise CheckpointMismatch(f"{key} is {error}") from error
+    return items
+
+
 def _part_of(chunk: LocalChunk, box: ChunkStorageMetadata, stored_whole: bool) -> torch.Tensor:
     """The part of a chunk that lies in a box. All of it is the chunk itself, since not every class can narrow."""
 
@@ -300,10 +327,13 @@ class RankPlan:
     share: Share
     global_plan: GlobalPlan | None
 
-    @functools.cached_property
-    def items(self) -> list[WriteItem]:
-        """What this rank writes, for DCP's interfaces."""
-        return items_of(self.share, self.inventory)
+    def items(self, state: Flat) -> list[NewItem]:
+        """What this rank writes.
+
+        Args:
+            state: What the inventory is of.
+        """
+        return _new_items(self.share, state)
 
 
 @dataclass(frozen=True)

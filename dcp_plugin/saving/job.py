@@ -35,7 +35,7 @@ from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import plain_metrics
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
-from dcp_plugin.planning.save import PlanExchange, RankPlan, data_of, encode_state, in_table_order
+from dcp_plugin.planning.save import PlanExchange, RankPlan, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.runs import catalog, figures
 from dcp_plugin.runs.figures import SaveFigures
@@ -328,8 +328,8 @@ class SavePipeline:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
         writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
-        began, items = time.monotonic(), [(item, data_of(item, planned.state)) for item in planned.plan.items]
-        written = writer.write(items, planned.directory, planned.frozen)
+        began = time.monotonic()
+        written = writer.write(planned.plan.items(planned.state), planned.directory, planned.frozen)
         return WrittenPart.of(written, Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(

@@ -18,7 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,8 +42,6 @@ from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
-
-_Items = list[tuple[WriteItem, write_items.Data]]
 
 
 @dataclass(frozen=True)
@@ -139,20 +137,18 @@ class PartWriter:
     """What this rank knows of the run's last checkpoint; without it everything is written."""
 
     def write(
-        self, items: Sequence[tuple[WriteItem, Any]], to: RankDirectory, frozen: Collection[str] = ()
+        self, items: Sequence[write_items.NewItem], to: RankDirectory, frozen: Collection[str] = ()
     ) -> WrittenItems:
         """Link what is unchanged and write the rest.
 
         Args:
-            items: What to write, and the tensor or the bytes of each.
             frozen: Keys of tensors that the training does not mean to change.
 
         Raises:
             SaveFailed: The files could not be written.
-            CheckpointMismatch: A tensor has nothing to store.
         """
         self.medium.join(to.directory, self.path)
-        unique, first = _without_duplicates([(item, _storable(item, data)) for item, data in items])
+        unique, first = _without_duplicates(items)
         try:
             places, nbytes, found = self._write(unique, to, frozen)
             self.medium.flush(to.directory)
@@ -162,17 +158,19 @@ class PartWriter:
             places = places.take(np.array(first))
         return WrittenItems(places, nbytes, found)
 
-    def _write(self, items: _Items, to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
+    def _write(
+        self, items: list[write_items.NewItem], to: RankDirectory, frozen: Collection[str]
+    ) -> tuple[Places, int, Findings]:
         reuse, found = self.reuse, NOTHING
         token = to.token if reuse is not None or self.medium.keeps_names else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
         candidates: list[Candidate | None] = []
         if reuse is not None:
-            candidates = [_candidate(item, data, frozen) for item, data in items]
+            candidates = [_candidate(item, frozen) for item in items]
             found = reuse.examine(candidates, into)
         left = [slot for slot in range(len(items)) if slot not in found.linked]
         stable = {position for position, slot in enumerate(left) if slot in found.stable}
-        places = write_items.write([items[slot][1] for slot in left], into, self.path, stable, found.names)
+        places = write_items.write([items[slot].data for slot in left], into, self.path, stable, found.names)
         nbytes = places.nbytes
         if reuse is not None:
             kept = ((candidates[left[at]], places.location(at)) for at in stable)
@@ -183,15 +181,14 @@ class PartWriter:
         return places, nbytes, found
 
 
-def _candidate(item: WriteItem, data: write_items.Data, frozen_keys: Collection[str]) -> Candidate | None:
+def _candidate(item: write_items.NewItem, frozen_keys: Collection[str]) -> Candidate | None:
+    key, data, offsets, sizes = item
     if not isinstance(data, torch.Tensor):
         return None
-    frozen = item.index.fqn in frozen_keys
+    frozen = key in frozen_keys
     if data.nbytes < (1 if frozen else WORTH_LINKING):
         return None
-    assert item.tensor_data is not None
-    box = item.tensor_data.chunk
-    return Candidate(Item(item.index.fqn, tuple(box.offsets), tuple(box.sizes), data.dtype), data, frozen)
+    return Candidate(Item(key, offsets, sizes, data.dtype), data, frozen)
 
 
 @dataclass(frozen=True)
@@ -431,7 +428,7 @@ class ShardedWriter(StorageWriter):
         return [replace(plan, storage_data=RankDirectory(rank, directory)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = [(item, _resolve(planner, item)) for item in plan.items]
+        items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
         written = replace(self._options, path=self.path).write(items, self._destination(plan))
         self.bytes_written = written.nbytes
         done: Future[list[WriteResult]] = Future()
@@ -472,47 +469,49 @@ class ShardedWriter(StorageWriter):
         return is_path(checkpoint_id)
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> Any:
-    """What any planner hands over for an item: a tensor, or the bytes of a value."""
-    data: Any = planner.resolve_data(item)
-    return data.getvalue() if item.type == WriteItemType.BYTE_IO else data
+def _new_item(item: WriteItem, data: Any) -> write_items.NewItem:
+    """What any planner hands over for an item, as it is written.
 
-
-def _storable(item: WriteItem, data: Any) -> write_items.Data:
-    """An item's data as it is written; other planners than ours hand over whatever tensors the state has."""
-    if isinstance(data, bytes):
-        return data
-    data = settled(data)
+    Raises:
+        CheckpointMismatch: A tensor has nothing to store.
+    """
+    key = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO:
+        return write_items.NewItem(key, data.getvalue())
+    assert item.tensor_data is not None, "it is a tensor"
+    box, data = item.tensor_data.chunk, settled(data)
     try:
         if is_stored_whole(data):
-            return WholeItem.of(data)
+            return write_items.NewItem(key, WholeItem.of(data), tuple(box.offsets), tuple(box.sizes))
         if data.requires_grad or type(data) is not torch.Tensor:
             data = data.detach()
         require_memory(data)
     except CheckpointMismatch as error:
-        raise CheckpointMismatch(f"{item.index.fqn} is {error}") from error
-    return cast(torch.Tensor, data)
+        raise CheckpointMismatch(f"{key} is {error}") from error
+    return write_items.NewItem(key, data, tuple(box.offsets), tuple(box.sizes))
 
 
-def _without_duplicates(items: _Items) -> tuple[_Items, list[int]]:
+def _without_duplicates(items: Sequence[write_items.NewItem]) -> tuple[list[write_items.NewItem], list[int]]:
     """The items to write, each once; and the position among these that stands for each of ``items``.
 
     The same are: equal bytes, and the same memory seen the same way.
     """
-    addresses = [data.data_ptr() if isinstance(data, torch.Tensor) else 0 for _, data in items]
+    addresses = [item.data.data_ptr() if isinstance(item.data, torch.Tensor) else 0 for item in items]
     several = {0, *(address for address, count in Counter(addresses).items() if count > 1)}
+    if len(several) == 1 and 0 not in addresses:
+        return list(items), list(range(len(items)))
     position: dict[Any, int] = {}
-    unique: _Items = []
+    unique: list[write_items.NewItem] = []
     first: list[int] = []
-    for each, address in zip(items, addresses, strict=True):
-        item, data = each
+    for item, address in zip(items, addresses, strict=True):
+        data = item.data
         identity: Any = address  # which says it all if no other tensor begins there
         if isinstance(data, bytes):
             identity = data
         elif address in several:
             tensor = data.tensor if isinstance(data, WholeItem) else data
-            identity = memory_of(tensor) if tensor is not data or tensor.numel() else item.index
+            identity = memory_of(tensor) if tensor is not data or tensor.numel() else (item.key, item.offsets)
         first.append(position.setdefault(identity, len(unique)))
         if first[-1] == len(unique):
-            unique.append(each)
+            unique.append(item)
     return unique, first
