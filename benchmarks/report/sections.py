@@ -31,7 +31,9 @@ SECTIONS = {
         ),
     ),
     "reshard": Section("Loading onto another layout", ("reshard",)),
-    "hsdp": Section("Replicas: who writes, and reading once", ("hsdp --mib 128 --ranks 4",)),
+    "hsdp": Section(
+        "Replicas: who writes, and reading once", ("hsdp --mib 128 --ranks 4 --media disk mount --rates 400",)
+    ),
     "async_save": Section(
         "In the background",
         (
