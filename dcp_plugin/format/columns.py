@@ -229,8 +229,10 @@ class Places:
     def take(self, order: Column) -> Places:
         """The items with these numbers, in this order."""
         blocks = self.blocks[order]
-        starts = (np.cumsum(self.blocks) - self.blocks)[order]
-        crcs = self.block_crc[ranges(starts, blocks)]
+        if len(self.blocks) and (self.blocks == self.blocks[0]).all():
+            crcs = self.block_crc.reshape(len(self.blocks), -1)[order].reshape(-1)
+        else:
+            crcs = self.block_crc[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]
         columns = (self.file[order], self.place[order], self.frame_crc[order], blocks, crcs, self.hash[order])
         return Places(self.files, *columns)
 
@@ -258,8 +260,8 @@ def ragged(filled: Sequence[Column], widths: Column) -> Column:
 def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count: int) -> Column:
     """For each of ``count`` tensors, whether its boxes cover every element exactly once.
 
-    Box ``i`` belongs to tensor ``of[i]``; ``starts``, ``sizes`` and (per tensor) ``shape`` have one number per
-    dimension, the boxes lie inside the shape.
+    Box ``i`` belongs to tensor ``of[i]``, and these numbers do not fall; ``starts``, ``sizes`` and (per tensor)
+    ``shape`` have one number per dimension, the boxes lie inside the shape.
 
     No box is compared with another. Give every coordinate of every dimension a random number, and every element the
     product of its coordinates' numbers: then the sum over a box is a product of differences of running sums, and the
@@ -272,9 +274,14 @@ def partitioned(starts: Column, sizes: Column, shape: Column, of: Column, count:
     for dim in range(shape.shape[1]):
         over_boxes *= _mix(starts[:, dim] + sizes[:, dim], seeds[dim]) - _mix(starts[:, dim], seeds[dim])
         over_tensor *= _mix(shape[:, dim], seeds[dim]) - _mix(np.zeros(count, np.int64), seeds[dim])
-    total = np.zeros(count, np.uint64)
-    np.add.at(total, of, over_boxes)
-    return total == over_tensor  # type: ignore[no-any-return]
+    return totals(over_boxes, of, count) == over_tensor  # type: ignore[no-any-return]
+
+
+def totals(values: Column, of: Column, count: int) -> Column:
+    """The sum of the values of each of ``count`` things. Value ``i`` is of number ``of[i]``, and these do not fall."""
+    running = np.concatenate((np.zeros(1, values.dtype), np.cumsum(values)))
+    edges = np.searchsorted(of, np.arange(count + 1))
+    return np.asarray(running[edges[1:]] - running[edges[:-1]])
 
 
 def _mix(coordinate: Column, seed: np.uint64) -> Column:

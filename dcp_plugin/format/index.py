@@ -33,6 +33,7 @@ from dcp_plugin.format.columns import (
     order_of,
     partitioned,
     ranges,
+    totals,
 )
 from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
 from dcp_plugin.types import KeyPath, Shape
@@ -383,8 +384,7 @@ def _check_boxes(table: KeyColumns, place: Column, where: str) -> None:
                 f"{where}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
             )
         volumes = sizes.prod(axis=1)
-        total = np.zeros(len(slots), np.int64)
-        np.add.at(total, of, volumes)
+        total = totals(volumes, of, len(slots))
         wrong = (total != shape.prod(axis=1)) | ~partitioned(offsets, sizes, shape, of, len(slots))
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(

@@ -14,6 +14,7 @@ We read neither ourselves.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -100,7 +101,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     files = np.array([memo.number(name, _text) for name in index.file_names], np.uint32)
     stored = _StoredTensors(memo, table)
     is_value = table.columns["dtype"] == NO_TENSOR
-    state: list[bytes] = [b""] * len(table.keys)
+    state: list[tuple[bytes | memoryview, ...]] = [()] * len(table.keys)
     storage: list[memoryview] = []
     for slots, chunks, boxes in table.by_ndim():
         counts = np.diff(table.chunk_starts)[slots]
@@ -112,7 +113,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
             before, behind = stored.around_chunks(slot)
             reference = key_of[4 * number : 4 * number + 4]
             chunks_of_key = listed[start:end] if behind else b""  # a value has none
-            state[slot] = b"".join((b"j", reference, before, chunks_of_key, behind))
+            state[slot] = (b"j", reference, before, chunks_of_key, behind)
         where: dict[str, _Fields] = {
             "relative_path": [files[index.columns["file"][chunks]]],
             "offset": [index.columns["place"][chunks, 0]],
@@ -129,7 +130,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
     planner_data = index.planner_data[0] if index.planner_data else paths
     content = memo.instance(
         Metadata,
-        state_dict_metadata=[b"}(", *state, b"u"],
+        state_dict_metadata=[b"}(", *itertools.chain.from_iterable(state), b"u"],
         planner_data=[_plain(planner_data)],
         storage_data=[b"}(", *storage, b"u"],
         storage_meta=[_plain(storage_meta)],
@@ -213,6 +214,10 @@ class _Memo:
         return [self.get(torch.Size), b"(", *rows.T, b"t\x85R"]
 
 
+_ROWS_IN_CACHE = 1 << 12
+"""So many records are filled at a time, each of them with all its numbers: they are in the processor's cache then."""
+
+
 def _rows(count: int, record: _Fields) -> Column:
     """The record ``count`` times, with the numbers of its columns filled in; a row of bytes each."""
     template, numbers = b"", []
@@ -228,10 +233,15 @@ def _rows(count: int, record: _Fields) -> Column:
         numbers.append((len(template), dtype, piece))
         template += bytes(np.dtype(dtype).itemsize)
     rows = np.empty((count, len(template)), np.uint8)
-    rows[:] = np.frombuffer(template, np.uint8)
-    for offset, dtype, piece in numbers:
-        field = np.dtype({"names": ["at"], "formats": [dtype], "offsets": [offset], "itemsize": len(template)})
-        rows.view(field)["at"][:, 0] = piece
+    fields = [
+        (rows.view(np.dtype({"names": ["at"], "formats": [dtype], "offsets": [at], "itemsize": len(template)})), piece)
+        for at, dtype, piece in numbers
+    ]
+    for start in range(0, count, _ROWS_IN_CACHE):
+        some = slice(start, start + _ROWS_IN_CACHE)
+        rows[some] = np.frombuffer(template, np.uint8)
+        for field, piece in fields:
+            field["at"][some, 0] = piece[some]
     return rows
 
 

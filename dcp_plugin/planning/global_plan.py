@@ -13,7 +13,17 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, flat_start, order_of, partitioned, ragged, ranges
+from dcp_plugin.format.columns import (
+    NO_TENSOR,
+    Column,
+    KeyColumns,
+    flat_start,
+    order_of,
+    partitioned,
+    ragged,
+    ranges,
+    totals,
+)
 from dcp_plugin.format.payload import MAX_PAYLOAD
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import Description, LocalInventory
@@ -219,8 +229,7 @@ class _Rows:
         """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
         count = len(keys.numbers)
         first = np.flatnonzero(self.new)
-        volumes = np.zeros(count, np.int64)
-        np.add.at(volumes, self.key[first], self.sizes[first].prod(axis=1))
+        volumes = totals(self.sizes[first].prod(axis=1), self.key[first], count)
         same = (self.sizes == self.sizes[first][np.cumsum(self.new) - 1]).all(axis=1)
         wrong = np.bincount(self.key[~same], minlength=count) > 0
         wrong |= volumes != keys.shape.prod(axis=1)

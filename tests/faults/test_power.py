@@ -14,7 +14,7 @@ from tests.faults.victims import Victims
 
 @pytest.mark.parametrize("scene", ["overwrite with files of the user", "prune"])
 def test_a_loss_of_power_leaves_the_old_or_the_new_checkpoint(victims: Victims, scene: str) -> None:
-    found = list(after_power_loss(victims, scene, every=14))
+    found = list(after_power_loss(victims, scene, every=10))
     assert len(found) >= 8
     assert [one for one in found if one is not None] == []
 
