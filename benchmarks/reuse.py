@@ -198,18 +198,21 @@ def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
     first.close()
     said = Written()
     unsubscribe = events.subscribe(said.note)
-    saving = dcp.Checkpointer(io_threads=IO_THREADS)
+    saving: list[dcp.Checkpointer] = []
 
     def before(peer: Peer) -> None:
         remove(saved)
-        if peer.name == OURS:
-            saving.load(state, loaded)
+        if peer.name == OURS:  # as a new process: it has seen none of these files
+            for old in saving:
+                old.close()
+            saving[:] = [dcp.Checkpointer(io_threads=IO_THREADS)]
+            saving[0].load(state, loaded)
         if cold:
             forget(loaded)
 
     def run(peer: Peer) -> None:
         if peer.name == OURS:
-            saving.save(state, saved)
+            saving[0].save(state, saved)
             assert said.bytes < WORTH_LINKING, "nothing was to be written: the figures would mean nothing"
         else:
             read_once(loaded)
@@ -219,7 +222,8 @@ def resumed(mib: int, repeats: int, root: Path, cold: bool) -> Samples:
 
     samples = interleaved([Peer(name, nothing, nothing) for name in (OURS, READ)], repeats, before, run)
     unsubscribe()
-    saving.close()
+    for one in saving:
+        one.close()
     return samples
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from torch.utils.serialization import config as serialization
 
 import dcp_plugin as dcp
 from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.storage.fetch import MOST_WASTE, covering, runs_of
+from dcp_plugin.media import stretches
+from dcp_plugin.storage.batches import batches_of
+from dcp_plugin.storage.fetch import MOST_WASTE, covering, of_box, runs_of
+from dcp_plugin.storage.read_items import _taken
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
 
@@ -312,3 +317,24 @@ def test_a_lost_file_leaves_the_target_as_it_was(tmp_path: Path, damage: str) ->
     with pytest.raises(dcp.CheckpointCorrupt, match=rf"{file.name} is (truncated|missing)"):
         dcp.load(target, tmp_path / "ck")
     assert all(bool((value == 7).all()) for value in target.values())
+
+
+def test_each_thread_reads_neighbours_and_everything_is_read_once(tmp_path: Path) -> None:
+    state = {f"t{number}": torch.full((1 + 37 * number % 11, 300_000), float(number)) for number in range(20)}
+    dcp.save(state, tmp_path / "ck", io_threads=3)
+    with dcp.ShardedReader(tmp_path / "ck") as reader:
+        chunks = [(key, reader.index[key].chunks[0]) for key in state]
+        fetches = [
+            one
+            for key, chunk in chunks
+            for one in of_box(key, chunk, torch.float32, ((0, 0), chunk.sizes), torch.empty(chunk.sizes), None)
+        ]
+        batches = sorted(batches_of(fetches, reader.opened.files), key=lambda one: (one.file, one.begin))
+    work = [deque(batches[at] for at in one) for one in stretches([one.nbytes for one in batches], 3)]
+    assert [one for stretch in work for one in stretch] == batches
+    sizes = [sum(one.nbytes for one in stretch) for stretch in work]
+    assert max(sizes) - min(sizes) <= 2 * max(one.nbytes for one in batches)
+    taken = [_taken(work, number) for number in range(3)]
+    done = [one for round_of in itertools.zip_longest(taken[0], taken[1]) for one in round_of if one is not None]
+    assert list(taken[2]) == []  # who was done has taken what it had, from its end
+    assert sorted(map(id, done)) == sorted(map(id, batches))

@@ -47,7 +47,7 @@ SECTIONS = {
         "Plans and tables of contents",
         ("plan --ranks 1024 --mesh fsdp", "plan --ranks 16384 --tensors 1000 --mesh fsdp --repeats 2"),
     ),
-    "reuse": Section("Not writing what has not changed", ("reuse --mib 256 --ranks 1 --where outputs",)),
+    "reuse": Section("Not writing what has not changed", ("reuse --mib 512 --ranks 1 --where outputs",)),
     "recovery": Section(
         "Coming back after a kill",
         (

@@ -132,6 +132,25 @@ def first_bytes(memory: Sequence[memoryview], most: int) -> list[memoryview]:
     return pieces
 
 
+def stretches(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The positions of things that lie one after the other, cut into ``count`` stretches of about the same size.
+
+    Each thread reads a stretch: the system reads ahead of who goes on where it has stopped, and not of threads that
+    take turns in one file.
+
+    Example:
+        >>> stretches([3, 1, 1, 1], 2)
+        [[0], [1, 2, 3]]
+    """
+    total = max(1, sum(sizes))
+    cut: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for position, size in enumerate(sizes):
+        cut[min(count - 1, (before + size // 2) * count // total)].append(position)
+        before += size
+    return cut
+
+
 def scatter(chunks: Iterable[Any], memory: Sequence[memoryview]) -> int:
     """Copy chunks of bytes to the pieces of memory in turn; how many bytes."""
     done = 0

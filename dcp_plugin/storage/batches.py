@@ -50,6 +50,8 @@ class Batch(ABC):
     file: str
     begin: int
     """Where it starts in the file."""
+    nbytes: int
+    """From there to its end."""
     key: str
     """The first key that is read, for messages."""
 
@@ -71,6 +73,7 @@ class BatchOfFetches(Batch):
         self._fetches = fetches
         self._piece = _IN_CACHE if in_cache and first.block is not None else sys.maxsize
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
+        self.nbytes = fetches[-1].end - self.begin
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         fetches = self._fetches
@@ -101,6 +104,7 @@ class BatchOfRuns(Batch):
     def __init__(self, fetch: RunsIntoMemory) -> None:
         self._fetch = fetch
         self.file, self.begin, self.key = fetch.location.file, fetch.begin, fetch.key
+        self.nbytes = fetch.end - fetch.begin
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         fetch, run, read_into = self._fetch, self._fetch.run, file.read_into
@@ -134,6 +138,7 @@ class BatchOfChunks(Batch):
 
     def __post_init__(self) -> None:
         self.begin, self.key = self.begins[0], self.chunks[0].key
+        self.nbytes = self.begins[-1] + self.chunks[-1].target.nbytes - self.begin
 
     def read(self, file: RangedFile, rings: Rings, count: Count) -> None:
         views = [memory_view(chunk.target) for chunk in self.chunks]

@@ -6,6 +6,7 @@ target are checked there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,7 @@ from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.format.payload import RunningCrc, block_size, frame_if_possible
 from dcp_plugin.host_memory import BLOCK, Rings
-from dcp_plugin.media import Readable
+from dcp_plugin.media import Readable, stretches
 from dcp_plugin.storage.batches import Batch, Count
 from dcp_plugin.storage.open import gone_or_damaged
 
@@ -36,21 +37,32 @@ def read(files: Readable, batches: Iterable[Batch], io_threads: int) -> Count:
         CheckpointUnreadable: The same, if the file system failed.
     """
     in_order = sorted(batches, key=lambda batch: (batch.file, batch.begin))
-    work = iter(in_order)
+    threads = max(1, min(max(io_threads, files.streams), len(in_order)))
+    work = [deque(in_order[at] for at in one) for one in stretches([batch.nbytes for batch in in_order], threads)]
 
-    def read_some() -> Count:
+    def read_some(first: int) -> Count:
         try:
-            return _read_batches(files, work)
+            return _read_batches(files, _taken(work, first))
         except BaseException:
-            list(work)  # leaves nothing to read for the other threads
+            for left in work:
+                left.clear()  # leaves nothing to read for the other threads
             raise
 
-    threads = min(max(io_threads, files.streams), len(in_order))
-    if threads <= 1:
-        return read_some()
+    if threads == 1:
+        return read_some(0)
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-read") as pool:
-        counts = [job.result() for job in [pool.submit(read_some) for _ in range(threads)]]
+        counts = [job.result() for job in [pool.submit(read_some, first) for first in range(threads)]]
     return Count(sum(count.read for count in counts), sum(count.unchecked for count in counts))
+
+
+def _taken(work: list[deque[Batch]], number: int) -> Iterator[Batch]:
+    """What a thread does: its stretch from the front, and then the ends of the longest that are left."""
+    with suppress(IndexError):
+        while True:
+            yield work[number].popleft()
+    with suppress(IndexError):
+        while True:
+            yield max(work, key=len).pop()
 
 
 def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:

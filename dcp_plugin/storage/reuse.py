@@ -27,7 +27,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ from dcp_plugin.format.payload import (
     sample_of,
 )
 from dcp_plugin.host_memory import finish_device_work
-from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile
+from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.write_items import Destination, free_name
@@ -58,7 +57,7 @@ WORTH_LINKING = 64 << 10
 """Bytes of a rank's stable items below which they are written with the rest; and of an item that is not frozen, to look
 at it at all."""
 
-_PIECE = 256 << 10
+_PIECE = 1 << 20
 """Bytes that are read at once to verify a file: checksum and hash find them in the processor's cache."""
 
 _MOST_DEAD = 1 / 8  # of the bytes of a linked file: space on the disk that no item uses
@@ -286,26 +285,27 @@ def _verified(
 ) -> tuple[Linkable, dict[int, Location]]:
     """The file with its identity, and where its items are, with checksums of the bytes that are there.
 
-    All of a frozen backbone is read by the first save after a resume, so each thread reads and hashes items of its own,
-    the largest first.
+    All of a frozen backbone is read by the first save after a resume, so each thread reads and hashes neighbours, for
+    which the system reads ahead.
 
     Raises:
         CannotLink: It has other bytes.
     """
-    memories: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(min(threads, len(locations))):
-        memories.put(memoryview(bytearray(_PIECE)))
 
-    def verified(slot: int) -> Location:
-        memory = memories.get()
-        try:
-            return _verified_item(there, item_at[slot], locations[slot], memory)
-        finally:
-            memories.put(memory)
+    in_order = sorted(locations, key=lambda slot: locations[slot].offset)
 
-    largest_first = sorted(locations, key=lambda slot: locations[slot].length, reverse=True)
-    with file.opened() as (there, known), ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
-        return known, dict(zip(largest_first, pool.map(verified, largest_first), strict=True))
+    def verified(some: Sequence[int]) -> tuple[Linkable, dict[int, Location]]:
+        memory, slots = memoryview(bytearray(_PIECE)), [in_order[at] for at in some]
+        with file.opened() as (there, known):
+            return known, {slot: _verified_item(there, item_at[slot], locations[slot], memory) for slot in slots}
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
+        work = stretches([locations[slot].length for slot in in_order], threads)
+        found = list(pool.map(verified, filter(None, work)))
+    (known, _), *others = found
+    if any(other != known for other, _ in others):
+        raise CannotLink("another file has taken its name just now")
+    return known, {slot: location for _, some in found for slot, location in some.items()}
 
 
 def _verified_item(file: RangedFile, item: Item, at: Location, memory: memoryview) -> Location:

@@ -30,7 +30,7 @@ from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.format.columns import Places, hashes_of
 from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, RunningHash, block_size, frame, padded
 from dcp_plugin.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
-from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile
+from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.tensors import WholeItem
 from dcp_plugin.types import Shape
@@ -166,12 +166,7 @@ def _runs(lengths: list[int], threads: int) -> list[list[int]]:
     if total < _WORTH_A_FILE or not lengths:
         return [list(range(len(lengths)))] if lengths else []
     count = min(max(threads, total // _STABLE_FILE), _MOST_STABLE_FILES)
-    files: list[list[int]] = [[] for _ in range(count)]
-    before = 0
-    for slot, length in enumerate(lengths):
-        files[min(count - 1, (before + length // 2) * count // total)].append(slot)
-        before += length
-    return [file for file in files if file]
+    return [file for file in stretches(lengths, count) if file]
 
 
 def _buckets(lengths: list[int], count: int) -> list[list[int]]:
