@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
-from benchmarks._harness import Report
+from benchmarks._harness import Report, shuffled
 
 Case = TypeVar("Case")
 Figures = dict[str, dict[str, list[float]]]
@@ -19,10 +19,9 @@ def no_figures() -> Figures:
 
 
 def in_turn(cases: list[Case], repeats: int, run: Callable[[int, Case], None]) -> None:
-    """``run(repetition, case)`` of all cases, in an order that rotates."""
+    """``run(repetition, case)`` of all cases, in another order for each repetition."""
     for repetition in range(repeats):
-        shift = repetition % len(cases)
-        for case in cases[shift:] + cases[:shift]:
+        for case in shuffled(cases, repetition):
             run(repetition, case)
 
 

@@ -1,7 +1,7 @@
 """Runs peers against each other: on real ranks, interleaved, each result checked byte for byte before it counts.
 
-The cases of a repetition are run one after another, and the order rotates, so whatever else the machine does hits all
-of them alike. The first repetition warms up and is thrown away. A rank's time is that of its call, between barriers;
+The cases of a repetition are run one after another, in an order of its own (:func:`shuffled`), so whatever else the
+machine does hits all of them alike. The first repetition warms up and is thrown away. A rank's time is that of its call, between barriers;
 the case's is that of its slowest rank. CPU seconds are those of all threads of all ranks.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,9 @@ _ROW = COLUMNS * 4
 CONTEXT = mp.get_context("forkserver")
 """Ranks are forked from a process that has imported torch, or most of a short run would be imports."""
 CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "dcp_plugin.api"])
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,7 @@ def interleaved(
     """Time ``run`` of all peers in turn; ``before`` is not timed, and neither is the first repetition."""
     samples: Samples = {peer.name: [] for peer in peers}
     for repetition in range(repeats + 1):
-        shift = repetition % len(peers)
-        for peer in peers[shift:] + peers[:shift]:
+        for peer in shuffled(peers, repetition):
             before(peer)
             barrier()
             sample = _sample(lambda peer=peer: run(peer))  # type: ignore[misc]
@@ -132,6 +135,15 @@ def interleaved(
                 samples[peer.name].append(sample)
             barrier()
     return samples
+
+
+def shuffled(cases: list[T], repetition: int) -> list[T]:
+    """The order of one repetition, the same on all ranks and in every run.
+
+    If the order only rotated, a case would always come after the same other one. What that leaves behind counts: a
+    virtual machine gives freed memory back to its host, and who takes it again pays for that with CPU time.
+    """
+    return random.Random(repetition).sample(cases, len(cases))
 
 
 def _sample(run: Callable[[], None]) -> Sample:

@@ -31,7 +31,7 @@ from torch import nn
 
 from benchmarks import _machine, _options
 from benchmarks._background import Saver, Training, all_savers
-from benchmarks._harness import remove
+from benchmarks._harness import remove, shuffled
 from benchmarks._options import parser, scratch
 from benchmarks._peer import OURS
 
@@ -103,8 +103,7 @@ def _measure(savers: list[Saver], training: Training, step: float, repeats: int,
     counts: dict[str, int] = {}
     began = time.monotonic()
     for repetition in range(repeats + 1):
-        shift = repetition % len(savers)
-        for saver in savers[shift:] + savers[:shift]:
+        for saver in shuffled(savers, repetition):
             _step(training)
             alone = _alone(saver, root / "alone")
             remove(root / "alone")
