@@ -1,8 +1,8 @@
 """Runs peers against each other: on real ranks, interleaved, each result checked byte for byte before it counts.
 
 The cases of a repetition are run one after another, in an order of its own (:func:`shuffled`), so whatever else the
-machine does hits all of them alike. The first repetition warms up and is thrown away. A rank's time is that of its call, between barriers;
-the case's is that of its slowest rank. CPU seconds are those of all threads of all ranks.
+machine does hits all of them alike. The first repetition warms up and is thrown away. A rank's time is that of its
+call, between barriers; the case's is that of its slowest rank. CPU seconds are those of all threads of all ranks.
 """
 
 from __future__ import annotations
