@@ -243,7 +243,7 @@ class Report:
     def __init__(self, name: str, options: Any) -> None:
         self._name = name
         self._out: Path = options.json or Path("outputs") / f"benchmark-{name}.json"
-        self._load = _machine.load_average()
+        self._load = _machine.busy_cores()
         self._said = {
             "benchmark": name,
             "options": {key: str(value) for key, value in vars(options).items()},
@@ -290,8 +290,8 @@ class Report:
         self._tables.append(row)
 
     def close(self) -> None:
-        after = _machine.load_average()
-        print(f"\nload average {self._load:.2f} before, {after:.2f} after; written to {self._out}")
+        after = _machine.busy_cores()
+        print(f"\n{self._load:.1f} cores busy before, {after:.1f} after; written to {self._out}")
         self._out.parent.mkdir(parents=True, exist_ok=True)
         said = {**self._said, "load_after": after, "tables": self._tables}
         self._out.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "numpy", "isal", "safetensors", "torch_checkpointing", "dlrover", "nvidia-resiliency-ext")
 _BUSY = 0.5
-"""Runnable processes per core, beside our own, from which on a figure is not to be trusted."""
+"""Of all cores, how many others may keep busy for a figure to be trusted."""
 
 
 def describe() -> dict[str, Any]:
@@ -34,8 +35,20 @@ def file_system_of(path: Path) -> str:
     return f"{kind} on {device}"
 
 
-def load_average() -> float:
-    return os.getloadavg()[0]
+def busy_cores() -> float:
+    """How many cores are busy while this process waits for a second.
+
+    A load average would count the benchmark that has just ended too.
+    """
+    before = _busy_seconds()
+    time.sleep(1.0)
+    return _busy_seconds() - before
+
+
+def _busy_seconds() -> float:
+    """Seconds of all cores together, since the machine was started."""
+    user, nice, system, _idle, _waiting, *more = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
 
 
 def busy(before: float) -> str:
@@ -43,7 +56,7 @@ def busy(before: float) -> str:
     cores = os.cpu_count() or 1
     if before <= _BUSY * cores:
         return ""
-    return f"THE MACHINE WAS BUSY (load {before:.1f} on {cores} cores): trust ratios only, and those with care."
+    return f"THE MACHINE WAS BUSY ({before:.1f} of {cores} cores): trust ratios only, and those with care."
 
 
 def _version(name: str) -> str:

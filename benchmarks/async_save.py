@@ -181,7 +181,7 @@ def main() -> None:
     for _ in range(3):
         _step(training)
     step = (time.perf_counter() - began) / 3
-    load = _machine.load_average()
+    load = _machine.busy_cores()
     for line in (*(f"{key}: {value}" for key, value in _machine.describe().items()), _machine.busy(load)):
         print(line) if line else None
     size = sum(tensor.nbytes for tensor in training.tensors()) / 2**20
@@ -205,7 +205,7 @@ def main() -> None:
             saver.close()
     out: Path = options.json or Path("outputs/benchmark-async_save.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    said = {"machine": _machine.describe(), "load_before": load, "load_after": _machine.load_average()}
+    said = {"machine": _machine.describe(), "load_before": load, "load_after": _machine.busy_cores()}
     said |= {"mib": size, "step": step, "threads": options.threads, "figures": figures, "growth_mib": growth}
     out.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")
     dist.destroy_process_group()

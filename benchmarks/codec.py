@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, default=Path("outputs/benchmark-codec.json"))
     options = parser.parse_args()
-    load = _machine.load_average()
+    load = _machine.busy_cores()
     print(_machine.busy(load))
     rows = []
     for name in options.dtypes:

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_plugin as dcp
-from benchmarks import _buckets
+from benchmarks import _buckets, _machine
 from benchmarks._harness import CONTEXT, free_port, meet
 from benchmarks._options import scratch
 from benchmarks._slow_mount import mounted
@@ -254,8 +254,8 @@ def main() -> None:
     parser.add_argument("--where", type=Path, default=Path("outputs"), help="where the checkpoint is written")
     parser.add_argument("--json", type=Path, default=Path("outputs/benchmark-hsdp.json"))
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    print(f"load {load:.1f} on {os.cpu_count()} cores")
+    load = _machine.busy_cores()
+    print(f"{load:.1f} of {os.cpu_count()} cores busy before")
     rows = [balance(replicas) for replicas in options.replicas]
     print(*map(_line, rows), sep="\n")
     for world in options.ranks:

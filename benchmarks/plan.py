@@ -454,9 +454,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("outputs/benchmark-plan.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    busy = " THE MACHINE WAS BUSY: trust ratios only" if load > os.cpu_count() else ""
-    print(f"CPU seconds of rank 0; load {load:.1f} on {os.cpu_count()} cores.{busy}")
+    load = _machine.busy_cores()
+    print(f"CPU seconds of rank 0. {_machine.busy(load)}")
     rows = []
     for ranks in options.ranks:
         for tensors in options.tensors:

@@ -56,9 +56,9 @@ def _run(name: str, smallest: bool, more: list[str], folder: Path) -> list[dict[
         benchmark, *options = shlex.split(command)
         options += [*(importlib.import_module(f"benchmarks.{benchmark}").SMALLEST if smallest else []), *more]
         print(f"\n== {name}: {shlex.join([benchmark, *options])}", flush=True)
-        before = _machine.load_average()
+        before = _machine.busy_cores()
         subprocess.run([sys.executable, "-m", "benchmarks", benchmark, *options, "--json", file], check=True)
-        runs.append(taken(shlex.join([benchmark, *options]), file, (before, _machine.load_average())))
+        runs.append(taken(shlex.join([benchmark, *options]), file, (before, _machine.busy_cores())))
     return runs
 
 

@@ -98,7 +98,7 @@ def section(results: Results, name: str) -> str:
     runs = results.get(name, {}).get("runs", [])
     several = len({_machine(machine) for machine in _machines(results)}) > 1
     for run in runs:
-        load = f"load average {run['load_before']:.1f} before and {run['load_after']:.1f} after"
+        load = f"{run['load_before']:.1f} cores busy with other work before and {run['load_after']:.1f} after"
         warning = busy(run["load_before"])
         where = f" On {_machine(run['machine'])}." if several else ""
         parts.append(
