@@ -109,10 +109,10 @@ def _bucket(source: Path, root: Path, repeats: int) -> dict[str, Samples]:
     there, target = _buckets.url(Path("ours")), root / "back"
     up: Ways = {OURS: lambda: _ours(source, there), _RAW: lambda: _put(source)}
     down: Ways = {OURS: lambda: _ours(there, target), _RAW: lambda: _get(target)}
-    return {
-        "up": _measure(up, repeats, lambda: _buckets.remove(Path("ours"))),
-        "down": _measure(down, repeats, lambda: remove(target)),
-    }
+    samples = {"up": _measure(up, repeats, lambda: _buckets.remove(Path("ours")))}
+    _buckets.remove(Path("ours"))
+    _ours(source, there)
+    return samples | {"down": _measure(down, repeats, lambda: remove(target))}
 
 
 def _measure_all(report: Report, options: argparse.Namespace, where: Path, root: Path) -> None:
