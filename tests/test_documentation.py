@@ -6,6 +6,8 @@ import ast
 import doctest
 import importlib
 import re
+import shutil
+import uuid
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -102,10 +104,15 @@ def test_every_block_of_code_is_run_by_a_test() -> None:
 @pytest.mark.parametrize("heading", SCRIPTS)
 def test_the_code_runs_as_it_stands_and_once_more_to_restart(tmp_path: Path, heading: str) -> None:
     code = f"{MODEL}{SCRIPTS[heading]}\n{_code()[heading]}\n"
-    (tmp_path / "script.py").write_text(code)
+    # Its folder of the node is one that no other run of the tests has, or has left.
+    in_memory = Path(f"/dev/shm/{uuid.uuid4().hex}")
+    (tmp_path / "script.py").write_text(code.replace("/dev/shm/my-run", str(in_memory)))
     both = f"import runpy; runpy.run_path('script.py'); globals().update(runpy.run_path('script.py')); {CHECKED}"
     frameworks = LIGHTNING if heading in ("Lightning: one argument", "Fabric: one line") else TORCH
-    ran = programs.run("-c", both, RESTARTED[heading], imported=frameworks, cwd=tmp_path)
+    try:
+        ran = programs.run("-c", both, RESTARTED[heading], imported=frameworks, cwd=tmp_path)
+    finally:
+        shutil.rmtree(in_memory, ignore_errors=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
