@@ -29,7 +29,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
 from dcp_plugin._torch_modules import is_of_torch, own_buffers, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.module import flat_parameter_names
-from dcp_plugin.state.names import CleanNames, is_ddp, named_modules, parameters_by_name
+from dcp_plugin.state.names import CleanNames, ddp_names, is_ddp, named_modules, parameters_by_name
 from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import ShardedValue
 
@@ -80,7 +80,7 @@ def mark_slots(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
 
 
 def _replicated(module: nn.Module) -> dict[str, torch.Size]:
-    if not any(is_ddp(child) for _, child in named_modules(module)):
+    if not ddp_names(module):
         return {}
     clean = CleanNames(module)
     inside = {

@@ -41,7 +41,7 @@ class CleanNames:
     """Maps the names that a wrapped module gives to its parameters and state to clean ones."""
 
     def __init__(self, module: nn.Module) -> None:
-        wrapped = _ddp_names(module)
+        wrapped = ddp_names(module)
         # Outermost first: the prefix of an inner one is clean only after the outer one's segment is gone.
         self._ddp_prefixes: list[str] = []
         for name in sorted(wrapped, key=len):
@@ -61,7 +61,7 @@ def is_ddp(module: nn.Module) -> bool:
     return DistributedDataParallel in type(module).__mro__
 
 
-def _ddp_names(module: nn.Module) -> list[str]:
+def ddp_names(module: nn.Module) -> list[str]:
     """The names of the DDP instances in a module."""
     return _once("DDP", module, lambda: [name for name, child in named_modules(module) if is_ddp(child)])
 
