@@ -33,11 +33,11 @@ from tests.slowness import Gate, slow_writes
 
 @on_ranks(2)
 def test_each_background_save_equals_the_state_at_its_call(place: Where) -> None:
-    gate = threading.Event()
+    gates = {str(step): threading.Event() for step in range(1, 4)}
 
     def slow(event: events.Event) -> None:
         if isinstance(event, events.BytesWritten):
-            assert gate.wait(30)
+            assert gates[event.path.name].wait(30)
 
     unsubscribe = events.subscribe(slow)
     ours = dcp.Checkpointer(async_save=True)
@@ -46,12 +46,11 @@ def test_each_background_save_equals_the_state_at_its_call(place: Where) -> None
     for step in range(1, 4):
         train(model, optimizer, 1, seed=step)
         expected.append(whole_state(model, optimizer))
-        gate.clear()
         handle = ours.save({"model": model, "optim": optimizer, "extra": {"step": step}}, place / str(step), step)
         assert handle.staged() and not handle.done()
         train(model, optimizer, 2, seed=step)  # collectives of the trainer, while the save is held back
         assert medium_of(place).uncommitted_reason(place / str(step))
-        gate.set()
+        gates[str(step)].set()
     ours.close()
     unsubscribe()
     for step, state in enumerate(expected, 1):
