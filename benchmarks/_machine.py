@@ -11,7 +11,7 @@ from typing import Any
 
 PACKAGES = ("torch", "numpy", "isal", "safetensors", "torch_checkpointing", "dlrover", "nvidia-resiliency-ext")
 _BUSY = 0.5
-"""Of all cores, how many others may keep busy for a figure to be trusted."""
+"""The share of all cores that other work may keep busy; above it, a figure is not to be trusted."""
 
 
 def describe() -> dict[str, Any]:

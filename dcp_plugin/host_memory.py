@@ -20,7 +20,12 @@ import torch
 
 from dcp_plugin.errors import CheckpointMismatch
 
-PIECE = 512 << 10  # fits the processor's cache, so that checksum and copy read the bytes from memory once
+READ_PIECE = 1 << 20
+"""Bytes that are read and then checked, at most: fewer than the processor's cache holds, since 8 MiB that are checked
+after all were read come from memory once more. A multiple of any block of checksums."""
+PIECE = 512 << 10
+"""Bytes that are checked and then written, for the same reason. The page cache keeps them together, so they are read
+faster than smaller ones; larger ones are written back later, which a save waits for."""
 BLOCK = 4 << 20
 _BLOCKS = 3  # one that is being worked on, two on their way
 

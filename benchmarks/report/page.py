@@ -16,7 +16,7 @@ BEGIN, END = "<!-- speed: made by `make bench-report` -->", "<!-- end of speed -
 _INTRODUCTION = """\
 Made by `make bench-report` out of `benchmarks/results.json` and `benchmarks/notes/`: change those, not this page.
 Figures are medians, in brackets the least and the most of the repetitions; peers ran in turn, each time in another
-order, and everything was compared byte for byte. Each section says when it was measured, and how busy it was."""
+order, and everything was compared byte for byte. Each section says when it was measured, and what else was running."""
 _LEGEND = """\
 *Peer ÷ ours*: below 1 we are slower than the best of the others. *Within the spread*: the repetitions of both overlap.
 The ceiling is the same bytes by plain system calls, or what the section names."""

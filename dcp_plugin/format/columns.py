@@ -229,7 +229,7 @@ class Places:
     def take(self, order: Column) -> Places:
         """The items with these numbers, in this order."""
         blocks = self.blocks[order]
-        if len(self.blocks) and (self.blocks == self.blocks[0]).all():
+        if len(self.blocks) and (self.blocks == self.blocks[0]).all():  # as in large plans: a row for each item
             crcs = self.block_crc.reshape(len(self.blocks), -1)[order].reshape(-1)
         else:
             crcs = self.block_crc[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]

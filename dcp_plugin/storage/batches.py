@@ -21,16 +21,13 @@ from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import RunningCrc, block_size
-from dcp_plugin.host_memory import BLOCK, Rings, memory_view
+from dcp_plugin.host_memory import BLOCK, READ_PIECE, Rings, memory_view
 from dcp_plugin.media import RangedFile, Readable, first_bytes
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
 from dcp_plugin.types import WholeChunk
 
 LARGEST_CHUNK = 1 << 20
 """Bytes of the largest chunks of which a batch is made. Objects for larger ones cost nothing beside their bytes."""
-_IN_CACHE = 1 << 20
-"""Bytes that are read and then checked. To check 8 MiB after they were all read takes twice as long, since they come
-from memory again; a call for each MiB costs nothing beside that. A multiple of any block of checksums."""
 _MOST = BLOCK // 2
 _MOST_OF_STREAM = 8 << 20  # where each call is a request
 _MOST_PARTS = 256  # of up to four pieces of memory each; the system takes 1024 in a call
@@ -71,7 +68,7 @@ class BatchOfFetches(Batch):
     def __init__(self, fetches: list[Fetch], in_cache: bool) -> None:
         first = fetches[0]
         self._fetches = fetches
-        self._piece = _IN_CACHE if in_cache and first.block is not None else sys.maxsize
+        self._piece = READ_PIECE if in_cache and first.block is not None else sys.maxsize
         self.file, self.begin, self.key = first.location.file, first.begin, first.key
         self.nbytes = fetches[-1].end - self.begin
 
@@ -89,9 +86,8 @@ class BatchOfFetches(Batch):
             return
         apart = [(fetch.begin, views) for fetch, (views,) in zip(fetches, placed, strict=True)]
         count.read += self._scatter(file, _with_gaps(apart), self.begin)
-        for fetch, views_of_ranges in zip(fetches, placed, strict=True):
-            for (begin, end), views in zip(fetch.ranges, views_of_ranges, strict=True):
-                count.unchecked += check(fetch, begin, end, views)
+        for fetch, (views,) in zip(fetches, placed, strict=True):
+            count.unchecked += check(fetch, *fetch.ranges[0], views)
             fetch.finish(block)
 
     def _scatter(self, file: RangedFile, views: list[memoryview], offset: int) -> int:

@@ -44,7 +44,7 @@ from dcp_plugin.format.payload import (
     padded,
     sample_of,
 )
-from dcp_plugin.host_memory import finish_device_work
+from dcp_plugin.host_memory import READ_PIECE, finish_device_work
 from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.reader import ShardedReader
@@ -56,9 +56,6 @@ logger = logging.getLogger("dcp_plugin")
 WORTH_LINKING = 64 << 10
 """Bytes of a rank's stable items below which they are written with the rest; and of an item that is not frozen, to look
 at it at all."""
-
-_PIECE = 1 << 20
-"""Bytes that are read at once to verify a file: checksum and hash find them in the processor's cache."""
 
 _MOST_DEAD = 1 / 8  # of the bytes of a linked file: space on the disk that no item uses
 
@@ -291,11 +288,10 @@ def _verified(
     Raises:
         CannotLink: It has other bytes.
     """
-
     in_order = sorted(locations, key=lambda slot: locations[slot].offset)
 
     def verified(some: Sequence[int]) -> tuple[Linkable, dict[int, Location]]:
-        memory, slots = memoryview(bytearray(_PIECE)), [in_order[at] for at in some]
+        memory, slots = memoryview(bytearray(READ_PIECE)), [in_order[at] for at in some]
         with file.opened() as (there, known):
             return known, {slot: _verified_item(there, item_at[slot], locations[slot], memory) for slot in slots}
 
