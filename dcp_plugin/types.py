@@ -65,9 +65,10 @@ class ShardedValue:
         """A tensor of which this rank has all. Saves make thousands: the fields are set without the ``__setattr__`` of
         a frozen class, which takes three times as long; the others are the defaults that the class has."""
         shape = tuple(tensor.shape)
+        chunk = tuple.__new__(LocalChunk, ((0,) * len(shape), shape, tensor))
         made = object.__new__(cls)
-        chunk = LocalChunk((0,) * len(shape), shape, tensor)
-        made.__dict__.update(shape=shape, dtype=tensor.dtype, chunks=(chunk,), any_rank=any_rank)
+        fields = made.__dict__
+        fields["shape"], fields["dtype"], fields["chunks"], fields["any_rank"] = shape, tensor.dtype, (chunk,), any_rank
         return made
 
 

@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,18 +41,11 @@ from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, memory_of
 
 
-class _Item(NamedTuple):
-    """A key of a rank; without a dtype it is no tensor."""
+_Item = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
+"""What a rank holds under a key: dtype (None: it is no tensor), shape, whether any rank that holds it may write it, and
+whether its chunks must not be cut; of each chunk the offsets, the sizes and maybe more. There are thousands."""
 
-    key: str
-    dtype: torch.dtype | None = None
-    shape: Shape = ()
-    any_rank: bool = False
-    """Whether any rank that holds it may write it."""
-    stored_whole: bool = False
-    """Whether its chunks must not be cut."""
-    boxes: Sequence[tuple[Shape, Shape]] = (((), ()),)
-    """Offsets and sizes of each chunk."""
+_VALUE: _Item = (None, (), False, False, (((), ()),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +98,13 @@ class LocalInventory:
 
     @classmethod
     def of_state(cls, state: Flat, paths: dict[str, KeyPath]) -> LocalInventory:
-        items = [
-            _Item(key, value.dtype, value.shape, value.any_rank, value.stored_whole, [c[:2] for c in value.chunks])
+        items: list[_Item] = [
+            (value.dtype, value.shape, value.any_rank, value.stored_whole, value.chunks)
             if isinstance(value, ShardedValue)
-            else _Item(key)
-            for key, value in state.items()
+            else _VALUE
+            for value in state.values()
         ]
-        return cls._of(items, paths, ties_of(state))
+        return cls._of(list(state), items, paths, ties_of(state))
 
     @classmethod
     def of_plan(
@@ -123,23 +116,25 @@ class LocalInventory:
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if data is None:
-                items[key] = _Item(key)
+                items[key] = _VALUE
                 continue
             boxes[key].append((tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
             any_rank = item.type == WriteItemType.SHARD
             dtype, shape = data.properties.dtype, tuple(data.size)
-            items.setdefault(key, _Item(key, dtype, shape, any_rank, key in stored_whole, boxes[key]))
-        return cls._of(list(items.values()), paths, ties)
+            items.setdefault(key, (dtype, shape, any_rank, key in stored_whole, boxes[key]))
+        return cls._of(list(items), list(items.values()), paths, ties)
 
     @classmethod
-    def _of(cls, items: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]) -> LocalInventory:
-        keys, item_dtypes, shapes, any_rank, stored_whole, boxes = zip(*items, strict=True) if items else ((),) * 6
+    def _of(
+        cls, keys: list[str], items: list[_Item], paths: dict[str, KeyPath], ties: dict[str, str]
+    ) -> LocalInventory:
+        item_dtypes, shapes, any_rank, stored_whole, boxes = zip(*items, strict=True) if items else ((),) * 5
         numbers = dict(zip(keys, range(len(keys)), strict=True))
         dtypes = [dtype for dtype in dict.fromkeys(item_dtypes) if dtype is not None]
         number_of = {None: NO_TENSOR} | {dtype: number for number, dtype in enumerate(dtypes)}
         width = max(map(len, shapes), default=0)
         chunks = [
-            (number, *box)
+            (number, box[0], box[1])
             for number, (mine, shape) in enumerate(zip(boxes, shapes, strict=True))
             for box in mine
             if 0 not in box[1] or 0 in shape  # a chunk without elements, of a tensor that has some, is none
@@ -150,8 +145,8 @@ class LocalInventory:
             if key in numbers:
                 tie[numbers[key]] = numbers.get(first, -1)
         description = Description(
-            list(keys),
-            {key: paths[key] for key in keys if key in paths and paths[key] != default_path(key)} if paths else {},
+            keys,
+            {key: path for key, path in paths.items() if key in numbers and path != default_path(key)},
             dtypes,
             np.array([number_of[dtype] for dtype in item_dtypes], np.uint8),
             np.array(list(map(len, shapes)), np.uint8),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -142,10 +142,13 @@ class Reuse:
         why_not = self._recall(asked.values(), to.medium)
         finish_device_work(one.data for one in asked.values())
         known = {slot: self._known.get(one.item, _Known()) for slot, one in asked.items()}
+        items = {slot: one.item for slot, one in asked.items()}
         certain = [slot for slot, one in known.items() if one.hash is not None]
-        hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], to.io_threads), strict=True))
+        with _Verification({slot: known[slot] for slot in certain}, items, to.io_threads) as verification:
+            hashes = dict(zip(certain, hashes_of([asked[slot].data for slot in certain], to.io_threads), strict=True))
+            same = {slot: known[slot] for slot in certain if hashes[slot] == known[slot].hash}
+            linked, reason = _link(same, verification, to)
         self._pending = {}
-        same: dict[int, _Known] = {}
         stable: set[int] = set()
         for slot, one in asked.items():
             before, now = known[slot], hashes.get(slot)
@@ -153,13 +156,11 @@ class Reuse:
                 after, expected = _looked_at(one, before)
             elif now == before.hash:
                 after, expected = _Known(hash=now, falls=before.falls), True
-                same[slot] = before
             else:
                 after, expected = _Known(sample=sample_of(one.data), falls=before.falls + 1), False
             self._pending[one.item] = after
             if expected:
                 stable.add(slot)
-        linked, reason = _link(same, {slot: asked[slot].item for slot in same}, to)
         for slot, (file, location) in linked.items():
             self._pending[asked[slot].item] = replace(same[slot], file=file, location=location)
         stable -= linked.keys()
@@ -232,25 +233,19 @@ def _looked_at(one: Candidate, before: _Known) -> tuple[_Known, bool]:
 
 
 def _link(
-    same: Mapping[int, _Known], item_at: Mapping[int, Item], to: Destination
+    same: Mapping[int, _Known], verification: _Verification, to: Destination
 ) -> tuple[dict[int, tuple[Linkable, Location]], str]:
     """Link the files of which enough is unchanged. Where each item is then; and why not more."""
-    items_of: dict[Linkable, dict[int, Location]] = {}
-    for slot, known in same.items():
-        if known.file is not None and known.location is not None:
-            items_of.setdefault(known.file, {})[slot] = known.location
     linked: dict[int, tuple[Linkable, Location]] = {}
     names: list[str] = []
     why_not = ""
-    for file, locations in items_of.items():
-        alive = sum({where.offset: padded(where.length) for where in locations.values()}.values())
-        if alive < file.size * (1 - _MOST_DEAD):
-            continue
+    for file, locations in _worth_linking(same).items():
         wanted = "" if to.medium.keeps_names else next(iter(locations.values())).file
         name = free_name(to.rank, names, to.token, wanted)
         try:
             if not file.verified:
-                file, locations = _verified(file, locations, item_at, to.io_threads)
+                file, there_now = verification.of(file)
+                locations = {slot: there_now[slot] for slot in locations}
             there = file.link_to(to.directory / name)
         except (CannotLink, OSError) as error:
             why_not = str(error)
@@ -258,6 +253,20 @@ def _link(
         names.append(name)
         linked |= {slot: (there, replace(where, file=name)) for slot, where in locations.items()}
     return linked, why_not
+
+
+def _worth_linking(same: Mapping[int, _Known]) -> dict[Linkable, dict[int, Location]]:
+    """The files of which enough is unchanged, and where these items are in them."""
+    items_of: dict[Linkable, dict[int, Location]] = {}
+    for slot, known in same.items():
+        if known.file is not None and known.location is not None:
+            items_of.setdefault(known.file, {})[slot] = known.location
+    return {
+        file: locations
+        for file, locations in items_of.items()
+        if sum({where.offset: padded(where.length) for where in locations.values()}.values())
+        >= file.size * (1 - _MOST_DEAD)
+    }
 
 
 def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
@@ -277,31 +286,53 @@ def _keys_with_hash(index: CheckpointIndex) -> set[str]:
     return {index.table.keys[slot] for slot in slots.tolist()}
 
 
-def _verified(
-    file: Linkable, locations: Mapping[int, Location], item_at: Mapping[int, Item], threads: int
-) -> tuple[Linkable, dict[int, Location]]:
-    """The file with its identity, and where its items are, with checksums of the bytes that are there.
+class _Verification:
+    """Reads the files that may be linked and that another process has written, while what is in memory is hashed: the
+    disk is waited for and the processor is not.
 
     All of a frozen backbone is read by the first save after a resume, so each thread reads and hashes neighbours, for
     which the system reads ahead.
-
-    Raises:
-        CannotLink: It has other bytes.
     """
-    in_order = sorted(locations, key=lambda slot: locations[slot].offset)
 
-    def verified(some: Sequence[int]) -> tuple[Linkable, dict[int, Location]]:
-        memory, slots = memoryview(bytearray(READ_PIECE)), [in_order[at] for at in some]
+    def __init__(self, known: Mapping[int, _Known], item_at: Mapping[int, Item], threads: int) -> None:
+        self._item_at = item_at
+        self._needless = False
+        self._parts: dict[Linkable, list[Future[tuple[Linkable, dict[int, Location]]]]] = {}
+        unseen = {file: there for file, there in _worth_linking(known).items() if not file.verified}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") if unseen else None
+        for file, locations in unseen.items():
+            in_order = sorted(locations, key=lambda slot: locations[slot].offset)
+            work = stretches([locations[slot].length for slot in in_order], threads)
+            stretch = [{in_order[at]: locations[in_order[at]] for at in some} for some in work if len(some)]
+            self._parts[file] = [self._pool.submit(self._read, file, some) for some in stretch]  # type: ignore[union-attr]
+
+    def __enter__(self) -> _Verification:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._needless = True
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def of(self, file: Linkable) -> tuple[Linkable, dict[int, Location]]:
+        """The file with its identity, and where its items are, with checksums of the bytes that are there.
+
+        Raises:
+            CannotLink: It has other bytes.
+        """
+        (known, first), *others = [part.result() for part in self._parts[file]]
+        if any(other != known for other, _ in others):
+            raise CannotLink("another file has taken its name just now")
+        return known, first | {slot: at for _, some in others for slot, at in some.items()}
+
+    def _read(self, file: Linkable, locations: Mapping[int, Location]) -> tuple[Linkable, dict[int, Location]]:
+        memory, found = memoryview(bytearray(READ_PIECE)), dict[int, Location]()
         with file.opened() as (there, known):
-            return known, {slot: _verified_item(there, item_at[slot], locations[slot], memory) for slot in slots}
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
-        work = stretches([locations[slot].length for slot in in_order], threads)
-        found = list(pool.map(verified, filter(None, work)))
-    (known, _), *others = found
-    if any(other != known for other, _ in others):
-        raise CannotLink("another file has taken its name just now")
-    return known, {slot: location for _, some in found for slot, location in some.items()}
+            for slot, at in locations.items():
+                if self._needless:
+                    raise CannotLink("its items have changed")
+                found[slot] = _verified_item(there, self._item_at[slot], at, memory)
+        return known, found
 
 
 def _verified_item(file: RangedFile, item: Item, at: Location, memory: memoryview) -> Location:
