@@ -7,8 +7,8 @@ only rank 0 runs under ``fsdp``, where the messages of the others differ in the 
 rule of its planner for DTensors, and rank 0 does what ``torch.distributed.checkpoint.save`` does there.
 
 *plan*: from the messages of all ranks to what each has to write. *again*: the same save once more. *commit*: from the
-results of all ranks to the tables of contents, ready to be written. *read*: a rank opens the checkpoint; *local*: it
-plans its reads. Both make every box of the checkpoint once; the run ends if they do not.
+results of all ranks to the tables of contents, ready to be written. *read*: a rank opens the checkpoint, in seconds of
+the clock; *local*: it plans its reads. Both make every box of the checkpoint once; the run ends if they do not.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Figures:
     boxes: int = 0
     extra_mib: float = 0.0
 
-    def time(self, step: str, work: Callable[[], Any]) -> Any:
+    def time(self, step: str, work: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> Any:
         gc.collect()
-        begin = time.thread_time()
+        begin = clock()
         result = work()
-        self.seconds[step] = time.thread_time() - begin
+        self.seconds[step] = clock() - begin
         return result
 
 
@@ -304,7 +304,11 @@ def _ours(mesh: str, ranks: int, tensors: int, directory: Path, most_threads: in
         for key, wanted in _state(mesh, ranks // 2, ranks, tensors).items()
     }
     digest = fingerprint(encoded)
-    index = figures.time("read", lambda: index_file.decode((directory / "index").read_bytes(), digest, "the index"))
+    index = figures.time(
+        "read",
+        lambda: index_file.decode((directory / "index").read_bytes(), digest, "the index"),
+        time.perf_counter,
+    )
 
     def local() -> None:
         planner = ShardedLoadPlanner()
@@ -385,7 +389,9 @@ def _stock(mesh: str, ranks: int, tensors: int, directory: Path) -> Figures:
     figures.boxes = sum(len(stored.chunks) for stored in found[0].state_dict_metadata.values())
     found.clear()
     gc.collect()
-    metadata = figures.time("read", lambda: pickle.loads((directory / "stock" / ".metadata").read_bytes()))
+    metadata = figures.time(
+        "read", lambda: pickle.loads((directory / "stock" / ".metadata").read_bytes()), time.perf_counter
+    )
     targets = {key: _Target(rows, *box) for key, rows, box in _boxes(mesh, ranks // 2, ranks, tensors)}
     figures.time("local", lambda: create_default_local_load_plan(targets, metadata))
     return figures

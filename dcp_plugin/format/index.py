@@ -25,13 +25,17 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import (
     NO_TENSOR,
+    ROWS_IN_CACHE,
     Column,
     KeyColumns,
     Location,
     Places,
     default_path,
+    in_all,
+    in_any,
     order_of,
     partitioned,
+    product,
     ranges,
     totals,
 )
@@ -74,7 +78,7 @@ class _Chunks(Sequence[StoredChunk]):
         """The chunk that begins there."""
         if len(offsets) != self._boxes[0].shape[1]:
             return None
-        found = np.flatnonzero((self._boxes[0] == offsets).all(axis=1))
+        found = np.flatnonzero(in_all(self._boxes[0] == offsets))
         return self[int(found[0])] if len(found) else None
 
 
@@ -215,7 +219,7 @@ class CheckpointIndex(Mapping[str, Entry]):
             "block_ends": np.cumsum(places.blocks),
             "block_crc": places.block_crc,
         }
-        hashed = np.flatnonzero(places.hash.any(axis=1))
+        hashed = np.flatnonzero(in_any(places.hash))
         if len(hashed):
             columns |= {"hashed": hashed, "hash": places.hash[hashed]}
         return cls(table, columns, files)
@@ -329,12 +333,20 @@ class CheckpointIndex(Mapping[str, Entry]):
             return
         if file.min() < 0 or file.max() >= len(self.files):
             raise CheckpointCorrupt(f"{where}: an item is in a file that the index does not list")
-        sizes = np.array(list(self.files.values()), np.int64)[file]
-        offset, length, payload_offset, payload_length = columns["place"].T
-        outside = (offset < 0) | (length < 0) | (offset > sizes - length) | (payload_length < 0)
-        outside |= np.maximum(payload_offset, 0) > length - payload_length
-        blocks = np.diff(columns["block_ends"], prepend=0)
-        miscounted = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
+        sizes = np.array(list(self.files.values()), np.int64)
+        outside, miscounted = np.empty(len(file), bool), np.empty(len(file), bool)
+        for first in range(0, len(file), ROWS_IN_CACHE):
+            some = slice(first, first + ROWS_IN_CACHE)
+            offset, length, payload_offset, payload_length = np.ascontiguousarray(columns["place"][some].T)
+            outside[some] = (
+                (offset < 0)
+                | (length < 0)
+                | (offset > sizes[file[some]] - length)
+                | (payload_length < 0)
+                | (np.maximum(payload_offset, 0) > length - payload_length)
+            )
+            blocks = np.diff(self.block_starts[first : first + len(offset) + 1])
+            miscounted[some] = (blocks > 0) & (blocks != block_counts(payload_length, self.smallest_block))
         for bad, what in (
             (outside, "lies outside its file or item"),
             (_overlapping(columns) & (not shares_bytes), "overlaps another item"),
@@ -350,10 +362,9 @@ class CheckpointIndex(Mapping[str, Entry]):
 def _overlapping(columns: dict[str, Column]) -> Column:
     """Which items begin before another one has ended, unless they are the same in everything: that is an alias."""
     file, place = columns["file"], columns["place"]
-    all_offsets, all_lengths = place[:, 0], place[:, 1]
-    for keys in ((file,), (file, all_offsets, all_lengths)):  # those of one file mostly come in its order
+    for keys in ((file,), (file, place[:, 0], place[:, 1])):  # those of one file mostly come in its order
         order = order_of(*keys)
-        same_file, offset, length = np.diff(file[order]) == 0, all_offsets[order], all_lengths[order]
+        same_file, (offset, length) = np.diff(file[order]) == 0, place[:, :2].take(order, axis=0).T
         further, longer = np.diff(offset), np.diff(length)
         if not (same_file & ((further < 0) | ((further == 0) & (longer < 0)))).any():
             break
@@ -377,15 +388,15 @@ def _check_boxes(table: KeyColumns, place: Column, where: str) -> None:
         ndim = boxes.shape[2]
         shape = table.columns["shape"][table.shape_starts[slots][:, None] + np.arange(ndim)]
         offsets, sizes = boxes[:, 0], boxes[:, 1]
-        outside = ((offsets < 0) | (sizes < 0) | (sizes > shape[of] - offsets)).any(axis=1)
+        outside = in_any((offsets < 0) | (sizes < 0) | (sizes > np.repeat(shape, counts[slots], axis=0) - offsets))
         absurd = (shape < 0).any(axis=1) | (shape.astype(float).prod(axis=1) > 1 << 60)
         for slot in np.unique(np.concatenate((of[outside], np.flatnonzero(absurd))))[:1].tolist():
             raise CheckpointCorrupt(
                 f"{where}: a chunk of {table.keys[slots[slot]]} lies outside its shape {tuple(shape[slot])}"
             )
-        volumes = sizes.prod(axis=1)
+        volumes = product(sizes)
         total = totals(volumes, of, len(slots))
-        wrong = (total != shape.prod(axis=1)) | ~partitioned(offsets, sizes, shape, of, len(slots))
+        wrong = (total != product(shape)) | ~partitioned(offsets, sizes, shape, of, len(slots))
         for slot in np.flatnonzero(wrong & ~no_tensor[slots])[:1].tolist():
             raise CheckpointCorrupt(
                 f"{where}: the chunks of {table.keys[slots[slot]]} do not add up to its shape "

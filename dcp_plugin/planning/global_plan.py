@@ -18,8 +18,10 @@ from dcp_plugin.format.columns import (
     Column,
     KeyColumns,
     flat_start,
+    in_all,
     order_of,
     partitioned,
+    product,
     ragged,
     ranges,
     totals,
@@ -101,7 +103,7 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
     offsets = rows.offsets[row] + parts.offsets
-    uncut = (parts.sizes == rows.sizes[row]).all(axis=1)
+    uncut = in_all(parts.sizes == rows.sizes[row])
     table = keys.table(rows.key[row], offsets, parts.sizes)
     return GlobalPlan(table, rows.rank[row], rows.chunk[row], uncut, offsets, parts.sizes)
 
@@ -229,10 +231,10 @@ class _Rows:
         """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
         count = len(keys.numbers)
         first = np.flatnonzero(self.new)
-        volumes = totals(self.sizes[first].prod(axis=1), self.key[first], count)
-        same = (self.sizes == self.sizes[first][np.cumsum(self.new) - 1]).all(axis=1)
+        volumes = totals(product(self.sizes[first]), self.key[first], count)
+        same = in_all(self.sizes == self.sizes[first][np.cumsum(self.new) - 1])
         wrong = np.bincount(self.key[~same], minlength=count) > 0
-        wrong |= volumes != keys.shape.prod(axis=1)
+        wrong |= volumes != product(keys.shape)
         wrong |= ~partitioned(self.offsets[first], self.sizes[first], keys.shape, self.key[first], count)
         wrong &= keys.dtype != NO_TENSOR
         if wrong.any():

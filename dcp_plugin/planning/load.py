@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest
 from dcp_plugin.format import values
-from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows
+from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows, in_all
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.host_memory import is_plain_memory
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, step_of, walked_as_stored
@@ -293,7 +293,7 @@ class _Stored:
     def _touching(self, chunk: LocalChunk) -> Iterable[int]:
         ends = np.add(chunk.offsets, chunk.sizes)
         touching = (self.offsets < ends) & (self.offsets + self.sizes > chunk.offsets)
-        return np.flatnonzero(touching.all(axis=1)).tolist()
+        return np.flatnonzero(in_all(touching)).tolist()
 
 
 def _takes(target: ShardedValue, length: int) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_plugin.format.columns import product
 from dcp_plugin.types import Shape
 
 MIN_SPLIT = 1 << 18
@@ -43,7 +44,7 @@ class HeldBoxes:
 
     @functools.cached_property
     def nbytes(self) -> Ints:
-        return np.asarray(self.sizes.prod(axis=1) * self.itemsize)
+        return product(self.sizes) * self.itemsize
 
 
 @dataclass(frozen=True)

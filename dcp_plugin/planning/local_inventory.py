@@ -40,7 +40,6 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, memory_of
 
-
 _Item = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
 """What a rank holds under a key: dtype (None: it is no tensor), shape, whether any rank that holds it may write it, and
 whether its chunks must not be cut; of each chunk the offsets, the sizes and maybe more. There are thousands."""

@@ -33,7 +33,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from dcp_plugin.errors import CheckpointError
-from dcp_plugin.format.columns import Location
+from dcp_plugin.format.columns import Location, in_all
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import (
     RunningCrc,
@@ -277,7 +277,7 @@ def _location_in(index: CheckpointIndex, item: Item) -> Location | None:
     offsets, sizes = index.table.boxes_of(slot)
     if offsets.shape[1] != len(item.offsets):
         return None
-    found = ((offsets == item.offsets) & (sizes == item.sizes)).all(axis=1).nonzero()[0]
+    found = in_all((offsets == item.offsets) & (sizes == item.sizes)).nonzero()[0]
     return index.location(int(index.table.chunk_starts[slot] + found[0])) if len(found) else None
 
 

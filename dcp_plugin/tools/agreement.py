@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dcp_plugin.format.columns import NO_TENSOR, Column, ranges
+from dcp_plugin.format.columns import NO_TENSOR, Column, in_all, in_any, ranges
 from dcp_plugin.format.index import CheckpointIndex
 
 _TELLING = 16
@@ -116,8 +116,8 @@ def _chunks_agree(
     same = _rows_agree(crcs[0], starts[of_one], crcs[1], other_starts[of_other], blocks)
     if "hashed" in one.columns and "hashed" in other.columns:
         hashes = one.places.hash[of_one], other.places.hash[of_other]
-        hashed = alike & hashes[0].any(axis=1) & hashes[1].any(axis=1)
-        same &= ~hashed | (hashes[0] == hashes[1]).all(axis=1)
+        hashed = alike & in_any(hashes[0]) & in_any(hashes[1])
+        same &= ~hashed | in_all(hashes[0] == hashes[1])
         told |= hashed
     return told, same
 
