@@ -103,11 +103,13 @@ class Snapshot:
             self._sample = _Sample(self._later)
         self._streams = _Streams(tensor for one in self._later for tensor in one.memory)
         described = encode(others)
-        sources = {_identity(key, 0, tensor): tensor for key, tensor in now.items()} | dict(_sources(described))
+        identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
+        sources = dict(zip(identities.values(), now.values(), strict=True)) | dict(_sources(described))
         places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
+        # Before all that is in the processor's cache makes room for the state.
+        self._now = {key: (places[identity], now[key]) for key, identity in identities.items()}
         _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
         # What was copied may be freed from now on: FSDP frees the storage of a gathered parameter.
-        self._now = {key: (places[_identity(key, 0, tensor)], tensor) for key, tensor in now.items()}
         copies = {identity: places[identity].like(tensor) for identity, tensor in _sources(described)}
         copies |= _copies_of_subclasses(described)
         self._copied = {key: _with_copies(key, value, copies) for key, value in described.items()}

@@ -135,6 +135,8 @@ class StepStableMemory:
 
     def __call__(self, leaves: Sequence[Any], memory: Sequence[tuple[torch.Tensor, ...]]) -> list[bool]:
         """Which leaves of the state, with their memory on this rank, are step-stable."""
+        if not self._stable and not self._slots:
+            return [False] * len(leaves)
         places = iter(_places([tensor for tensors in memory for tensor in tensors]))
         return [
             self._unstable.isdisjoint(mine) if self._is_slot(leaf) else self._stable.issuperset(mine)
