@@ -13,6 +13,7 @@ local directory of its own instead: what its save hooks write there is uploaded,
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -145,7 +146,8 @@ class Attachment(BaseAttachment):
             state.update(extra_state.gather(accelerator, self._tracked(), training.registered, step, self.config.rng))
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
-        handle = self._checkpointer.save(state, path, files=before, views=views, metrics=metrics)
+        named = _step_named(path.name)
+        handle = self._checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             handle.on_published(lambda event: project.rotate(event, self._checkpointer.remove))
         accelerator.project_configuration.iteration += 1
@@ -388,6 +390,17 @@ class Attachment(BaseAttachment):
         if path is None:
             raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
         return as_path(path, self.config.storage_options)
+
+
+_STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)", re.IGNORECASE)
+
+
+def _step_named(name: str) -> int | None:
+    """The training step that a script says by the name of a directory: step_500, step-500, global_step500,
+    epoch_1_step_500, or checkpoint-500, as transformers calls it. Accelerate has no other word for it, and the
+    automatic checkpoint_0, checkpoint_1 only count saves."""
+    found = _STEP.fullmatch(name)
+    return int(found[1] or found[2]) if found else None
 
 
 def _through_link(given: Where) -> Where:

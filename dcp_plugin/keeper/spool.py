@@ -47,7 +47,7 @@ import torch
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
-from dcp_plugin.format.columns import Column
+from dcp_plugin.format.columns import Column, KeyColumns
 from dcp_plugin.paths import ObjectPath, StoreOptions, Where
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import LocalInventory
@@ -349,9 +349,14 @@ def _mapped(descriptor: int, nbytes: int, populate: bool = True) -> torch.Tensor
 
 @dataclass(frozen=True)
 class _EncodedItem(WholeItem):
-    """A tensor that ``torch.save`` has written."""
+    """A tensor that ``torch.save`` has written, since its class need not be known to the keeper."""
 
     data: bytes = b""
+
+    @classmethod
+    def of_item(cls, item: WholeItem) -> _EncodedItem:
+        data = item.encode()
+        return cls(torch.empty(0), len(data), data)
 
     def encode(self) -> bytes:
         return self.data
@@ -382,7 +387,7 @@ class Items:
             data: Any = held
             place = None
             if isinstance(data, WholeItem):
-                data = _Whole(data.encode())
+                data = _EncodedItem.of_item(data)
             elif isinstance(data, torch.Tensor):
                 if type(data) is not torch.Tensor:  # its class need not be known to the keeper
                     data = data.as_subclass(torch.Tensor)
@@ -404,15 +409,8 @@ class Items:
                 assert item.tensor_data is not None, "values are not in slabs"
                 dtype, shape = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
                 data = slabs[slab][offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            elif isinstance(data, _Whole):
-                data = _EncodedItem(torch.zeros(1), len(data.data), data.data)
             box = (tuple(said.chunk.offsets), tuple(said.chunk.sizes)) if (said := item.tensor_data) else ()
             yield NewItem(item.index.fqn, data, *box)
-
-
-@dataclass(frozen=True)
-class _Whole:
-    data: bytes
 
 
 def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: Shape) -> bool:
@@ -424,8 +422,8 @@ def _is_box(tensor: torch.Tensor, value: ShardedValue | EncodedValue, sizes: Sha
 class Head:
     """What rank 0 adds: all that is needed to make the checkpoint of what the ranks write."""
 
-    table: Any
-    """:class:`~dcp_plugin.format.columns.ItemTable`: the items of all ranks."""
+    table: KeyColumns
+    """The items of all ranks."""
     order: Column
     """The items of all ranks, in the order of ranks, in the order of the table."""
     left_out: dict[str, str]

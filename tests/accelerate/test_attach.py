@@ -321,3 +321,16 @@ def test_a_link_to_a_directory_stays_one(tmp_path: Path) -> None:
     assert dcp.verify(tmp_path / "disk").ok
     assert (tmp_path / "out" / "args.json").exists()
     run.accelerator.load_state(tmp_path / "out")
+
+
+@on_ranks(1)
+def test_the_step_of_a_checkpoint_is_the_one_in_its_name(tmp_path: Path) -> None:
+    from tests.accelerate import training as t
+
+    run = t.start("single")
+    steps = {"step_12": 12, "epoch_1-step-13": 13, "global_step14": 14, "checkpoint-15": 15, "checkpoint_16": None}
+    for name in (*steps, "epoch_3", "footstep_4"):
+        run.accelerator.save_state(tmp_path / name)
+    assert {one.path.name: one.step for one in dcp.list_checkpoints(tmp_path)} == {
+        **steps, "epoch_3": None, "footstep_4": None,
+    }  # fmt: skip
