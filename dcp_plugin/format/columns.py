@@ -150,7 +150,7 @@ class KeyColumns:
         counts_of = np.diff(self.chunk_starts)
         for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
             alike = np.flatnonzero(self.columns["ndim"] == ndim)
-            for slots in _in_cache(alike, counts_of[alike]):
+            for slots in in_cache(alike, counts_of[alike]):
                 counts = counts_of[slots]
                 boxes = self.columns["box"][ranges(self.box_starts[slots], 2 * ndim * counts)]
                 yield slots, ranges(self.chunk_starts[slots], counts), boxes.reshape(int(counts.sum()), 2, ndim)
@@ -250,9 +250,10 @@ ROWS_IN_CACHE = 1 << 15
 takes half the time that it takes for all rows at once, and no memory."""
 
 
-def _in_cache(slots: Column, counts: Column) -> list[Column]:
+def in_cache(slots: Column, counts: Column) -> list[Column]:
     """Things that have so many rows each, cut into stretches of about :data:`ROWS_IN_CACHE` rows."""
-    return np.split(slots, np.flatnonzero(np.diff(np.cumsum(counts) // ROWS_IN_CACHE)) + 1)
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // ROWS_IN_CACHE)) + 1
+    return np.split(slots, cuts) if len(slots) else []
 
 
 def product(rows: Column) -> Column:

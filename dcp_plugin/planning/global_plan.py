@@ -19,6 +19,7 @@ from dcp_plugin.format.columns import (
     KeyColumns,
     flat_start,
     in_all,
+    in_cache,
     order_of,
     partitioned,
     product,
@@ -102,10 +103,11 @@ def make_global_plan(inventories: Sequence[LocalInventory]) -> GlobalPlan:
     parts = _balance_without(held, np.isin(rows.key[held.first], list(ties)), len(inventories))
     parts = _with_ties(parts, rows, ties)
     row = held.first[parts.box] + parts.holder
-    offsets = rows.offsets[row] + parts.offsets
-    uncut = in_all(parts.sizes == rows.sizes[row])
-    table = keys.table(rows.key[row], offsets, parts.sizes)
-    return GlobalPlan(table, rows.rank[row], rows.chunk[row], uncut, offsets, parts.sizes)
+    written = rows.take(row, rows.new)
+    offsets = written.offsets + parts.offsets
+    uncut = in_all(parts.sizes == written.sizes)
+    table = keys.table(written.key, offsets, parts.sizes)
+    return GlobalPlan(table, written.rank, written.chunk, uncut, offsets, parts.sizes)
 
 
 class _Keys:
@@ -223,32 +225,43 @@ class _Rows:
 
     def take(self, rows: Column, new: Column) -> _Rows:
         """A selection of the rows, with other marks."""
-        if rows.dtype == bool and rows.all():
+        if rows.all() if rows.dtype == bool else _is_all(rows, len(self.key)):
             return replace(self, new=new)
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)[:-1]}, new=new)
 
     def check(self, keys: _Keys) -> None:
         """Check that ranks hold all of every tensor, and no part of it twice in different boxes."""
-        count = len(keys.numbers)
-        first = np.flatnonzero(self.new)
-        volumes = totals(product(self.sizes[first]), self.key[first], count)
-        same = in_all(self.sizes == self.sizes[first][np.cumsum(self.new) - 1])
-        wrong = np.bincount(self.key[~same], minlength=count) > 0
-        wrong |= volumes != product(keys.shape)
-        wrong |= ~partitioned(self.offsets[first], self.sizes[first], keys.shape, self.key[first], count)
-        wrong &= keys.dtype != NO_TENSOR
+        numbers = np.arange(len(keys.numbers))
+        starts = np.searchsorted(self.key, numbers)
+        ends = np.append(starts[1:], len(self.key))
+        for some in in_cache(numbers, ends - starts):
+            self._check(keys, slice(some[0], some[-1] + 1), slice(starts[some[0]], ends[some[-1]]))
+
+    def _check(self, keys: _Keys, some: slice, rows: slice) -> None:
+        """Check some keys, which have these rows."""
+        count, shape = some.stop - some.start, keys.shape[some]
+        key, new, sizes = self.key[rows] - some.start, self.new[rows], self.sizes[rows]
+        first = np.flatnonzero(new)
+        volumes = totals(product(sizes[first]), key[first], count)
+        same = in_all(sizes == sizes[first][np.cumsum(new) - 1])
+        wrong = np.bincount(key[~same], minlength=count) > 0
+        wrong |= volumes != product(shape)
+        wrong |= ~partitioned(self.offsets[rows][first], sizes[first], shape, key[first], count)
+        wrong &= keys.dtype[some] != NO_TENSOR
         if wrong.any():
             at = int(np.argmax(wrong))
-            held, needed = volumes[at] * keys.itemsize[at], keys.shape[at].prod() * keys.itemsize[at]
+            number = some.start + at
+            held, needed = volumes[at] * keys.itemsize[number], shape[at].prod() * keys.itemsize[number]
             raise CheckpointMismatch(
-                f"the ranks hold {held} bytes of {list(keys.numbers)[at]}, {keys.shape_of(at)} needs {needed}: a part "
-                f"is missing, or parts overlap. Is every rank of the mesh saving?"
+                f"the ranks hold {held} bytes of {list(keys.numbers)[number]}, {keys.shape_of(number)} needs {needed}: "
+                f"a part is missing, or parts overlap. Is every rank of the mesh saving?"
             )
 
     def held(self, keys: _Keys) -> HeldBoxes:
         first = np.flatnonzero(self.new)
         count = np.diff(first, append=len(self.new))
-        return HeldBoxes(self.sizes[first], keys.itemsize[self.key[first]], first, count, self.rank)
+        boxes = self.take(first, self.new)
+        return HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, count, self.rank)
 
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
@@ -265,6 +278,8 @@ def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:
 
 def _balance_without(held: HeldBoxes, skipped: Column, world_size: int) -> BoxParts:
     """Balance all boxes but some."""
+    if not skipped.any():
+        return balance_load(held, world_size, MAX_PAYLOAD)
     kept = np.flatnonzero(~skipped)
     count = held.count[kept]
     ranks = held.ranks[ranges(held.first[kept], count)]
@@ -284,6 +299,11 @@ def _with_ties(parts: BoxParts, rows: _Rows, ties: dict[int, int]) -> BoxParts:
         shift = np.searchsorted(key_of_box, key) - np.searchsorted(key_of_box, first)
         copies.append(BoxParts(parts.box[mine] + shift, parts.holder[mine], parts.offsets[mine], parts.sizes[mine]))
     return BoxParts.joined(parts, *copies)
+
+
+def _is_all(rows: Column, count: int) -> bool:
+    """Whether these are the numbers of all rows, in their order."""
+    return len(rows) == count and bool((np.diff(rows, prepend=-1) == 1).all())
 
 
 def _sorted(*columns: Column) -> bool:

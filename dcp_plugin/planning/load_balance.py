@@ -122,7 +122,7 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
     cuts: Cuts = {}
     loads = np.zeros(world_size, np.int64)
     alone = held.count == 1
-    np.add.at(loads, held.ranks[held.first[alone]], nbytes[alone])
+    loads += np.bincount(held.ranks[held.first[alone]], nbytes[alone], world_size).astype(np.int64)
     for tape in _tapes(held, world_size):
         holders = held.ranks[held.first[tape[0]] :][: held.count[tape[0]]]
         small = tape[nbytes[tape] < MIN_SPLIT]
