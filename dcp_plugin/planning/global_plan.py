@@ -206,7 +206,8 @@ class _Rows:
         columns: list[list[Column]] = []
         for ranks, numbers in zip(keys.ranks.values(), keys.number_in, strict=True):
             one = inventories[ranks[0]].description
-            tie = np.append(numbers, -1)[one.tie]
+            numbers = numbers.astype(np.int32)
+            tie = np.append(numbers, np.int32(-1))[one.tie]
             described = (_widened(one.sizes, keys.width, 1), numbers[one.key], np.arange(len(one.key), dtype=np.int32))
             repeated = [np.repeat(column, len(ranks), axis=0) for column in (*described, one.any_rank[one.key])]
             repeated.append(np.repeat(tie[one.key], len(ranks)))
@@ -214,7 +215,8 @@ class _Rows:
             offsets = np.stack([_widened(inventories[rank].offsets, keys.width, 0) for rank in ranks], axis=1)
             of_rank = np.tile(np.array(ranks, np.int32), len(one.key))
             columns.append([of_rank, offsets.reshape(len(of_rank), keys.width), *repeated])
-        rank, offsets, sizes, key, chunk, any_rank, tie = map(np.concatenate, zip(*columns, strict=True))
+        joined = columns[0] if len(columns) == 1 else map(np.concatenate, zip(*columns, strict=True))
+        rank, offsets, sizes, key, chunk, any_rank, tie = joined
         start = flat_start(offsets, keys.shape, key)
         rows = cls(key, rank, chunk, offsets, sizes, any_rank, tie, np.empty(0))
         if not _sorted(key, start, rank):
