@@ -92,11 +92,16 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-hash") as pool:
         fingerprint = pool.submit(hashlib.sha256, data)  # beside the checks, each of which is a pass over columns too
+        index: CheckpointIndex | CheckpointCorrupt
         try:
-            return _decoded(data, where)
-        finally:
-            if fingerprint.result().hexdigest() != sha256:  # which tells more than what else may be wrong then
-                raise CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
+            index = _decoded(data, where)
+        except CheckpointCorrupt as error:
+            index = error
+        if fingerprint.result().hexdigest() != sha256:  # which tells more than what else is wrong then
+            raise CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
+    if isinstance(index, CheckpointCorrupt):
+        raise index
+    return index
 
 
 def _decoded(data: bytes, where: str) -> CheckpointIndex:

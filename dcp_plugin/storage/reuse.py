@@ -298,21 +298,20 @@ class _Verification:
         self._item_at = item_at
         self._needless = False
         self._parts: dict[Linkable, list[Future[tuple[Linkable, dict[int, Location]]]]] = {}
-        unseen = {file: there for file, there in _worth_linking(known).items() if not file.verified}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") if unseen else None
-        for file, locations in unseen.items():
-            in_order = sorted(locations, key=lambda slot: locations[slot].offset)
-            work = stretches([locations[slot].length for slot in in_order], threads)
-            stretch = [{in_order[at]: locations[in_order[at]] for at in some} for some in work if len(some)]
-            self._parts[file] = [self._pool.submit(self._read, file, some) for some in stretch]  # type: ignore[union-attr]
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify")
+        for file, locations in _worth_linking(known).items():
+            if not file.verified:
+                in_order = sorted(locations.items(), key=lambda item: item[1].offset)
+                work = stretches([at.length for _, at in in_order], threads)
+                parts = (dict(in_order[number] for number in some) for some in work if some)
+                self._parts[file] = [self._pool.submit(self._read, file, part) for part in parts]
 
     def __enter__(self) -> _Verification:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._needless = True
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def of(self, file: Linkable) -> tuple[Linkable, dict[int, Location]]:
         """The file with its identity, and where its items are, with checksums of the bytes that are there.
