@@ -233,11 +233,11 @@ class Places:
         """The items with these numbers, in this order."""
         blocks = self.blocks[order]
         if len(self.blocks) and (self.blocks == self.blocks[0]).all():  # as in large plans: a row for each item
-            crcs = self.block_crc.reshape(len(self.blocks), -1)[order].reshape(-1)
+            crcs = self.block_crc.reshape(len(self.blocks), -1).take(order, axis=0).reshape(-1)
         else:
             crcs = self.block_crc[ranges((np.cumsum(self.blocks) - self.blocks)[order], blocks)]
-        columns = (self.file[order], self.place[order], self.frame_crc[order], blocks, crcs, self.hash[order])
-        return Places(self.files, *columns)
+        place, hashes = (rows.take(order, axis=0) for rows in (self.place, self.hash))  # faster than by [order]
+        return Places(self.files, self.file[order], place, self.frame_crc[order], blocks, crcs, hashes)
 
 
 def hashes_of(hashes: Sequence[bytes | None]) -> Column:
