@@ -113,7 +113,7 @@ CELLS = (
          "DDP, 4 ranks, file server of 400 MB/s, 4 hosts", "seconds auto", theirs="seconds off"),
     Cell("HSDP load, 2 hosts on one file server, `read_broadcast`", "hsdp", "",
          "HSDP, 4 ranks, file server of 400 MB/s, 2 hosts", "seconds auto", theirs="seconds off"),
-    Cell("lazy call", "async_save", "", f"{OURS}, lazy", "blocked", at_most=0.001),
+    Cell("lazy call, 5 097 keys", "async_save", "", f"{OURS}, lazy", "blocked", at_most=0.001),
     Cell("blocking staging ÷ memcpy", "async_save", "", column="blocked", peers="stock", ceiling="memcpy",
          of_ceiling=1.05),
     Cell("async save, until durable", "async_save", column="complete"),
