@@ -20,7 +20,7 @@ def test_a_stopped_run_goes_on_where_it_was_and_on_one_rank_too(tmp_path: Path, 
     resumed, *_ = launch.run(
         run, ranks, "accelerate_train", strategy, str(tmp_path), ["steps=6", "resume=must", "checkpoint.every=9"]
     )
-    assert re.search(f"resumed: loaded .* from {tmp_path / 'checkpoints' / 'step-000004'}", resumed)
+    assert re.search(f"resumed at step 4: loaded .* from {tmp_path / 'checkpoints' / 'step-000004'}", resumed)
     assert losses(resumed) == losses(straight)[4:]
     alone, *_ = launch.run(
         run, 1, "accelerate_train", "single", str(tmp_path), ["steps=6", "resume=auto", "checkpoint.every=9"]
@@ -38,6 +38,6 @@ def test_the_checkpoints_of_a_run_may_be_in_a_bucket(
     settings = [f"checkpoints={there}", store, "checkpoint.every=2"]
     straight, *_ = launch.run(run, 1, "accelerate_train", "single", str(tmp_path), ["steps=3", *settings])
     resumed, *_ = launch.run(run, 1, "accelerate_train", "single", str(tmp_path), ["steps=3", "resume=must", *settings])
-    assert re.search(f"resumed: loaded .* from {there}/step-000002", resumed)
+    assert re.search(f"resumed at step 2: loaded .* from {there}/step-000002", resumed)
     assert losses(resumed) == losses(straight)[2:]
     assert not list(tmp_path.iterdir())
