@@ -199,6 +199,16 @@ def test_what_would_have_to_be_executed_is_refused_when_it_is_saved(tmp_path: Pa
             dcp.save({"extra": {"it": value}}, tmp_path / "ck")
 
 
+def test_what_a_replaced_torch_save_has_not_written_is_not_remembered(tmp_path: Path) -> None:
+    # As a test of somebody's training does, in whose process more tests follow.
+    state = {"value": "of a test that replaces torch.save"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda *args, **kwargs: None)
+        dcp.save(state, tmp_path / "replaced")
+    dcp.save(state, tmp_path / "real")
+    assert dcp.read(tmp_path / "real") == state
+
+
 def test_a_path_of_another_library_is_text_and_the_save_says_so(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"stored as another type: extra.it \(.*Elsewhere as text\)"):
         dcp.save({"extra": {"it": [Elsewhere()]}}, tmp_path / "ck")
