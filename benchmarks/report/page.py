@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ def _readme_part(results: Results) -> str:
     slower = sorted((ratio, name) for name, ratio in ratios.items() if ratio < 1)
     worst = ", ".join(f"{name} ({ratio:.2f})" for ratio, name in slower[:3])
     beaten = f"in {len(slower)} of {len(ratios)} cells, most in (their time ÷ ours)"
-    said = [*textwrap.wrap(f"*Slower* than the best of the others {beaten}: {worst}.", 118), ""] if slower else []
+    line = re.sub(r"(?<=\d) (?=\d{3})", "\u00a0", f"*Slower* than the best of the others {beaten}: {worst}.")
+    said = [*(part.replace("\u00a0", " ") for part in textwrap.wrap(line, 118)), ""] if slower else []
     lines = ["", *_markdown(head, rows).splitlines(), "", *said]
     return "\n".join(lines)
 
