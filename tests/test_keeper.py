@@ -168,6 +168,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> tuple[_HandedOver, lis
     spool = Spool.of(root.resolve(), None)
     first = spool.pid()
     assert first is not None
+    _wait(lambda: not spool.names(".job"), "the first save is still in the spool")  # it ends, and then it goes
     os.kill(first, signal.SIGSTOP)
     state = {"weights": torch.arange(1000.0) + 2}
     handle = checkpointer.save(state, root / "step-2", step=2)
