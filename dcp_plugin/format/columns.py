@@ -145,8 +145,8 @@ class KeyColumns:
 
     def by_ndim(self) -> Iterator[tuple[Column, Column, Column]]:
         """All keys, some at a time that have the same number of dimensions: the keys (numbers), all their chunks
-        (numbers), and the boxes of these as an array of chunks, offsets or sizes, dimensions. In the order of that
-        number and of the keys."""
+        (numbers), and the boxes of these as an array of chunks, offsets or sizes, dimensions. Sorted
+        by that number, then by key."""
         counts_of = np.diff(self.chunk_starts)
         for ndim in np.flatnonzero(np.bincount(self.columns["ndim"])).tolist():  # np.unique imports numpy.ma
             alike = np.flatnonzero(self.columns["ndim"] == ndim)
@@ -246,8 +246,8 @@ def hashes_of(hashes: Sequence[bytes | None]) -> Column:
 
 
 ROWS_IN_CACHE = 1 << 15
-"""Of so many rows the processor's cache holds some columns. What is worked out for one such stretch after the other
-takes half the time that it takes for all rows at once, and no memory."""
+"""How many rows are worked on at a time: a few columns of so many fit into the processor's cache. That takes half the
+time that all rows at once take, and no memory for what is in between."""
 
 
 def in_cache(slots: Column, counts: Column) -> list[Column]:

@@ -25,7 +25,6 @@ A file that contradicts itself is refused, see :meth:`~dcp_plugin.format.index.C
 
 from __future__ import annotations
 
-import hashlib
 import json
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import LARGEST_BLOCK
+from dcp_plugin.format.summary import fingerprint
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
@@ -91,16 +91,16 @@ def decode(data: bytes, sha256: str, where: str) -> CheckpointIndex:
         CheckpointCorrupt: It is another file, no index, or contradicts itself.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-hash") as pool:
-        fingerprint = pool.submit(hashlib.sha256, data)  # beside the checks, each of which is a pass over columns too
-        index: CheckpointIndex | CheckpointCorrupt
+        found = pool.submit(fingerprint, data)  # while the columns are checked
+        other = CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
         try:
             index = _decoded(data, where)
-        except CheckpointCorrupt as error:
-            index = error
-        if fingerprint.result().hexdigest() != sha256:  # which tells more than what else is wrong then
-            raise CheckpointCorrupt(f"{where} is not the index that was saved (its SHA-256 differs)")
-    if isinstance(index, CheckpointCorrupt):
-        raise index
+        except CheckpointCorrupt:
+            if found.result() == sha256:
+                raise
+            raise other from None  # which tells more than what else is wrong then
+        if found.result() != sha256:
+            raise other
     return index
 
 

@@ -214,7 +214,7 @@ class _Memo:
         return [self.get(torch.Size), b"(", *rows.T, b"t\x85R"]
 
 
-_ROWS_IN_CACHE = 1 << 12
+_RECORDS_IN_CACHE = 1 << 12
 """So many records are filled at a time, each of them with all its numbers: they are in the processor's cache then."""
 
 
@@ -237,8 +237,8 @@ def _rows(count: int, record: _Fields) -> Column:
         (rows.view(np.dtype({"names": ["at"], "formats": [dtype], "offsets": [at], "itemsize": len(template)})), piece)
         for at, dtype, piece in numbers
     ]
-    for start in range(0, count, _ROWS_IN_CACHE):
-        some = slice(start, start + _ROWS_IN_CACHE)
+    for start in range(0, count, _RECORDS_IN_CACHE):
+        some = slice(start, start + _RECORDS_IN_CACHE)
         rows[some] = np.frombuffer(template, np.uint8)
         for field, piece in fields:
             field["at"][some, 0] = piece[some]

@@ -8,6 +8,7 @@ is linear in the file: a list that is named many times counts as many times.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -285,17 +286,20 @@ def _found(table: KeyColumns, items: list[Any]) -> Column:
     slots = np.fromiter((table.slots.get(key, -1) for key in keys), np.int64, len(keys))
     starts, counts = _numbers([() if offset is None else offset for offset in offsets])
     order = np.zeros(int(table.chunk_starts[-1]), np.int64)
-    known_ndim, numbers = -1, dict[bytes, int]()
+
+    @functools.cache
+    def numbers_of(ndim: int) -> dict[bytes, int]:
+        among = np.flatnonzero((counts == ndim) & (slots >= 0))
+        begins = (np.cumsum(counts) - counts)[among]
+        known = _rows(slots[among], starts[begins[:, None] + np.arange(ndim)])
+        numbers = dict(zip(known, among.tolist(), strict=True))
+        if len(numbers) != len(known):
+            raise ValueError("an item occurs twice")
+        return numbers
+
+    chunks_of = np.diff(table.chunk_starts)
     for wanted_slots, chunks, boxes in table.by_ndim():
-        ndim = boxes.shape[2]
-        if ndim != known_ndim:
-            among = np.flatnonzero((counts == ndim) & (slots >= 0))
-            begins = (np.cumsum(counts) - counts)[among]
-            known = _rows(slots[among], starts[begins[:, None] + np.arange(ndim)])
-            known_ndim, numbers = ndim, dict(zip(known, among.tolist(), strict=True))
-            if len(numbers) != len(known):
-                raise ValueError("an item occurs twice")
-        owners = np.repeat(wanted_slots, np.diff(table.chunk_starts)[wanted_slots])
+        numbers, owners = numbers_of(boxes.shape[2]), np.repeat(wanted_slots, chunks_of[wanted_slots])
         order[chunks] = [numbers[row] for row in _rows(owners, boxes[:, 0])]
     return order
 

@@ -17,6 +17,8 @@ _ROOT = "archive/"
 _ALIGNMENT = 64
 _MOST, _MOST_ENTRIES = 0xFFFFFFFF, 0xFFFF
 _UTF8_NAMES, _HAS_DESCRIPTOR = 0x0800, 0x0008
+MAGIC = b"PK\x03\x04"
+"""What a file of ``torch.save`` begins with."""
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END64 = struct.Struct("<IQHHIIQQQQ")

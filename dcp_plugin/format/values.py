@@ -20,6 +20,7 @@ import torch
 from dcp_plugin._torch import load_bytes
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.pickle_stubs import Described, load_with_stand_ins, rebuilt
+from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import ObjectPath
 
 _SMALL = 4096
@@ -113,8 +114,6 @@ of an optimizer, and torch takes a tenth of a millisecond for each."""
 _decoded: dict[bytes, Any] = {}
 """By the bytes of the item."""
 _MOST_KNOWN = 4096
-_ARCHIVE = b"PK\x03\x04"
-"""What everything begins with that ``torch.save`` has written."""
 
 
 def _encode_plain(value: Any) -> bytes:
@@ -124,7 +123,7 @@ def _encode_plain(value: Any) -> bytes:
         data = _dump(value)
         if len(_encoded) >= _MOST_KNOWN:
             _encoded.clear()
-        if data.startswith(_ARCHIVE):  # not so where a test has replaced torch.save, which concerns nobody after it
+        if data.startswith(MAGIC):  # what a mock of torch.save gives to a test is not for those after it
             _encoded[written] = data
     return data
 

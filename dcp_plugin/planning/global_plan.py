@@ -262,8 +262,9 @@ class _Rows:
     def held(self, keys: _Keys) -> HeldBoxes:
         first = np.flatnonzero(self.new)
         count = np.diff(first, append=len(self.new))
-        boxes = self.take(first, self.new)
-        return HeldBoxes(boxes.sizes, keys.itemsize[boxes.key], first, count, self.rank)
+        nothing_shared = len(first) == len(self.new)
+        sizes, key = (self.sizes, self.key) if nothing_shared else (self.sizes[first], self.key[first])
+        return HeldBoxes(sizes, keys.itemsize[key], first, count, self.rank)
 
 
 def _common_ties(rows: _Rows, writers: _Rows) -> dict[int, int]:

@@ -122,6 +122,7 @@ def balance_load(held: HeldBoxes, world_size: int, max_bytes: int) -> BoxParts:
     cuts: Cuts = {}
     loads = np.zeros(world_size, np.int64)
     alone = held.count == 1
+    # By way of floating-point numbers: exact, as no rank writes 2^53 bytes.
     loads += np.bincount(held.ranks[held.first[alone]], nbytes[alone], world_size).astype(np.int64)
     for tape in _tapes(held, world_size):
         holders = held.ranks[held.first[tape[0]] :][: held.count[tape[0]]]

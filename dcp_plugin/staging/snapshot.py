@@ -106,7 +106,7 @@ class Snapshot:
         identities = {key: _identity(key, 0, tensor) for key, tensor in now.items()}
         sources = dict(zip(identities.values(), now.values(), strict=True)) | dict(_sources(described))
         places = dict(zip(sources, pool.places(list(sources.values())), strict=True))
-        # Before all that is in the processor's cache makes room for the state.
+        # Before the copy, which takes all this out of the processor's cache.
         self._now = {key: (places[identity], now[key]) for key, identity in identities.items()}
         _copy_now([(places[identity], tensor) for identity, tensor in sources.items()])
         # What was copied may be freed from now on: FSDP frees the storage of a gathered parameter.

@@ -319,10 +319,11 @@ class _Verification:
         Raises:
             CannotLink: It has other bytes.
         """
-        (known, first), *others = [part.result() for part in self._parts[file]]
+        found = [part.result() for part in self._parts[file]]
+        (known, _), *others = found
         if any(other != known for other, _ in others):
             raise CannotLink("another file has taken its name just now")
-        return known, first | {slot: at for _, some in others for slot, at in some.items()}
+        return known, {slot: at for _, some in found for slot, at in some.items()}
 
     def _read(self, file: Linkable, locations: Mapping[int, Location]) -> tuple[Linkable, dict[int, Location]]:
         memory, found = memoryview(bytearray(READ_PIECE)), dict[int, Location]()

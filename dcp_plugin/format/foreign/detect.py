@@ -8,6 +8,7 @@ import re
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointNotFound
 from dcp_plugin.format import Files, exists, read
 from dcp_plugin.format.foreign import Contents, safetensors, torch_file
+from dcp_plugin.format.torch_archive import MAGIC
 
 _LOOKED_FOR = (
     "Looked for a directory with .metadata (dcp_plugin, torch.distributed.checkpoint), *.safetensors.index.json, "
@@ -49,7 +50,7 @@ def kind_of_file(files: Files, name: str) -> str:
             head = file.read(64)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    if head.startswith(b"PK\3\4"):
+    if head.startswith(MAGIC):
         return "torch.save"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.MOST_HEADER:
         return "safetensors"

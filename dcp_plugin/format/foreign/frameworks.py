@@ -30,6 +30,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, damage_in
 from dcp_plugin.format import METADATA, Files, exists, stock_metadata
 from dcp_plugin.format.foreign import detect, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import KeyPath
 
@@ -260,7 +261,7 @@ def _begins_like_torch_save(files: Files, name: str) -> bool:
         return False
     magic, length, _ = _FIRST_RECORD.unpack_from(head)
     record = head[_FIRST_RECORD.size : _FIRST_RECORD.size + length]
-    return magic == b"PK\3\4" and _PICKLED.fullmatch(record) is not None
+    return magic == MAGIC and _PICKLED.fullmatch(record) is not None
 
 
 def _examined_file(one: Saved) -> Saved | None:

@@ -27,6 +27,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheck
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
+from dcp_plugin.format.torch_archive import MAGIC
 
 _GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -321,7 +322,7 @@ def _records(where: str, file: BinaryIO, size: int) -> dict[int, int]:
         magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-        if magic != b"PK\3\4" or not stored or info.compress_size != info.file_size:
+        if magic != MAGIC or not stored or info.compress_size != info.file_size:
             raise CheckpointCorrupt(f"{where}: the record {info.filename} is not a stored one")
         if info.header_offset < end or begin + info.file_size > size:
             raise CheckpointCorrupt(

@@ -41,6 +41,7 @@ from typing import Any
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
+from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
@@ -69,7 +70,6 @@ SAVING = ".saving"
 _OTHER_TAG = f'"{32 * "0"}"'
 HAS_BASE = "dcp_plugin.base"
 """An empty object beside the index of a checkpoint that leaves out what a base has: a listing shows it."""
-_TORCH_FILE = b"PK\x03\x04"
 
 
 @dataclass
@@ -263,9 +263,9 @@ def _refuse_to_replace_other_things(
             f"example {final / 'checkpoint'}."
         )
     if not names and (there := client.head(final.key)) is not None and there.size:
-        first = bytearray(len(_TORCH_FILE))
+        first = bytearray(len(MAGIC))
         client.read(final.key, 0, [memoryview(first)], None)
-        if first != _TORCH_FILE:
+        if first != MAGIC:
             raise SaveFailed(f"cannot save to {final}: there is an object of that name that is no checkpoint.")
         return True
     return False
