@@ -96,6 +96,7 @@ class Attachment(BaseAttachment):
         self.last_load: LoadReport | None = None
         """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
         self._accelerator = accelerator
+        self._announced = False
         self._checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
         self._trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
         self._originals = {name: getattr(accelerator, name) for name in _REPLACED}
@@ -129,6 +130,7 @@ class Attachment(BaseAttachment):
             path = self._decide(lambda: project.next_path(self.config.local_dir))
         else:
             path = _through_link(self._given(output_dir))
+        self._announce_background_save(path)
         step = self._step_to_save()
         training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
@@ -136,8 +138,6 @@ class Attachment(BaseAttachment):
         for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
 
         def before(directory: Path) -> None:
-            if self.config.async_save and project is None and isinstance(path, Path) and not path.exists():
-                path.mkdir(parents=True, exist_ok=True)  # scripts put files of their own there right after the save
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
             if for_stock:
@@ -189,16 +189,19 @@ class Attachment(BaseAttachment):
         training = Training.of(accelerator)
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
-        taken = [] if training.sharded else self._run_load_hooks(training.models, path)
         ranks = self._checkpointer.ranks
-        if ranks.from_zero(f"look at {path}", lambda: stock_format.is_stock(path)):
+        is_stock = ranks.from_zero(f"look at {path}", lambda: stock_format.is_stock(path))
+        # Before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
+        extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, training, strict))
+        taken = [] if training.sharded else self._run_load_hooks(training.models, path)
+        if is_stock:
             self.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
             options = stock_format.ReadOptions(strict, map_location, load_kwargs)
             accelerator.step = stock_format.load(accelerator, self._checkpointer, path, remaining, options)
         else:
-            self._load(path, training, taken, strict)
+            self._load(path, training, taken, extra_keys, strict)
         if training.sharded:
             self._run_load_hooks({}, path)
 
@@ -313,6 +316,16 @@ class Attachment(BaseAttachment):
 
     # Save
 
+    def _announce_background_save(self, path: Where) -> None:
+        """Log once where the files of an asynchronous save are until it is complete."""
+        if self.config.async_save and not self._announced and self._accelerator.is_main_process:
+            self._announced = True
+            logger.info(
+                "%s does not exist until its save is complete. Before the script writes files of its own into it: "
+                "checkpoints.wait(), or os.makedirs(path, exist_ok=True), and the files stay.",
+                path,
+            )
+
     def _run_save_hooks(self, training: Training, directory: Path) -> list[str]:
         """Returns the names of the models whose weights a hook has taken out, to save them itself."""
         hooks = _accelerate.save_hooks(self._accelerator)
@@ -355,17 +368,8 @@ class Attachment(BaseAttachment):
         self._checkpointer.ranks.agree(f"run the hooks for {path}", run)
         return [name for name, model in models.items() if all(model is not one for one in left)]
 
-    def _load(self, path: Where, training: Training, taken: list[str], strict: bool) -> None:
-        def stored() -> list[str]:
-            there = keys_by_name(path)
-            if strict and "model" in there and not training.models:
-                raise CheckpointMismatch(
-                    f"{path} has a model, and the accelerator has none: call load_state after accelerator.prepare(…)."
-                )
-            return there.get(EXTRA, [])
-
-        keys = self._checkpointer.ranks.agree(f"open {path}", stored)
-        restoring = extra_state.RestoringExtraState(self._accelerator, self._tracked(), training.registered, keys)
+    def _load(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
+        restoring = extra_state.RestoringExtraState(self._accelerator, self._tracked(), training.registered, extra_keys)
         named = {name: NamesOnly(training.models[name]) for name in taken}
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
@@ -390,6 +394,21 @@ class Attachment(BaseAttachment):
         if path is None:
             raise ValueError("A directory is needed, or a ProjectConfiguration with automatic_checkpoint_naming.")
         return as_path(path, self.config.storage_options)
+
+
+def _extra_keys(path: Where, training: Training, strict: bool) -> list[str]:
+    """Return the keys of the checkpoint's extra state, without the leading ``extra.``.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt: The checkpoint cannot be opened.
+        CheckpointMismatch: The checkpoint has a model, and no model is prepared yet.
+    """
+    keys = keys_by_name(path)
+    if strict and "model" in keys and not training.models:
+        raise CheckpointMismatch(
+            f"{path} has a model, and the accelerator has none: call load_state after accelerator.prepare(…)."
+        )
+    return keys.get(EXTRA, [])
 
 
 _STEP = re.compile(r"(?:.*[-_.])?(?:global_?)?step[-_=]?(\d+)|checkpoint-(\d+)", re.IGNORECASE)
