@@ -20,7 +20,7 @@ from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric import state_mapping
-from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, names_for, of_kind, trained_modules
+from dcp_plugin.fabric.state_mapping import NAMES, Callbacks, RandomStreams, names_for, of_kind, trained_modules
 from dcp_plugin.format.foreign.frameworks import META
 from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, among, keys_by_name
@@ -121,7 +121,7 @@ def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_
         target.update(_target(adapter, name, state[name], place, found))
     remainder = _remainder(adapter, found, set(places.values()))
     target.update(dict.fromkeys(remainder.values()))
-    if optimizers and adapter.attachment.config.rng:  # last, after the dataloaders have drawn
+    if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, found))
     adapter.checkpointer.load(target, path, strict=strict)
     for name, place in places.items():
@@ -216,7 +216,7 @@ def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
     streams = SavedStreams(saved_on, adapter.rank, adapter.world_size, adapter.strategy.root_device)
     if streams.about_new_ranks:
         _warn(adapter, found, f"it has {streams.about_new_ranks}")
-    return {} if streams.name is None else {f"{EXTRA}.{streams.name}": Callbacks(load_state_dict=streams.restore)}
+    return {} if streams.name is None else {f"{EXTRA}.{streams.name}": RandomStreams(load_state_dict=streams.restore)}
 
 
 def _nested(value: Any, is_optimizer: bool) -> Any:

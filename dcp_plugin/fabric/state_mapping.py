@@ -35,7 +35,7 @@ from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.integration.lightning_packages import data_rank, made_by
 from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
-from dcp_plugin.state.adapters import NamesOnly
+from dcp_plugin.state.adapters import CalledLast, NamesOnly
 from dcp_plugin.state.names import joint_module, loose_module, module_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class Callbacks:
 
     state_dict: Callable[[], dict[str, Any]] = dict
     load_state_dict: Callable[[dict[str, Any]], None] = lambda state: None
+
+
+class RandomStreams(Callbacks, CalledLast):
+    """The random streams of a rank, asked and restored after the dataloaders, which may draw from them."""
 
 
 def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,9 +87,9 @@ def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mappi
     named.update(names_for(trained, list(of_kind(nn.Module, named).values())))
     extra = {user: _extra(adapter, value, filters.get(user)) for user, value in state.items() if user not in users}
     extra[NAMES] = dict(zip(ours, users, strict=True))
-    if with_rng:  # last: asking a dataloader for its state may draw
+    if with_rng:
         rank, device = adapter.rank, adapter.strategy.root_device
-        extra[RNG] = {str(rank): Callbacks(lambda: random_streams.of_rank(rank, device)[str(rank)])}
+        extra[RNG] = {str(rank): RandomStreams(lambda: random_streams.of_rank(rank, device)[str(rank)])}
     return {**named, EXTRA: extra}
 
 

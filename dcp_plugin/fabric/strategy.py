@@ -263,7 +263,7 @@ class FabricAdapter(StrategyAdapter):
                 "fabric.save takes no storage_options here: how a store is reached is a setting for all saves and "
                 "loads, attach(fabric, storage_options={...})."
             )
-        path = self.attachment.where(self.strategy.broadcast(path))
+        path, state = self._as_on_rank_0(path, state)
         step = next((state[name] for name in ("global_step", "step") if isinstance(state.get(name), int)), None)
         self.checkpointer.save(state_mapping.named_state(self, state, filter or {}), path, step)
 
@@ -271,7 +271,7 @@ class FabricAdapter(StrategyAdapter):
     def load_checkpoint(
         self, path: PathLike, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = self.attachment.where(self.strategy.broadcast(path))
+        path, ordered = self._as_on_rank_0(path, state)
         self.checkpointer.wait_until_kept()
         if self.checkpointer.ranks.from_zero(f"read {path}", lambda: is_regular_file(path)):
             # Fabric's own format, or plain torch: in Fabric's own way
@@ -282,7 +282,18 @@ class FabricAdapter(StrategyAdapter):
             )
             return rest
         with self.checkpointer.shown(path):
-            return loading.load(self, path, state, strict, weights_only)
+            remainder = loading.load(self, path, ordered, strict, weights_only)
+        if ordered is not state:
+            state.update(ordered)
+        return remainder
+
+    def _as_on_rank_0(self, path: PathLike, state: Any) -> tuple[Where, Any]:
+        """Return the path of rank 0, and a state mapping with its keys in the order of rank 0: models and optimizers
+        are numbered in this order."""
+        order = list(state) if isinstance(state, dict) else []
+        path, order = self.strategy.broadcast((path, order))
+        ordered = {name: state[name] for name in order if name in state} | state if order else state
+        return self.attachment.where(path), ordered
 
 
 @functools.cache

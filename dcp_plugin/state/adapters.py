@@ -71,6 +71,11 @@ class Unapplied:
     """Everything that is stored for the module, by clean FQN, once it is loaded."""
 
 
+class CalledLast:
+    """A base class for ``Stateful`` objects whose methods are called after those of all others in the state: random
+    streams, for one, from which the ``state_dict`` of a dataloader may draw."""
+
+
 class StateAdapter(Protocol):
     """One named object of the state.
 
@@ -118,7 +123,10 @@ _LEAVES = frozenset({*EXACTLY_TENSORS, bool, int, float, str, bytes, type(None)}
 
 
 def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[StateAdapter]:
-    """The adapters of a state, modules before what may need them.
+    """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
+
+    The order of the objects is the same on all ranks, because their methods may communicate: they are sorted by name.
+    The keys of a state may come in another order on each rank, as from a set. Data keeps the order of the state.
 
     Args:
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
@@ -158,7 +166,14 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
             adapters.append(MappingAdapter(name, value))
         else:
             adapters.append(StatefulAdapter(name, value))
-    return adapters
+    data = [adapter for adapter in adapters if adapter.kind == "value"]
+    return [*sorted((adapter for adapter in adapters if adapter.kind != "value"), key=_turn), *data]
+
+
+def _turn(adapter: StateAdapter) -> tuple[int, bool, str]:
+    """Return the sort key of an object: when its methods are called."""
+    is_last = isinstance(adapter, StatefulAdapter) and adapter.is_called_last
+    return ("module", "optimizer", "stateful").index(adapter.kind), is_last, adapter.name
 
 
 def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -402,6 +417,10 @@ def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, 
 class StatefulAdapter(TreeAdapter):
     kind = "stateful"
     may_grow = True
+
+    @property
+    def is_called_last(self) -> bool:
+        return isinstance(self._value, CalledLast)
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         self._current = self._value.state_dict()

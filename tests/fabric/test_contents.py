@@ -117,6 +117,25 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
         fabric.load(tmp_path / "by-order", {"one": second["g"]})
 
 
+@on_ranks(2)
+def test_models_in_another_order_on_rank_1_are_not_exchanged(tmp_path: Path) -> None:
+    fabric = _attached("ddp")
+
+    def pair(value: float) -> dict[str, Any]:
+        models = {name: nn.Linear(300, 3) for name in ("g", "c")}
+        for number, model in enumerate(models.values()):
+            nn.init.constant_(model.weight, value + number)
+        pairs = [(name, fabric.setup(model)) for name, model in models.items()]
+        return {"epoch": int(value), **dict(reversed(pairs) if fabric.global_rank == 1 else pairs)}
+
+    saved, loaded = pair(1.0), pair(5.0)
+    fabric.save(tmp_path / "two", saved)
+    fabric.load(tmp_path / "two", loaded)
+    for name, value in (("g", 1.0), ("c", 2.0)):
+        assert loaded[name].weight.unique().tolist() == [value]
+    assert loaded["epoch"] == 1
+
+
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
     from dcp_plugin.planning.flatten import flatten
 
