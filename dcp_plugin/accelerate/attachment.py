@@ -1,8 +1,9 @@
 """``attach(accelerator)``: from then on ``save_state`` and ``load_state`` go through the core, on all ranks.
 
 Accelerate has no public place to take over from: its hooks cannot replace the optimizer, nor anything under FSDP. So
-the two methods are replaced on the instance; a script stays as it is. ``model`` and ``optim`` are the prepared models
-and optimizers, numbered if there are several; the rest is in :mod:`dcp_plugin.accelerate.extra_state`.
+the instance gets a subclass of its class, in which the two methods are replaced; a script stays as it is. ``model`` and
+``optim`` are the prepared models and optimizers, numbered if there are several; the rest is in
+:mod:`dcp_plugin.accelerate.extra_state`.
 
 Users' hooks run as in stock Accelerate: save hooks before models are saved (under FSDP stock runs them after), and may
 take weights out, which are then not saved; load hooks before models are loaded, under FSDP after. They are given the
@@ -12,11 +13,13 @@ local directory of its own instead: what its save hooks write there is uploaded,
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +77,65 @@ def attach(accelerator: Accelerator, config: CheckpointConfig | None = None, **o
         ...     checkpoints.wait()  # from here on it is there
     """
     wanted = CheckpointConfig.merge(config, **overrides)
-    attached: Attachment | None = getattr(accelerator, _ATTRIBUTE, None)
-    if attached is None:
-        return Attachment(accelerator, wanted)
-    if attached.config != wanted and (config is not None or overrides):
-        raise ValueError(f"{attached.config} is attached already: detach() first to attach {wanted}.")
-    return attached
+    kept: _Kept | None = vars(accelerator).get(_ATTRIBUTE)
+    if kept is None:
+        return Attachment(accelerator, _take_over(accelerator, wanted))
+    if kept.config != wanted and (config is not None or overrides):
+        raise ValueError(f"{kept.config} is attached already: detach() first to attach {wanted}.")
+    return _attachment_of(accelerator)
+
+
+@dataclass
+class _Kept:
+    """State of an attachment between calls.
+
+    The accelerator refers to it, and it refers to the accelerator's loaders weakly, so that an accelerator that is
+    dropped is freed at once, with its models and optimizers.
+    """
+
+    config: CheckpointConfig
+    checkpointer: Checkpointer
+    trackers: list[Tracker]
+    last_load: LoadReport | None = None
+    has_announced: bool = False
+    attachment: Callable[[], Attachment | None] = lambda: None  # the one that the user holds, if it is still there
+
+
+def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
+    """Replace the accelerator's methods by those of :class:`Attachment`."""
+    refuse_silent_fallbacks(accelerator)
+    _refuse_trackers_at_url(accelerator)
+    Project.of(accelerator, config.storage_options)  # raises for what is no path
+    checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
+    trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
+    kept = _Kept(config.that_waits("the rotation of checkpoints"), checkpointer, trackers)
+    accelerator.__class__ = _attached_class(type(accelerator))  # type: ignore[arg-type]  # Accelerate has no types
+    vars(accelerator)[_ATTRIBUTE] = kept
+    return kept
+
+
+def _attachment_of(accelerator: Accelerator) -> Attachment:
+    """Return the attachment that the user holds, or a new one with the same state."""
+    kept: _Kept = vars(accelerator)[_ATTRIBUTE]
+    return kept.attachment() or Attachment(accelerator, kept)
+
+
+@functools.cache
+def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
+    """Make the subclass of ``kind`` whose methods in ``_REPLACED`` are those of :class:`Attachment`.
+
+    Methods on the instance would refer to it, and the cycle would keep its models in memory until the collector runs.
+    """
+
+    def replaced(name: str) -> Callable[..., Any]:
+        @functools.wraps(getattr(kind, name))
+        def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+            return getattr(_attachment_of(self), name)(*args, **kwargs)
+
+        return method
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, **{name: replaced(name) for name in _REPLACED}})
 
 
 class Attachment(BaseAttachment):
@@ -88,21 +144,20 @@ class Attachment(BaseAttachment):
     As a context manager it detaches at the end.
     """
 
-    def __init__(self, accelerator: Accelerator, config: CheckpointConfig) -> None:
-        refuse_silent_fallbacks(accelerator)
-        _refuse_trackers_at_url(accelerator)
-        Project.of(accelerator, config.storage_options)  # raises for what is no path
-        self.config = config.that_waits("the rotation of checkpoints")
-        self.last_load: LoadReport | None = None
-        """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
+    def __init__(self, accelerator: Accelerator, kept: _Kept) -> None:
         self._accelerator = accelerator
-        self._announced = False
-        self._checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
-        self._trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
-        self._originals = {name: getattr(accelerator, name) for name in _REPLACED}
-        for name in _REPLACED:
-            setattr(accelerator, name, getattr(self, name))
-        setattr(accelerator, _ATTRIBUTE, self)
+        self._kept = kept
+        kept.attachment = weakref.ref(self)
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """The settings of saves and loads."""
+        return self._kept.config
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """What the last ``load_state`` loaded; None if it loaded files of Accelerate's own."""
+        return self._kept.last_load
 
     # What replaces the accelerator's methods
 
@@ -122,7 +177,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: This save failed, or an earlier one in the background; on every rank.
         """
-        self._checkpointer.wait_until_kept()
+        self._kept.checkpointer.wait_until_kept()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         project = self._project()
@@ -147,9 +202,10 @@ class Attachment(BaseAttachment):
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
         named = _step_named(path.name)
-        handle = self._checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
+        handle = self._kept.checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
-            handle.on_published(lambda event: project.rotate(event, self._checkpointer.remove))
+            delete = self._kept.checkpointer.remove
+            handle.on_published(lambda event: project.rotate(event, delete))
         accelerator.project_configuration.iteration += 1
         return str(path)
 
@@ -168,14 +224,14 @@ class Attachment(BaseAttachment):
             TypeError: There is no such ``map_location``, or another keyword argument.
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
         """
-        self._checkpointer.wait_until_kept()
+        self._kept.checkpointer.wait_until_kept()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         project = self._project()
         if project is not None:
-            project = project.with_local(self._checkpointer)
+            project = project.with_local(self._kept.checkpointer)
         path = self._decide(project.newest) if project is not None and input_dir is None else self._given(input_dir)
-        with self._checkpointer.shown(path):
+        with self._kept.checkpointer.shown(path):
             self._load_state(path, load_kwargs, load_model_func_kwargs)
         if project is not None:
             project.continue_numbering()
@@ -189,17 +245,17 @@ class Attachment(BaseAttachment):
         training = Training.of(accelerator)
         if given and not training.sharded:
             raise TypeError(f"load_state has no argument {min(given)!r}: strict and map_location are for the models.")
-        ranks = self._checkpointer.ranks
+        ranks = self._kept.checkpointer.ranks
         is_stock = ranks.from_zero(f"look at {path}", lambda: stock_format.is_stock(path))
         # Before the hooks, which may take an incomplete checkpoint for the name of a model on a hub.
         extra_keys = [] if is_stock else ranks.agree(f"open {path}", lambda: _extra_keys(path, training, strict))
         taken = [] if training.sharded else self._run_load_hooks(training.models, path)
         if is_stock:
-            self.last_load = None
+            self._kept.last_load = None
             left = {name: model for name, model in training.models.items() if name not in taken}
             remaining = replace(training, models=left)
             options = stock_format.ReadOptions(strict, map_location, load_kwargs)
-            accelerator.step = stock_format.load(accelerator, self._checkpointer, path, remaining, options)
+            accelerator.step = stock_format.load(accelerator, self._kept.checkpointer, path, remaining, options)
         else:
             self._load(path, training, taken, extra_keys, strict)
         if training.sharded:
@@ -239,9 +295,9 @@ class Attachment(BaseAttachment):
         project = self._project() if root is None else None
         given: Where = Path() if project is not None else self._given(root)
         if project is not None:
-            project = project.with_local(self._checkpointer)
+            project = project.with_local(self._kept.checkpointer)
         elif resume != "never":
-            options = replace(options, local=self._checkpointer.surviving(given))
+            options = replace(options, local=self._kept.checkpointer.surviving(given))
 
         def find(damaged: Collection[Where]) -> Where | None:
             if project is not None and resume in ("auto", "must"):
@@ -252,33 +308,33 @@ class Attachment(BaseAttachment):
             self.load_state(path, strict=strict)
             return self.last_load
 
-        return options.start(self._checkpointer, models, find, load)
+        return options.start(self._kept.checkpointer, models, find, load)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         tracked = self._tracked()
         before = len(_accelerate.dataloaders(self._accelerator))
         with untracked_sampler(data_loader):
-            prepared = self._originals["prepare_data_loader"](data_loader, *args, **kwargs)
-        self._trackers = tracked + [Tracker.of(one) for one in _accelerate.dataloaders(self._accelerator)[before:]]
+            prepared = self._original("prepare_data_loader")(data_loader, *args, **kwargs)
+        self._kept.trackers = tracked + [Tracker.of(one) for one in _accelerate.dataloaders(self._accelerator)[before:]]
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        skipping = self._originals["skip_first_batches"](dataloader, num_batches)
-        for tracker in self._trackers:
-            if tracker.loader is dataloader and skipping is not dataloader:
+        skipping = self._original("skip_first_batches")(dataloader, num_batches)
+        for tracker in self._kept.trackers:
+            if tracker.tracks(dataloader) and skipping is not dataloader:
                 tracker.follow(skipping, num_batches)
         return skipping
 
     def end_training(self) -> None:
         """Finish the save in flight before the process group goes."""
         self.close()
-        self._originals["end_training"]()
+        self._original("end_training")()
 
     # What a script calls besides
 
     @property
     def checkpointer(self) -> Checkpointer:
-        return self._checkpointer
+        return self._kept.checkpointer
 
     def log(self, figures: dict[str, float], step: int) -> None:
         """To the accelerator's trackers, which take them on the main process."""
@@ -291,7 +347,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: It failed, on every rank; raised once.
         """
-        self._checkpointer.wait()
+        self._kept.checkpointer.wait()
 
     def close(self) -> None:
         """Wait, and free what saving needed. Saving again is possible.
@@ -299,7 +355,7 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        self._checkpointer.close()
+        self._kept.checkpointer.close()
 
     def detach(self) -> None:
         """Give the accelerator back its own methods, after the save in flight.
@@ -307,10 +363,10 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        if getattr(self._accelerator, _ATTRIBUTE, None) is self:
-            for name in (*_REPLACED, _ATTRIBUTE):
-                delattr(self._accelerator, name)
-            for tracker in self._trackers:
+        if vars(self._accelerator).get(_ATTRIBUTE) is self._kept:
+            self._accelerator.__class__ = type(self._accelerator).__base__
+            del vars(self._accelerator)[_ATTRIBUTE]
+            for tracker in self._kept.trackers:
                 tracker.untrack()
         self.close()
 
@@ -318,8 +374,8 @@ class Attachment(BaseAttachment):
 
     def _announce_background_save(self, path: Where) -> None:
         """Log once where the files of an asynchronous save are until it is complete."""
-        if self.config.async_save and not self._announced and self._accelerator.is_main_process:
-            self._announced = True
+        if self.config.async_save and not self._kept.has_announced and self._accelerator.is_main_process:
+            self._kept.has_announced = True
             logger.info(
                 "%s does not exist until its save is complete. Before the script writes files of its own into it: "
                 "checkpoints.wait(), or os.makedirs(path, exist_ok=True), and the files stay.",
@@ -365,7 +421,7 @@ class Attachment(BaseAttachment):
                 for hook in hooks:
                     hook(left, str(directory))
 
-        self._checkpointer.ranks.agree(f"run the hooks for {path}", run)
+        self._kept.checkpointer.ranks.agree(f"run the hooks for {path}", run)
         return [name for name, model in models.items() if all(model is not one for one in left)]
 
     def _load(self, path: Where, training: Training, taken: list[str], extra_keys: list[str], strict: bool) -> None:
@@ -373,22 +429,27 @@ class Attachment(BaseAttachment):
         named = {name: NamesOnly(training.models[name]) for name in taken}
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
-        self.last_load = self._checkpointer.load(state, path, strict=strict)
-        said = self._checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
+        self._kept.last_load = self._kept.checkpointer.load(state, path, strict=strict)
+        said = self._kept.checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
         for message in said if self._accelerator.is_main_process else ():
             logger.warning("%s: %s", path, message)
 
+    def _original(self, name: str) -> Callable[..., Any]:
+        """The accelerator's own method, which :func:`attach` has replaced."""
+        method: Callable[..., Any] = getattr(super(type(self._accelerator), self._accelerator), name)
+        return method
+
     def _tracked(self) -> list[Tracker]:
         """In the order in which they were prepared, without those that ``free_memory`` has let go."""
-        prepared = {id(loader) for loader in _accelerate.dataloaders(self._accelerator)}
-        return [tracker for tracker in self._trackers if id(tracker.loader) in prepared]
+        prepared = _accelerate.dataloaders(self._accelerator)
+        return [tracker for tracker in self._kept.trackers if any(map(tracker.tracks, prepared))]
 
     def _project(self) -> Project | None:
         return Project.of(self._accelerator, self.config.storage_options)
 
     def _decide(self, choose: Callable[[], Where]) -> Where:
         """Rank 0 chooses, all go there; or all raise."""
-        return self._given(self._checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
+        return self._given(self._kept.checkpointer.ranks.from_zero("choose a checkpoint", lambda: str(choose())))
 
     def _given(self, path: PathLike | None) -> Where:
         if path is None:

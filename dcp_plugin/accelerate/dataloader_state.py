@@ -15,10 +15,15 @@ begins its epoch again, in the same order, and :meth:`Tracker.resume` says how m
 
 Creating an iterator draws from the global random generators, which a run that was not interrupted does not do in the
 middle of an epoch. So they are set once more, when the first batch of a resumed epoch is there.
+
+References to loaders are weak: a loader refers to its tracker, and a cycle would keep the loader, with its workers,
+until the garbage collector runs.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,12 +127,18 @@ Position = dict[str, Any]
 class _Iteration:
     """One loop over a loader, or over what skips its first batches."""
 
-    loader: Any
+    loader: weakref.ref[Any]
     skipped: int
     with_gradients: bool  # whether it trains; an evaluation does not
     delivered: int = 0
     exhausted: bool = False
     running: bool = True
+
+    @property
+    def over(self) -> bool:
+        """Whether the epoch has ended. Of ``skip_first_batches``, the loader lives no longer than the loop over it."""
+        loader = self.loader()
+        return self.exhausted and (loader is None or loader.end_of_dataloader)
 
 
 @dataclass(frozen=True)
@@ -143,10 +154,10 @@ class Tracker:
     """The position of one prepared dataloader."""
 
     def __init__(self, loader: PreparedLoader) -> None:
-        self.loader = loader
+        self._loader = weakref.ref(loader)
         self.step_back = 0  # batches handed out that have to come again: their gradients are not saved
         self._iteration: _Iteration | None = None  # the last one, whether it goes on or not
-        self._skipping: Any = None
+        self._skipping: Callable[[], Any] = lambda: None
         self._to_skip = 0
         self._resumed: _Resumed | None = None
         self._at_first_batch: Callable[[], None] | None = None
@@ -164,7 +175,17 @@ class Tracker:
     def of(cls, loader: PreparedLoader) -> Tracker:
         """The one tracker of a loader, which may be prepared again, or by several accelerators."""
         known = vars(loader.base_dataloader).get("__iter__")
-        return known.tracker if isinstance(known, _TrackedIter) and known.tracker.loader is loader else cls(loader)
+        return known.tracker if isinstance(known, _TrackedIter) and known.tracker.tracks(loader) else cls(loader)
+
+    @property
+    def loader(self) -> PreparedLoader:
+        """The prepared loader, while it lives."""
+        loader = self._loader()
+        assert loader is not None, "only a live loader is iterated over, saved and loaded"
+        return loader
+
+    def tracks(self, loader: PreparedLoader) -> bool:
+        return self._loader() is loader
 
     @property
     def name(self) -> str:
@@ -176,11 +197,12 @@ class Tracker:
 
     def follow(self, skipping: Any, batches: int) -> None:
         """``skipping`` is what ``skip_first_batches`` made of the loader: its epoch is the loader's epoch."""
-        self._skipping, self._to_skip = skipping, batches
+        self._skipping, self._to_skip = weakref.ref(skipping), batches
         _TrackedIter(self, skipping.base_dataloader).install()
 
     def untrack(self) -> None:
-        installed = vars(self.loader.base_dataloader)
+        loader = self._loader()
+        installed = {} if loader is None else vars(loader.base_dataloader)
         if getattr(installed.get("__iter__"), "tracker", None) is self:
             del installed["__iter__"]
         if self._sampler is not None:
@@ -206,7 +228,7 @@ class Tracker:
         if self._resumed is not None:
             return self._resumed.position
         now = self._iteration
-        over = now is None or (now.exhausted and now.loader.end_of_dataloader)
+        over = now is None or now.over
         within, consumed = False, 0
         if now is not None and not over and not self._was_left(now, others_run):
             within, consumed = True, max(0, now.skipped + now.delivered - self._ahead(now) - self.step_back)
@@ -269,8 +291,9 @@ class Tracker:
     # What _TrackedIter calls
 
     def begin(self, base: Any) -> _Iteration:
-        loader = self._skipping if base is getattr(self._skipping, "base_dataloader", None) else self.loader
-        self._iteration = _Iteration(loader, self._to_skip, torch.is_grad_enabled())
+        skipping = self._skipping()
+        loader = skipping if base is getattr(skipping, "base_dataloader", None) else self.loader
+        self._iteration = _Iteration(weakref.ref(loader), self._to_skip, torch.is_grad_enabled())
         resumed, self._resumed, self._to_skip = self._resumed, None, 0
         self._at_first_batch = resumed.restore_rng if resumed is not None else None
         return self._iteration
@@ -312,23 +335,30 @@ def _untracked_iter(base: Any) -> Iterator[Any]:
     return type(base).__iter__(base)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
 class _TrackedIter:
-    """The ``__iter__`` of one ``DataLoader``, for callers that look it up on the instance. Can be pickled with it."""
+    """The ``__iter__`` of one ``DataLoader``, for callers that look it up on the instance.
 
-    tracker: Tracker
-    base: Any
+    A copy of the loader, as pickling makes it, is not tracked.
+    """
+
+    def __init__(self, tracker: Tracker, base: Any) -> None:
+        self.tracker = tracker
+        self._base = weakref.ref(base)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_untracked_iter, self._base())
 
     def install(self) -> None:
-        vars(self.base)["__iter__"] = self
+        vars(self._base())["__iter__"] = self
 
     def __call__(self) -> Iterator[Any]:
-        batches = _untracked_iter(self.base)
-        iteration = self.tracker.begin(self.base)
+        base = self._base()
+        batches = _untracked_iter(base)
+        iteration = self.tracker.begin(base)
         try:
             for batch in batches:
                 self.tracker.deliver(iteration)
                 yield batch
-            self.tracker.end(iteration, self.base)
+            self.tracker.end(iteration, base)
         finally:
             iteration.running = False  # at its end, or broken off

@@ -160,6 +160,7 @@ class RestoringExtraState:
         """Restore everything from the filled targets. Returns what has to be said about it, the same on all ranks."""
         said = [f"it has no {', '.join(self._absent)}: kept as they are"] if self._absent else []
         said += [message for name, put in self._puts if (message := put(self._targets[name]))]
+        self._puts.clear()  # some are methods of this object, and the cycle would keep the accelerator alive
         self._restore_rng()
         if self._streams.about_new_ranks:
             said.append(f"it has {self._streams.about_new_ranks}")

@@ -79,6 +79,7 @@ class Loading:
             open_with=open_with,
         )
         self._waiting: list[str] = []
+        self._adapters: list[StateAdapter] = []
 
     @property
     def opened(self) -> Opened:
@@ -86,8 +87,12 @@ class Loading:
         return self._reader.opened
 
     def run(self, state: Mapping[str, Any]) -> LoadReport:
-        with self._reader:
-            return self._run(state)
+        """Load into ``state``, in place. Collective."""
+        try:
+            with self._reader:
+                return self._run(state)
+        finally:
+            self._adapters = []  # an adapter may refer to this object, and the cycle would keep users' objects alive
 
     def _run(self, state: Mapping[str, Any]) -> LoadReport:
         match = self._prepare(state)
@@ -259,16 +264,16 @@ class Loading:
             if targets or match.wanted[adapter.name].empty:
                 filled = {k: self._targets[join(adapter.name, k)] if t is None else t for k, t in targets.items()}
                 strict = self._strict and self._partial is None
-                found = adapter.take(filled, partial(self._read_deferred, adapter, match), strict)
+                found = adapter.take(filled, partial(self._read_deferred, adapter.name, match), strict)
                 if found is not None:
                     problems += self._judge(adapter, match, found)
         if problems:
             raise CheckpointMismatch(misfit(self._path, problems))
 
-    def _read_deferred(self, adapter: StateAdapter, match: Match, tensors: dict[str, Any]) -> None:
+    def _read_deferred(self, name: str, match: Match, tensors: dict[str, Any]) -> None:
         """Read tensors that have just got their memory, on this rank alone."""
         planner = ShardedLoadPlanner(strict=False)
-        targets: dict[str, Any] = {join(adapter.name, key): sharded_value(tensor) for key, tensor in tensors.items()}
+        targets: dict[str, Any] = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         planner.use_index(targets, self._reader.index, match.stored)
         plan, chunks = planner.plan_apart()
         self._reader.read_parts(plan, planner, chunks)
