@@ -4,6 +4,7 @@ what it returns and what it noted in the past."""
 from __future__ import annotations
 
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -172,6 +173,24 @@ def test_what_save_returns_and_what_is_read_say_where_and_which_save(tmp_path: P
     assert ours.storage_meta is not None and theirs.storage_meta is not None
     assert ours.storage_meta.save_id == theirs.storage_meta.save_id is not None
     assert str(ours.storage_meta.checkpoint_id) == str(theirs.storage_meta.checkpoint_id)
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.2.3", None])
+def test_the_version_of_a_stock_checkpoint_is_kept(tmp_path: Path, version: str | None) -> None:
+    stock.save(_state(1), checkpoint_id=tmp_path / "stock")
+    metadata = stock.FileSystemReader(tmp_path / "stock").read_metadata()
+    metadata.version = version
+    (tmp_path / "stock" / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert dcp.ShardedReader(tmp_path / "stock").read_metadata().version == version
+
+
+def test_our_checkpoints_name_the_version_that_stock_names(tmp_path: Path) -> None:
+    stock.save(_state(1), checkpoint_id=tmp_path / "stock")
+    stock.save(_state(1), storage_writer=dcp.ShardedWriter(tmp_path / "driven"))
+    dcp.save(_state(1), tmp_path / "ours")
+    versions = {stock.FileSystemReader(tmp_path / name).read_metadata().version for name in ("stock", "driven", "ours")}
+    assert len(versions) == 1
+    assert dcp.ShardedReader(tmp_path / "ours").read_metadata().version in versions
 
 
 def test_metadata_of_torch_before_2_3_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

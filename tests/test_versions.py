@@ -69,4 +69,6 @@ def test_what_we_write_is_the_same_under_any_version(path: Path, fields: str, mo
         known, more = TensorProperties.__getstate__, ((2, 1), "new")[: 1 if fields == "those of 2.15" else 2]
         monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*known(self)[:5], *more))
     written = (path / ".metadata").read_bytes()
-    assert metadata.encode(open_checkpoint(path).index, decode(written, "it").storage_meta) == written
+    index, saved = open_checkpoint(path).index, decode(written, "it")
+    index.version = saved.version  # the first of these checkpoints name none
+    assert metadata.encode(index, saved.storage_meta) == written

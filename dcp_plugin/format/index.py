@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_plugin.errors import CheckpointCorrupt
@@ -142,6 +143,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         """In place of the paths of keys, what another tool's planner made its ``planner_data``; one item."""
         self.storage_meta: StorageMeta | None = None
         """What stock's writer noted of its save."""
+        self.version: str | None = CURRENT_DCP_VERSION
+        """The version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
         self.smallest_block = smallest_block
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
@@ -270,7 +273,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         if not self.empty:
             return self
         known = self.selected({key: key for key in self if key not in set(self.empty)}, self.table.paths)
-        known.planner_data = self.planner_data
+        known.planner_data, known.version = self.planner_data, self.version
         return known
 
     @property

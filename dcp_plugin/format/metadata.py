@@ -65,7 +65,7 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
         else:
             storage |= {MetadataIndex(key, torch.Size(c.offsets)): storage_info(c.location) for c in entry.chunks}
     said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
-    return Metadata(state, planner_data=said, storage_data=storage, storage_meta=storage_meta or StorageMeta())
+    return Metadata(state, said, storage, storage_meta or StorageMeta(), index.version)
 
 
 def storage_info(where: Location) -> Any:
@@ -134,7 +134,7 @@ def encode(index: CheckpointIndex, storage_meta: StorageMeta | None) -> bytes:
         planner_data=[_plain(planner_data)],
         storage_data=[b"}(", *storage, b"u"],
         storage_meta=[_plain(storage_meta)],
-        version=[_plain(Metadata({}).version)],
+        version=[_plain(index.version)],
     )
     return b"".join((b"\x80\x04", memo.definitions, *cast(list[bytes], content), b"."))
 

@@ -127,6 +127,8 @@ class StockMetadata:
     transforms: dict[tuple[str, int], tuple[str, ...]]
     planner_data: tuple[Any, ...]
     storage_meta: StorageMeta | None
+    version: str | None
+    """The version of DCP's layout; None before torch 2.9."""
 
     @property
     def save_id(self) -> str:
@@ -154,6 +156,7 @@ def index_of(metadata: StockMetadata, files: Files, folder: str = "") -> Checkpo
     index.transforms = metadata.transforms
     index.storage_meta = metadata.storage_meta
     index.planner_data = metadata.planner_data
+    index.version = metadata.version
     return index
 
 
@@ -207,7 +210,9 @@ def _checked(record: Any) -> StockMetadata:
     paths, planner_data = _planner_data(said.get("planner_data"), keys)
     table = KeyColumns(keys, dtype_names, paths, columns)
     found, files, transforms = _placed(table, items, places)
-    return StockMetadata(table, found, files, transforms, planner_data, _storage_meta(said.get("storage_meta")))
+    version = said.get("version")
+    meta = _storage_meta(said.get("storage_meta"))
+    return StockMetadata(table, found, files, transforms, planner_data, meta, version if type(version) is str else None)
 
 
 def _items(pairs: Any) -> tuple[list[Any], list[Any]]:
