@@ -7,12 +7,15 @@ one of these names moves or changes its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _patched_state_dict
 from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
 
 
@@ -94,7 +97,9 @@ _OPTIMIZER_HOOKS = (
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """Whether code of an optimizer's own makes or takes its state dict. Nothing public tells what hooks there are."""
     for method in ("state_dict", "load_state_dict"):
-        if method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method):
+        if overrides_on_instance(optimizer, method) or getattr(type(optimizer), method) is not getattr(
+            torch.optim.Optimizer, method
+        ):
             return True
     return any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
 
@@ -105,7 +110,37 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:
-    return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
+    """Return whether a module has a ``load_state_dict`` that is not torch's."""
+    overrides = type(module).load_state_dict is not nn.Module.load_state_dict
+    return overrides or overrides_on_instance(module, "load_state_dict")
+
+
+# ``_patch_model_state_dict`` and ``_patch_optimizer_state_dict`` of torch set ``state_dict`` and ``load_state_dict`` of
+# an instance to functions that return names of parameters and sharded tensors. Our adapters do that with the instance
+# itself. The functions take no further arguments, and FSDP1 gathers nothing from an optimizer that has them.
+
+
+def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
+    """Return a method of a module or an optimizer, without the patch of torch."""
+    bound = getattr(owner, method)
+    return getattr(type(owner), method).__get__(owner) if _is_patch(bound) else bound  # type: ignore[no-any-return]
+
+
+def overrides_on_instance(owner: nn.Module | torch.optim.Optimizer, method: str) -> bool:
+    """Return whether a method is set on the instance, and not by a patch of torch."""
+    return method in vars(owner) and not _is_patch(vars(owner)[method])
+
+
+def patched_together(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers whose states ``optimizer.state_dict()`` returns together because torch has patched them."""
+    if not _is_patch(patch := vars(optimizer).get("state_dict")):
+        return ()
+    optimizers = inspect.getclosurevars(patch).nonlocals["_state_dict_call"].keywords["optimizers"]
+    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+
+
+def _is_patch(method: Any) -> bool:
+    return type(method) is FunctionType and method in _patched_state_dict
 
 
 def takes_state_dict(module: nn.Module) -> bool:

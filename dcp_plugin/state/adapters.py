@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_plugin._torch import is_meta, is_tensor, shape_of, with_memory
-from dcp_plugin._torch_modules import Incompatible
+from dcp_plugin._torch_modules import Incompatible, patched_together
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import default_path
@@ -166,8 +166,23 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
             adapters.append(MappingAdapter(name, value))
         else:
             adapters.append(StatefulAdapter(name, value))
+    _check_patched([(name, value) for name, value in objects if isinstance(value, torch.optim.Optimizer)])
     data = [adapter for adapter in adapters if adapter.kind == "value"]
     return [*sorted((adapter for adapter in adapters if adapter.kind != "value"), key=_turn), *data]
+
+
+def _check_patched(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> None:
+    """Raise CheckpointMismatch if the state has a part of the optimizers that torch has patched together. With stock,
+    each of them stands for all."""
+    known = {id(optimizer) for _, optimizer in optimizers}
+    for name, optimizer in optimizers:
+        lacking = [other for other in patched_together(optimizer) if id(other) not in known]
+        if lacking:
+            raise CheckpointMismatch(
+                f"_patch_optimizer_state_dict of torch has patched the optimizer {name!r} together with "
+                f"{len(lacking)} more, which the state lacks. Have each of them in the state under a name of its own; "
+                f"dcp_plugin needs no patch."
+            )
 
 
 def _turn(adapter: StateAdapter) -> tuple[int, bool, str]:

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
 
 from dcp_plugin import _torch_modules
 from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
-from dcp_plugin._torch_modules import Incompatible, checkpointable_parameters, overrides_load_state_dict
+from dcp_plugin._torch_modules import Incompatible, checkpointable_parameters, overrides_load_state_dict, unpatched
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
 from dcp_plugin.tensors import EXACTLY_TENSORS
@@ -83,7 +83,7 @@ class ModuleState:
         if contains_fsdp1(module):
             values = gather_fsdp1_module(module)
             return cls(values, {key: key for key in values}, {}, clean)
-        state = module.state_dict()
+        state = unpatched(module, "state_dict")()
         for name, own in checkpointable_parameters(named_modules(module)):
             if name in state:
                 state[name] = laid_out_like(state[name], own)
@@ -110,7 +110,7 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     if contains_fsdp1(module):
         return apply_fsdp1_module(module, state)
     clean = CleanNames(module)
-    wrapped = {clean(name): name for name in module.state_dict()}
+    wrapped = {clean(name): name for name in unpatched(module, "state_dict")()}
     given = {wrapped.get(name, name): value for name, value in state.items()}
     found = call_load_state_dict(module, given, strict) or Incompatible()
     return list(dict.fromkeys(map(clean, found.missing))), list(dict.fromkeys(map(clean, found.unexpected)))
@@ -123,7 +123,8 @@ def call_load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
         strict: What an override is told. That of torch collects the keys, and does not raise for them.
     """
     lenient = not strict or not overrides_load_state_dict(module)
-    result: Any = module.load_state_dict(state, **({"strict": False} if lenient else {}))
+    load_state_dict = unpatched(module, "load_state_dict")
+    result: Any = load_state_dict(state, **({"strict": False} if lenient else {}))
     if not hasattr(result, "missing_keys"):
         return None
     return Incompatible(list(result.missing_keys), list(getattr(result, "unexpected_keys", ())))
@@ -142,7 +143,7 @@ def materialise(module: nn.Module) -> list[str]:
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return []  # before state_dict, which under FSDP1 would gather all of the model
     clean = CleanNames(module)
-    in_checkpoints = set(module.state_dict())
+    in_checkpoints = set(unpatched(module, "state_dict")())
     lost = [clean(name) for name, b in module.named_buffers() if b.is_meta and name not in in_checkpoints]
     waiting = [
         clean(name)
@@ -218,7 +219,8 @@ def gather_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) 
     sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     with _quiet(), FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *sharded):
         try:
-            gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer)
+            local = unpatched(optimizer, "state_dict")()
+            gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer, local)
         except RuntimeError as error:
             if "is not in the optimizer state" not in str(error):
                 raise
