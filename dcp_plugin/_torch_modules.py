@@ -133,7 +133,8 @@ def overrides_on_instance(owner: nn.Module | torch.optim.Optimizer, method: str)
 
 def patched_together(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers whose states ``optimizer.state_dict()`` returns together because torch has patched them."""
-    if not _is_patch(patch := vars(optimizer).get("state_dict")):
+    patch: Any = vars(optimizer).get("state_dict")
+    if not _is_patch(patch):
         return ()
     optimizers = inspect.getclosurevars(patch).nonlocals["_state_dict_call"].keywords["optimizers"]
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)

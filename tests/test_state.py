@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ import dcp_plugin as dcp
 from dcp_plugin.state import apply_module, flatten_optimizer, gather_module, gather_optimizer
 from dcp_plugin.state.module import materialise
 from tests import launch
-from tests.compare import assert_same, full_state, same_bytes
+from tests.compare import assert_same, full_state, same_bytes, same_tree
 from tests.launch import on_ranks
 from tests.layouts import Net, train, whole_state
 
@@ -815,10 +816,97 @@ def test_a_multi_step_schedule_works_after_the_load(tmp_path: Path) -> None:
     assert type(other.milestones) is type(one.milestones)
 
 
-def test_names_that_overlap_are_refused(tmp_path: Path) -> None:
-    for state in ({"a": {"b": Net()}, "a.b": Net()}, {"model": Net(), "model.ema": Net()}):
-        with pytest.raises(dcp.CheckpointMismatch, match="rename one"):
-            dcp.save(state, tmp_path / "ck")
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"b": Net()}, "a.b": Net()},
+        {"a": {"b.c": 1}, "a.b": {"c": 1}},
+        {"model": nn.ModuleDict({"ema": Net()}), "model.ema": Net()},
+    ],
+    ids=["names", "values", "modules"],
+)
+def test_keys_that_are_the_same_are_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    with pytest.raises(dcp.CheckpointMismatch, match=r"two (objects|values) of the state have the (name|key)"):
+        dcp.save(state, tmp_path / "ck")
+
+
+class _Holder:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("by", ["ours", "stock"])
+@pytest.mark.parametrize("kind", [dict, _Holder], ids=["mappings", "stateful"])
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ({"b.c": 1}, {"d": 2}),
+        ({"b": {"c": 1}, "e": 3}, {"d": 2, "f": {"g": 4}}),
+        ({"b": 1}, {"d": 2}),
+        ({"b.c": 1}, {"d": {"e": 2}, "c": {"d": 3}}),
+    ],
+)
+def test_names_that_overlap_are_told_apart(
+    tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], kind: Any, by: str
+) -> None:
+    def times(tree: Any, factor: int) -> Any:
+        if isinstance(tree, dict):
+            return {key: times(value, factor) for key, value in tree.items()}
+        return torch.full((2,), float(tree * factor))
+
+    def state(factor: int) -> dict[str, Any]:
+        return {"a": kind(times(outer, factor)), "a.b": kind(times(inner, factor))}
+
+    saved, loaded = state(1), state(0)
+    dcp.save(saved, tmp_path / "ck") if by == "ours" else stock.save(saved, checkpoint_id=tmp_path / "ck", no_dist=True)
+    dcp.load(loaded, tmp_path / "ck")
+    for name in saved:
+        mine, theirs = (getattr(one[name], "state", one[name]) for one in (loaded, saved))
+        assert same_tree(mine, theirs)
+
+
+@pytest.mark.parametrize("names", [("model", "model.ema"), ("model.ema", "model")])
+def test_modules_and_optimizers_whose_names_overlap_are_told_apart(tmp_path: Path, names: tuple[str, str]) -> None:
+    def state(seed: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, name in enumerate(names):
+            torch.manual_seed(seed + number)
+            found[name] = Net()
+            found[f"optim.{name}"] = torch.optim.Adam(found[name].parameters())
+            train(found[name], found[f"optim.{name}"], 1)
+        return found
+
+    saved, loaded, other = state(0), state(5), state(9)
+    _round_trip(tmp_path / "ck", saved, loaded)
+    for name in names:
+        pair = [whole_state(state[name], state[f"optim.{name}"]) for state in (loaded, saved)]
+        assert_same(*pair)
+    rename = {f"{name}.": f"{name}." for name in names}
+    dcp.load({name: other[name] for name in names}, tmp_path / "ck", partial=dcp.PartialLoad(rename=rename))
+    for name in names:
+        assert_same(other[name].state_dict(), saved[name].state_dict())
+
+
+def test_a_model_and_its_child_are_loaded_under_names_that_overlap(tmp_path: Path) -> None:
+    saved, model = nn.ModuleDict({"ema": Net()}), nn.ModuleDict({"ema": Net()})
+    dcp.save({"model": saved}, tmp_path / "ck")
+    report = dcp.load({"model": model, "model.ema": model["ema"]}, tmp_path / "ck")
+    assert not report.missing and not report.unexpected
+    assert_same(model.state_dict(), saved.state_dict())
+
+
+def test_a_partial_load_of_an_empty_state_loads_nothing(tmp_path: Path) -> None:
+    dcp.save({"model": Net()}, tmp_path / "ck")
+    assert dcp.load({}, tmp_path / "ck", partial=dcp.PartialLoad(unexpected="ignore")).loaded == []
+    with pytest.raises(dcp.CheckpointMismatch, match="matches no key of the target"):
+        dcp.load({}, tmp_path / "ck", partial=dcp.PartialLoad(include="model.*"))
 
 
 def test_a_stateful_object_may_have_grown(tmp_path: Path) -> None:

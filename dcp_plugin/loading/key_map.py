@@ -14,8 +14,9 @@ an optimizer), and to tell which stored keys have no target.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -23,7 +24,7 @@ from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import CheckpointIndex, Entry
 from dcp_plugin.loading.partial import PATTERN
 from dcp_plugin.planning.flatten import join
-from dcp_plugin.state.adapters import StateAdapter
+from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
 from dcp_plugin.types import KeyPath
 
 Prefixes = tuple[tuple[str, str], ...]
@@ -132,6 +133,8 @@ class KeyMap:
         self._rules = rules
         self._special = special or {}
         self._names = frozenset(names)
+        self.is_of_another: Callable[[str], bool] | None = None
+        """Whether a key, relative to the object, belongs to another object. None if its name overlaps with no other."""
         self._optimizer = kind == "optimizer"
         self._is_data = kind not in ("module", "optimizer")
         self._stored: dict[str, str] = {}
@@ -163,7 +166,7 @@ class KeyMap:
         for here, there in self._rules_in_use():
             for full in _under(index, there):
                 key, path = here + full.removeprefix(there), index.path_of(full)
-                if not key or (renamed and (self._by_prefix(key) != full or _belongs(key, self._special))):
+                if not key or (renamed and (self._by_prefix(key) != full or belongs(key, self._special))):
                     continue
                 if self._optimizer and here and any(isinstance(step, int) for step in path):
                     self.unnamed_groups = True
@@ -174,6 +177,8 @@ class KeyMap:
                 if stored in index:
                     mine = key + stored.removeprefix(full)
                     found[mine], paths[mine] = stored, None
+        if self.is_of_another is not None:
+            found = {key: full for key, full in found.items() if not self.is_of_another(key)}
         self._stored = self._without_second_names(found) if len(self._rules) > 1 or self._special else found
         self.unnamed_groups &= not any(key.startswith("param_groups.") for key in self._stored)
         at = {key: paths[key] or self._own_path(key) for key in self._stored}
@@ -200,7 +205,7 @@ class KeyMap:
     def _without_second_names(self, found: Mapping[str, str]) -> dict[str, str]:
         """What is stored once may be found under several of our names. Those that exist keep it; else only what it was
         renamed to does."""
-        existing = {key for key in found if _belongs(key, self._names)}
+        existing = {key for key in found if belongs(key, self._names)}
         claimed = {found[key] for key in existing}
         renamed = {full for key, full in found.items() if full != join(self.name, key)}
         return {
@@ -210,8 +215,8 @@ class KeyMap:
         }
 
 
-def _belongs(key: str, names: Collection[str]) -> bool:
-    """Whether a key is one of the names, or lies under one that ends with a dot."""
+def belongs(key: str, names: Collection[str]) -> bool:
+    """Return whether a key is one of the names, or lies under one that ends with a dot."""
     return key in names or any(key[: at + 1] in names for at, letter in enumerate(key) if letter == ".")
 
 
@@ -231,6 +236,32 @@ def _below(here: str, there: str, path: KeyPath) -> KeyPath | None:
     return None
 
 
+class OverlappingNames:
+    """Objects of which one's name begins with another's, as ``a`` and ``a.b``, and whose keys begin alike therefore.
+
+    A key of the checkpoint belongs to the objects that have it now. If none has it, it belongs to the object with the
+    longest name that the key begins with. Making one is collective if a module among them contains FSDP1.
+    """
+
+    def __init__(self, adapters: Iterable[StateAdapter]) -> None:
+        adapters = list(adapters)
+        outer = [a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)]  # those with keys below
+        inner = {name: [a.name for a in adapters if a.name.startswith(f"{name}.")] for name in outer}
+        overlapping = {name for outer, names in inner.items() if names for name in (outer, *names)}
+        self._names = {a.name: frozenset(a.names()) for a in adapters if a.name in overlapping}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def is_of_another(self, name: str, key: str) -> bool:
+        """Return whether a key, given relative to the object ``name``, belongs to another object."""
+        if belongs(key, self._names[name]):
+            return False
+        full = join(name, key)
+        rivals = [other for other in self._names if other != name and f"{full}.".startswith(f"{other}.")]
+        return any(len(o) > len(name) or belongs(full[len(o) + 1 :], self._names[o]) for o in rivals)
+
+
 class KeyMaps:
     """The key maps of one load. Modules come before their optimizers, which follow them.
 
@@ -242,6 +273,11 @@ class KeyMaps:
         self._rename, self._renames = rename, rename != Rename()
         self._modules = list(modules)
         self._followed: dict[nn.Module | None, tuple[str, Prefixes]] = {}
+        self._overlapping = OverlappingNames(())
+
+    def tell_apart(self, adapters: Iterable[StateAdapter]) -> None:
+        """Note which objects have names that overlap. Collective if one of these contains FSDP1."""
+        self._overlapping = OverlappingNames(adapters)
 
     def is_about(self, adapter: StateAdapter) -> bool:
         """Whether a prefix is about keys of this object, so that it says where the object is."""
@@ -250,12 +286,18 @@ class KeyMaps:
         return any(here.startswith(front) or front.startswith(here) for here, _ in rename.prefixes)
 
     def of(self, adapter: StateAdapter, source: str, prefix: tuple[str, str] | None = None) -> KeyMap:
-        """Where the keys of an object are. Collective if it contains FSDP1.
+        """Return where the keys of an object are. Collective if it contains FSDP1.
 
         Args:
             source: The name of the object in the checkpoint.
             prefix: What :func:`find_prefix` has found for it.
         """
+        key_map = self._of(adapter, source, prefix)
+        if adapter.name in self._overlapping:
+            key_map.is_of_another = partial(self._overlapping.is_of_another, adapter.name)
+        return key_map
+
+    def _of(self, adapter: StateAdapter, source: str, prefix: tuple[str, str] | None) -> KeyMap:
         is_optimizer = adapter.kind == "optimizer"
         follows = is_optimizer and adapter.module in self._followed
         if prefix is None and not follows and not self._renames:

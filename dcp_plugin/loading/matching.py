@@ -145,6 +145,7 @@ class Matching:
     def run(self, adapters: list[StateAdapter]) -> Match:
         """Collective if a module contains FSDP1."""
         self._names_here = [adapter.name for adapter in adapters]
+        self._key_maps.tell_apart(adapters)
         for adapter, name in self._names(adapters):
             if isinstance(adapter, ValueAdapter) and self._is_plain(adapter):
                 self._take_plain(adapter)

@@ -149,9 +149,10 @@ class PartialLoad:
         return _matches(key, self.include) and not _matches(key, self.exclude)
 
     def idle(self, keys: Iterable[str]) -> list[str]:
-        """The globs that match none of these keys."""
+        """Return the globs that match none of these keys. ``*`` matches whatever there is, if it is nothing."""
         keys = list(keys)
-        return [glob for glob in (*self.include, *self.exclude) if not any(fnmatchcase(key, glob) for key in keys)]
+        globs = (glob for glob in (*self.include, *self.exclude) if glob != "*")
+        return [glob for glob in globs if not any(fnmatchcase(key, glob) for key in keys)]
 
 
 def _matches(key: str, globs: tuple[str, ...]) -> bool:

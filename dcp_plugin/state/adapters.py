@@ -10,7 +10,6 @@ offers memory for it. A tensor is filled in place where the object has one, ever
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -196,12 +195,8 @@ def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str
     :func:`~dcp_plugin.format.columns.default_path` of their key. Collective if a module contains FSDP1.
 
     Raises:
-        CheckpointMismatch: Two names overlap, as ``model`` and ``model.ema``: their keys could not be told apart.
+        CheckpointMismatch: Two objects have the same key, as ``{"a": {"b.c": 1}, "a.b": {"c": 1}}`` has.
     """
-    dotted = any("." in adapter.name for adapter in adapters)  # else no name can begin with another and a dot
-    for one, other in itertools.pairwise(sorted(f"{adapter.name}." for adapter in adapters)) if dotted else ():
-        if other.startswith(one):
-            raise CheckpointMismatch(f"the state has {one[:-1]!r} and {other[:-1]!r}, whose keys overlap: rename one")
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for adapter in adapters:
