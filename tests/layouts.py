@@ -49,10 +49,14 @@ class Net(nn.Module):
         return self.out(self.block(torch.relu(self.inp(x))))  # type: ignore[no-any-return]
 
 
-def build(layout: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model in a layout of :data:`WORLD_SIZE`, and AdamW over it."""
+def build(layout: str, seed: int = 0, net: Callable[[], nn.Module] = Net) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in a layout of :data:`WORLD_SIZE`, and AdamW over it.
+
+    Args:
+        net: Makes the model, which has the submodules of :class:`Net`.
+    """
     torch.manual_seed(seed)
-    model = _WRAP[layout.partition("@")[0]](Net())
+    model = _WRAP[layout.partition("@")[0]](net())
     return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), weight_decay=0.1)
 
 
@@ -123,7 +127,7 @@ def _fsdp1(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def _fsdp1_hsdp(module: nn.Module) -> nn.Module:
-    return _fsdp1(module, device_mesh=_mesh_2x2(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    return _fsdp1(module, device_mesh=_mesh_of_two_replicas(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 def _fsdp2(module: nn.Module, mesh: Any = None) -> nn.Module:
@@ -144,8 +148,8 @@ def _fsdp2_tp(module: nn.Module) -> nn.Module:
     return _fsdp2(_tp(module, mesh), mesh["dp"])
 
 
-def _mesh_2x2() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def _mesh_of_two_replicas() -> Any:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 _WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -155,7 +159,7 @@ _WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1_flat": lambda module: _fsdp1(module, use_orig_params=False),
     "fsdp1_hsdp": _fsdp1_hsdp,
     "fsdp2": _fsdp2,
-    "fsdp2_hsdp": lambda module: _fsdp2(module, _mesh_2x2()),
+    "fsdp2_hsdp": lambda module: _fsdp2(module, _mesh_of_two_replicas()),
     "tp": _tp,
     "fsdp2_tp": _fsdp2_tp,
 }

@@ -112,6 +112,7 @@ def start(
     late: bool = False,
     unused: bool = True,
     frozen: bool = False,
+    shrink: Callable[[nn.Module], nn.Module] | None = None,
     **config: Any,
 ) -> Run:
     """A prepared training; attached unless ``native``, before ``prepare`` unless ``late``. With a ``frozen`` body."""
@@ -141,6 +142,7 @@ def start(
         TensorDataset(numbers, torch.arange(samples)), batch_size=batch, shuffle=True, num_workers=workers
     )
     net = Net(seed, unused)
+    net = shrink(net) if shrink else net
     net.body.requires_grad_(not frozen)
     model, optimizer, loader, scheduler = _prepare(accelerator, layout, net, loader)
     torch.manual_seed(seed + 100 + (dist.get_rank() if dist.is_initialized() else 0))

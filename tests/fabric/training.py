@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,10 @@ class Training:
     An epoch has four optimizer steps.
     """
 
-    def __init__(self, fabric: Fabric, seed: int = 0) -> None:
+    def __init__(self, fabric: Fabric, seed: int = 0, shrink: Callable[[nn.Module], nn.Module] | None = None) -> None:
         self.fabric = fabric
         torch.manual_seed(seed)
-        net = Net()
+        net = shrink(Net()) if shrink else Net()
         loader: Any = StatefulDataLoader(samples(16 * fabric.world_size), batch_size=2, shuffle=True)
         model = fabric.setup_module(net)
         groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "weight_decay": 0.0}]

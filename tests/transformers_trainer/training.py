@@ -145,7 +145,7 @@ def trainer(
     if layout == "single" and dist.is_initialized():  # as a script that torchrun has not started
         dist.destroy_process_group()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name)
+            os.environ.pop(name, None)
     warnings.filterwarnings("ignore", module="transformers|accelerate|peft")
     transformers.utils.logging.disable_progress_bar()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not "cpu:0", which FSDP1 does not take

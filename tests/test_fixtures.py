@@ -1,0 +1,259 @@
+"""What commit 51ecefe wrote is loaded today: every byte, on other numbers of ranks, with stock, after interruptions."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+
+import dcp_plugin as dcp
+from dcp_plugin.media import medium_of, workspace_of
+from dcp_plugin.media.disk import posix
+from dcp_plugin.paths import Where, as_path
+from tests import fixtures, launch
+from tests.fixtures import Description, core, described, frameworks, interruptions, tiers
+from tests.fixtures.interruptions import IN_BUCKET, ON_DISK, Stage
+from tests.object_server import Bucket
+from tests.places import copy_folder
+
+EXPECTED = fixtures.expected()
+CHECKPOINTS = sorted(set(EXPECTED) - {"local"})
+IN_FOLDERS = [name for name in CHECKPOINTS if not name.startswith("bucket")]
+LEFT_OUT = ("model.inp.weight",)
+"""Of the checkpoint with ``trainable_only``: what its base has."""
+GROUP_BY_NUMBER = re.compile(r"optim\.param_groups\.\d+\.")
+"""The keys that a stock optimizer has: the values are there twice."""
+MOST_BYTES = 3_000_000
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, since what is tested may write beside a checkpoint."""
+    folder = tmp_path_factory.mktemp("frozen") / "51ecefe"
+    shutil.copytree(fixtures.FROZEN, folder, symlinks=True)
+    return folder
+
+
+def test_the_frozen_files_are_small_and_git_has_all_of_them() -> None:
+    files = [path for path in fixtures.FROZEN.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MOST_BYTES
+    ignored = subprocess.run(["git", "check-ignore", *files], capture_output=True, text=True, cwd=fixtures.FROZEN)
+    assert ignored.stdout == ""
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_value_is_read_and_verified_without_a_process_group(frozen: Path, name: str) -> None:
+    """The objects of a bucket, too: copied to a disk they are a checkpoint."""
+    values = dcp.read(frozen / name)
+    found = described({key: value for key, value in values.items() if key in EXPECTED[name]})
+    assert found == EXPECTED[name]
+    if name.startswith(("core", "runs", "bucket")):
+        assert [key for key in set(values) - set(found) if not GROUP_BY_NUMBER.match(key)] == []
+    assert dcp.verify(frozen / name).ok
+    steps = {
+        "accelerate/fsdp2/state": None,
+        "reuse/step-1": 1,
+        "reuse/step-2": 2,
+        "base": 0,
+        "tuned": 1,
+        "core/with-files": 4,
+    }
+    assert dcp.inspect(frozen / name).step == next((steps[end] for end in steps if name.endswith(end)), 3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", IN_FOLDERS)
+def test_stock_loads_every_tensor_of_a_published_checkpoint(frozen: Path, name: str) -> None:
+    wanted = {
+        key: said
+        for key, said in EXPECTED[name].items()
+        if said.startswith("torch.") and not (name.endswith("tuned") and key in LEFT_OUT)
+    }
+    state = {key: _empty(said) for key, said in wanted.items()}
+    stock.load(state, checkpoint_id=frozen / name)
+    assert described(state) == wanted
+
+
+def _empty(said: str) -> torch.Tensor:
+    """A tensor with the dtype and the shape of a description."""
+    dtype, _, rest = said.partition(" ")
+    return torch.zeros(
+        ast.literal_eval(rest[: rest.index("]") + 1]), dtype=getattr(torch, dtype.removeprefix("torch."))
+    )
+
+
+def test_files_of_each_rank_are_beside_the_tensors(frozen: Path) -> None:
+    notes = frozen / "core" / "with-files" / "notes"
+    assert {path.name: path.read_text() for path in notes.iterdir()} == {
+        f"rank-{rank}.txt": f"rank {rank}\n" for rank in (0, 1)
+    }
+    assert dcp.inspect(frozen / "core" / "plain-1").metrics["loss"] == 0.5
+
+
+def _load_core(frozen: Path, layouts: dict[str, str]) -> dict[str, Description]:
+    """The states of these checkpoints, each loaded into a layout with other values."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, layout in layouts.items():
+        state = core.core_state(layout, seed=2, all_kinds=name in core.OF_ALL_KINDS)
+        dcp.load(state, frozen / "core" / name)
+        found[f"core/{name}"] = described(core.whole(state))
+    return found
+
+
+def _load_runs(frozen: Path) -> dict[str, Description]:
+    found = {}
+    for name in ("runs/reuse/step-1", "runs/reuse/step-2", "runs/trainable-only/base", "runs/trainable-only/tuned"):
+        model, optimizer = core.tuned(seed=9)
+        state = {"model": model, "optim": optimizer}
+        dcp.load(state, frozen / name)
+        found[name] = described(core.whole(state))
+    return found
+
+
+def _load_on(frozen: Path, layouts: dict[str, str]) -> dict[str, Description]:
+    return _load_core(frozen, layouts) | _load_runs(frozen)
+
+
+LOADED_ON = {
+    1: dict.fromkeys(core.LAYOUTS, "plain"),
+    2: {name: name.partition("-")[0] for name in core.LAYOUTS if name.endswith("-4")},
+    3: {name: "fsdp2" for name in core.LAYOUTS if name.endswith("-2")} | {"plain-1": "ddp"},
+}
+"""By number of ranks: the layout that each checkpoint of the plain API is loaded into."""
+
+
+@pytest.mark.parametrize("ranks", LOADED_ON)
+def test_another_number_of_ranks_loads_every_byte(frozen: Path, ranks: int) -> None:
+    for found in launch.run(_load_on, ranks, frozen, LOADED_ON[ranks]):
+        assert found == {name: EXPECTED[name] for name in found}
+        assert len(found) == len(LOADED_ON[ranks]) + 4
+
+
+def _resume(frozen: Path, names: list[str]) -> dict[str, tuple[Description, int]]:
+    return {name: frameworks.resume(frozen, name, frameworks.RESUMED[name][0]) for name in names}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_framework_resumes_on_another_number_of_ranks(frozen: Path, ranks: int) -> None:
+    names = [name for name, (_, number) in frameworks.RESUMED.items() if number == ranks]
+    for resumed in launch.run(_resume, ranks, frozen, names):
+        for name, (found, step) in resumed.items():
+            assert found == EXPECTED[str(frameworks.path_of(Path(), name))], name
+            assert step == frameworks.STEPS
+        assert len(resumed) == len(names)
+
+
+def _resume_with_stock(frozen: Path, names: list[str]) -> dict[str, tuple[Description, int]]:
+    return {name: frameworks.resume_with_stock(frozen, name) for name in names}
+
+
+def test_stock_frameworks_resume_from_the_keys_that_they_look_for(frozen: Path) -> None:
+    for resumed in launch.run(_resume_with_stock, 2, frozen, list(frameworks.BY_STOCK)):
+        for name, (found, step) in resumed.items():
+            assert found == EXPECTED[str(frameworks.path_of(Path(), name))], name
+            assert step == frameworks.STEPS
+        assert len(resumed) == len(frameworks.BY_STOCK)
+
+
+def _assert_found(root: Where, stage: Stage) -> None:
+    """The newest checkpoint is that of the stage, and every name leads to a complete checkpoint."""
+    latest = dcp.latest(root)
+    assert latest is not None
+    assert dcp.inspect(latest).step == stage.newest
+    for name, step in stage.names.items():
+        assert described(dcp.read(root / name)) == interruptions.expected_of(step), name
+        assert dcp.verify(root / name).ok
+
+
+def _assert_cleaned_up(root: Where, stage: Stage) -> None:
+    """A new save deletes what the interrupted one left, and nothing else."""
+    dcp.save(interruptions.state_of(9), root / "step-9", step=9)
+    _assert_found(root, Stage(9, {**stage.names, "step-9": 9}))
+    listed = dcp.list_checkpoints(root)
+    assert {state.path.name: state.committed for state in listed} == dict.fromkeys([*stage.names, "step-9"], True)
+    assert medium_of(root).leftovers(workspace_of(root / "step-9")) == []
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_an_interrupted_save_on_a_disk_loses_nothing(frozen: Path, tmp_path: Path, name: str) -> None:
+    root, stage = tmp_path / "run", ON_DISK[name]
+    shutil.copytree(frozen / "interrupted" / name, root, symlinks=True)
+    _assert_found(root, stage)
+    _assert_cleaned_up(root, stage)
+    if name.startswith("renames"):
+        assert (root / "last" / "args.json").read_text() == "{}"
+
+
+def _put_into(root: Where, folder: Path) -> None:
+    """Put the objects of an interrupted save into a store.
+
+    The process that made a record has to have ended for sure, or the record counts for 15 minutes from now on: its
+    machine becomes this one, and its process one that has ended.
+    """
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for record in (folder / ".dcp_plugin").glob("*.json"):
+        said = json.loads(record.read_bytes())
+        record.write_text(json.dumps(said | {"machine": posix.machine(), "pid": ended.pid}))
+    copy_folder(folder, root)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+@pytest.mark.parametrize("name", IN_BUCKET)
+def test_an_interrupted_save_in_a_bucket_loses_nothing(
+    frozen: Path, tmp_path: Path, bucket: Bucket, scheme: str, name: str
+) -> None:
+    root = as_path(bucket.url if scheme == "s3" else f"memory://{bucket.name}") / "run"
+    shutil.copytree(frozen / "interrupted-in-bucket" / name, tmp_path / name)
+    _put_into(root, tmp_path / name)
+    _assert_found(root, IN_BUCKET[name])
+    _assert_cleaned_up(root, IN_BUCKET[name])
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_objects_that_were_put_into_another_bucket_are_the_same_checkpoints(
+    frozen: Path, bucket: Bucket, scheme: str
+) -> None:
+    root = as_path(bucket.url if scheme == "s3" else f"memory://{bucket.name}")
+    copy_folder(frozen / "bucket", root / "bucket")
+    for name in [name for name in CHECKPOINTS if name.startswith("bucket")]:
+        assert described({k: v for k, v in dcp.read(root / name).items() if k in EXPECTED[name]}) == EXPECTED[name]
+        assert dcp.verify(root / name).ok
+    assert dcp.latest(root / "bucket" / "reuse") == str(root / "bucket" / "reuse" / "step-2")
+
+
+def _recover(local_dirs: list[str]) -> tuple[Description, Any, int | None]:
+    """Resume from what nodes have, each rank on the node of its ``local_dir``."""
+    warnings.simplefilter("ignore")
+    state = tiers.sharded_state(0)
+    start = dcp.resume_or_init(state, tiers.ROOT, local_dir=local_dirs[dist.get_rank()])
+    return described(state), str(start.path), start.step
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost"), [([0], 1), ([1], 0), ([0, 1], None), ([0, 1, 1], None), ([0, 0, 2], 1), ([2, 1, 1], 0)]
+)
+def test_the_local_tier_is_recovered_on_any_ranks_and_without_a_node(
+    frozen: Path, tmp_path: Path, nodes: list[int], lost: int | None
+) -> None:
+    """Node 2 is new, and has nothing."""
+    shutil.copytree(frozen / "local", tmp_path / "local")
+    if lost is not None:
+        shutil.rmtree(tmp_path / "local" / f"node-{lost}")
+    local_dirs = [str(tmp_path / "local" / f"node-{node}") for node in nodes]
+    newest = tiers.STEPS[-1]
+    for found, path, step in launch.run(_recover, len(nodes), local_dirs):
+        assert found == EXPECTED["local"]
+        assert (path, step) == (str(tiers.ROOT / f"step-{newest}"), newest)
