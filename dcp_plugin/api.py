@@ -64,7 +64,10 @@ def load(
     config: CheckpointConfig | None = None,
     **overrides: Any,
 ) -> LoadReport:
-    """Load the checkpoint ``path`` into ``state``, in place. Collective.
+    """Fill ``state`` from the checkpoint ``path``, in place. Collective.
+
+    The target says which tensors are loaded, see :meth:`Checkpointer.load`. To restore what a run itself has saved,
+    whatever its objects have now, use :func:`resume_or_init`.
 
     Args:
         state: As for :func:`save`. Modules and optimizers may be wrapped and sharded in another way than at the save.
@@ -109,6 +112,9 @@ def resume_or_init(
     **overrides: Any,
 ) -> Restart:
     """Load the run's own newest checkpoint into ``state``; else the pre-trained weights ``init_from``. Collective.
+
+    A resume restores: mappings, lists and ``Stateful`` objects are handed what they had at the save, tensors of any
+    shape and number. One warning names the tensors that the target has and the checkpoint lacks.
 
     Args:
         state: As for :meth:`Checkpointer.load`. A resume loads all of it, a warm start only the modules in it.
@@ -162,7 +168,7 @@ def resume_or_init(
 
 def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, strict: bool) -> LoadReport:
     try:
-        return checkpointer.load(state, path, strict=strict)
+        return checkpointer.restore(state, path, strict=strict)
     except CheckpointMismatch as error:
         if medium_of(path).kind(path) == "file" or read_summary(path) is None:
             error.add_note(

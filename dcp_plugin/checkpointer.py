@@ -25,6 +25,7 @@ from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.loading.load import Loading
+from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, Where, as_path
@@ -174,11 +175,17 @@ class Checkpointer:
     def load(
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
     ) -> LoadReport:
-        """Load a checkpoint into ``state``, in place. Collective.
+        """Fill ``state`` from a checkpoint, in place. Collective.
 
-        Modules and optimizers may be wrapped and distributed in another way than those that were saved. Tensors are
-        filled; plain values are replaced in the mapping that holds them; a mapping without live objects receives
-        everything that the checkpoint has under its name.
+        Modules and optimizers may be wrapped and distributed in another way than those that were saved. The target says
+        which tensors are loaded: those of mappings, lists and ``Stateful`` objects have to be in the checkpoint with
+        their shapes, as in a module. Plain values are replaced in the mapping that holds them, and those that only the
+        checkpoint has are added. An empty mapping or None receives everything that is stored under its name.
+
+        Tensors that only the checkpoint has: a mapping or list does not read them. A ``Stateful`` is handed those that
+        no rank's target has, and its own ``load_state_dict`` judges them; with ``strict=False`` or
+        ``unexpected="ignore"`` they are not read. One warning names the tensors that are not read. To hand every object
+        what it had at the save, whatever it has now, use :func:`~dcp_plugin.resume_or_init`.
 
         Everything that can be checked is checked before the first byte is overwritten. What remains: if reading
         fails half-way (a bad disk, a checksum that differs), modules and existing optimizer state are partly loaded.
@@ -194,8 +201,9 @@ class Checkpointer:
         Args:
             partial: Which keys of ``state`` to load, and from where; the others keep their values. The same on all
                 ranks. Without one, everything is loaded, and converted to the dtypes of ``state``.
-            strict: Whether missing and unexpected keys of modules and optimizers, and missing ones of anything else,
-                are errors. ``False`` goes before ``partial``'s ``"error"``; its ``"warn"`` still warns.
+            strict: Whether missing and unexpected keys of modules and optimizers, missing keys of anything else, and
+                other shapes in a ``Stateful`` are errors. A key is unexpected if no rank takes it. ``False`` goes
+                before ``partial``'s ``"error"``; its ``"warn"`` still warns.
 
         Raises:
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: On every rank. If an
@@ -205,6 +213,24 @@ class Checkpointer:
                 different checkpoints, or different parts.
             RankFailure: A rank died, or did not answer within the timeout.
         """
+        return self._load(state, path, partial, strict, LoadMode.FILL)
+
+    def restore(
+        self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None = None, strict: bool = True
+    ) -> LoadReport:
+        """:meth:`load` for integrations, which restore what the run itself has saved. Collective.
+
+        Mappings, lists and ``Stateful`` objects are handed what they had at the save: tensors of any shape, also those
+        that they do not have now. One warning names tensors that the target has and the checkpoint lacks. A rank is not
+        handed what another rank's target has as a shard, or in a module or optimizer.
+
+        Args and errors as in :meth:`load`.
+        """
+        return self._load(state, path, partial, strict, LoadMode.RESTORE)
+
+    def _load(
+        self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None, strict: bool, mode: LoadMode
+    ) -> LoadReport:
         with self._queue.call(f"load {path}"):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
@@ -212,7 +238,7 @@ class Checkpointer:
             with collector_paused(), setting_aside(ranks, where), Recovery(ranks, self.config, where) as recovery:
                 for handle in self._queue.handles:
                     handle.wait_recoverable()
-                loading = Loading(ranks, self.config, where, partial, strict, recovery.find())
+                loading = Loading(ranks, self.config, where, partial, strict, recovery.find(), mode)
                 report = recovery.told(loading.run(state))
             self._saving.loaded(state, report, loading.opened, ranks)
             return report

@@ -300,11 +300,39 @@ def _lost(rank: int, step: str, timeout: float, error: Exception) -> RankFailure
 def _merge(failed: dict[int, _Failure]) -> _Failure:
     """One failure for all: of our class if they share one. Names at most eight ranks."""
     kinds = {failure.kind for failure in failed.values()}
-    said = [f"rank {rank}: {failure.text}" for rank, failure in failed.items()]
-    if len({failure.text for failure in failed.values()}) == 1 and len(failed) > 1:
-        said = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {said[0].partition(': ')[2]}"]
-    text = "; ".join(said[:8]) + (f"; and {len(said) - 8} more ranks" if len(said) > 8 else "")
+    ranks_by_text = _by_text({rank: [failure.text] for rank, failure in failed.items()})
+    said = [f"{_name_of(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    if len(said) == 1 and len(failed) > 1:
+        said = [f"{len(failed)} ranks ({', '.join(map(str, list(failed)[:8]))}): {next(iter(ranks_by_text))}"]
+    text = "; ".join(said[:8]) + (f"; and {len(said) - 8} more" if len(said) > 8 else "")
     return _Failure(_common(kinds), text)
+
+
+def said_by_ranks(lines: list[list[str]]) -> list[str]:
+    """The lines of all ranks, each once. A line that not all ranks have names those that have it."""
+    ranks_by_text = _by_text(dict(enumerate(lines)))
+    return [text if len(ranks) == len(lines) else f"{_name_of(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+
+
+def _by_text(lines: dict[int, list[str]]) -> dict[str, list[int]]:
+    """The ranks that have each line."""
+    ranks: dict[str, list[int]] = {}
+    for rank, texts in lines.items():
+        for text in dict.fromkeys(texts):
+            ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
+def _name_of(ranks: list[int]) -> str:
+    """Ranks in words: ``"rank 1"``, ``"ranks 0-3, 8"``; at most eight spans of them."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    names = ["-".join(map(str, span)) for span in spans[:8]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}{', …' if len(spans) > 8 else ''}"
 
 
 def _common(kinds: set[str]) -> str:

@@ -111,6 +111,13 @@ class Wanted:
     """Keys that only the checkpoint has. Of an optimizer: parameters frozen since, for one."""
     unmatched: list[str] = field(default_factory=list)
     """The keys of a module of which nothing is stored under its own names."""
+    lacking: dict[str, Any] = field(default_factory=dict)
+    """Tensors of data or of a Stateful that the checkpoint has not."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the checkpoint has for the object and the object does not have, for targets that get memory later: its own
+    ``load_state_dict`` or hooks may take it."""
+    resized: dict[str, Any] = field(default_factory=dict)
+    """The object's own tensors where those of the checkpoint have another shape; ``targets`` has that shape."""
     undecided: list[str] = field(default_factory=list)
     """Missing keys of a module on which its own load hooks decide."""
     stored_as: dict[str, str] = field(default_factory=dict)

@@ -429,7 +429,7 @@ class Attachment(BaseAttachment):
         named = {name: NamesOnly(training.models[name]) for name in taken}
         named.update(training.shared_names)
         state = {**training.models, **named, **training.optimizers, **restoring.targets()}
-        self._kept.last_load = self._kept.checkpointer.load(state, path, strict=strict)
+        self._kept.last_load = self._kept.checkpointer.restore(state, path, strict=strict)
         said = self._kept.checkpointer.ranks.agree(f"restore what {path} has besides models", restoring.apply)
         for message in said if self._accelerator.is_main_process else ():
             logger.warning("%s: %s", path, message)

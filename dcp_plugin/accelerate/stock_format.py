@@ -161,11 +161,11 @@ def _load(
 
 def _load_sharded(checkpointer: Checkpointer, path: Where, training: Training, strict: bool) -> None:
     for number, model in enumerate(training.models.values()):
-        checkpointer.load({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
+        checkpointer.restore({_STOCK_MODEL: model}, path / _MODEL_DIRECTORY.format(number), strict=strict)
     only_optimizer = PartialLoad((f"{_STOCK_OPTIMIZER}.*",), cast=True)
     for number, optimizer in enumerate(training.optimizers.values()):
         owners = {f"of_{name}": model for name, model in training.models.items()}
-        checkpointer.load(
+        checkpointer.restore(
             {**owners, _STOCK_OPTIMIZER: optimizer}, path / _OPTIMIZER_DIRECTORY.format(number), only_optimizer
         )
 

@@ -77,7 +77,7 @@ class Contents:
                     ranks.append(int(rank))
         found: dict[str, Any] = {f"{EXTRA}.{NAMES}": {}}
         if extras.pop(NAMES, None) is not None:
-            Checkpointer(solo=True).load(found, path)
+            Checkpointer(solo=True).restore(found, path)
         return cls(
             path,
             tops=list(keys),
@@ -123,7 +123,7 @@ def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
         target.update(_streams(adapter, found))
-    adapter.checkpointer.load(target, path, strict=strict)
+    adapter.checkpointer.restore(target, path, strict=strict)
     for name, place in places.items():
         if _is_replaced(state[name]):
             state[name] = target[place]
@@ -235,7 +235,7 @@ def _load_made_by_fabric(
     missing = [name for name in state if name not in live and name not in metadata]
     if strict and missing:
         raise NotInCheckpoint(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(metadata)}.")
-    adapter.checkpointer.load(live, path, strict=strict)
+    adapter.checkpointer.restore(live, path, strict=strict)
     for name in state:
         if name in metadata and isinstance(state[name], Stateful):
             state[name].load_state_dict(metadata.pop(name))
@@ -257,7 +257,7 @@ def _load_raw(adapter: FabricAdapter, path: Where, value: nn.Module | Optimizer,
     found = _contents(adapter, path, [])
     if isinstance(value, nn.Module):
         name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
-        adapter.checkpointer.load({name: value}, path, strict=strict)
+        adapter.checkpointer.restore({name: value}, path, strict=strict)
         return
     name = _only("optimizer", path, found.optimizers)
     of_none = adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: is_of_no_module(keys_by_name(path)[name]))
@@ -268,7 +268,7 @@ def _load_raw(adapter: FabricAdapter, path: Where, value: nn.Module | Optimizer,
             "an optimizer can be loaded alone if its model was set up by this Fabric after attach(fabric). Load it "
             "with its model: fabric.load(path, {'model': model, 'optimizer': optimizer})."
         ) from error
-    adapter.checkpointer.load({**names_for({name: module}, []), name: value}, path, strict=strict)
+    adapter.checkpointer.restore({**names_for({name: module}, []), name: value}, path, strict=strict)
 
 
 def _only(what: str, path: Where, found: list[str]) -> str:

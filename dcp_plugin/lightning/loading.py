@@ -101,7 +101,7 @@ def load(
     elif EXTRA in keys:
         state[EXTRA] = checkpoint
         _allocate_like_parameters(path, keys[EXTRA], model, checkpoint)
-    report = checkpointer.load(state, path, strict=strict and not hooked)
+    report = checkpointer.restore(state, path, strict=strict and not hooked)
     made_again(checkpoint)
     given = None
     if not hooked:
@@ -129,7 +129,7 @@ def load_optimizers(
     # The model tells the names of the parameters, also if the checkpoint's have a prefix.
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
     only = PartialLoad(include=tuple(f"{name}.*" for name in names), cast=True)
-    report = checkpointer.load(state, path, partial=only, strict=False)
+    report = checkpointer.restore(state, path, partial=only, strict=False)
     # Another part of the model may be frozen now: that is said, and no error.
     if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
         raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
@@ -142,7 +142,7 @@ def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[
     """The full state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
     optimizers. Collective."""
     state: dict[str, Any] = {name: {} for name in loaded.optimizer_names}
-    checkpointer.load(state, loaded.path)
+    checkpointer.restore(state, loaded.path)
     return [layout.optimizer_of(tree) for tree in state.values()]
 
 
@@ -329,7 +329,7 @@ def read_full(
         left_out: Names that are not read, such as ``optim``.
     """
     state: dict[str, Any] = {name: {} for name in keys_by_name(path) if name not in left_out}
-    checkpointer.load(state, path)
+    checkpointer.restore(state, path)
     checkpoint = layout.from_state(state)
     if stock_format.is_directory_of_lightning(path):
         return {**stock_format.read(path / META, weights_only), **checkpoint}

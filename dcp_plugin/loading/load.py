@@ -21,14 +21,15 @@ from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
-from dcp_plugin.loading.matching import Match, Matching, locate
+from dcp_plugin.loading.matching import LoadMode, Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
+from dcp_plugin.loading.union import Answer, Union, ask_all
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.sharing import BroadcastRead, Rule
-from dcp_plugin.ranks import Ranks
+from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
 from dcp_plugin.state.adapters import StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.open import Opened
@@ -57,6 +58,7 @@ class Loading:
 
     Args:
         open_with: Opens the checkpoint, if that is not what is at its path.
+        mode: How tensors of data and of Stateful objects are judged that only the target or the checkpoint has.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Loading:
         partial: PartialLoad | None,
         strict: bool,
         open_with: Callable[[], Opened] | None = None,
+        mode: LoadMode = LoadMode.FILL,
     ) -> None:
-        self._ranks, self._config, self._path = ranks, config, path
+        self._ranks, self._config, self._path, self._mode = ranks, config, path, mode
         self._asked, self._partial, self._strict = partial, partial, strict
         self._reader = ShardedReader(
             path,
@@ -97,7 +100,7 @@ class Loading:
     def _run(self, state: Mapping[str, Any]) -> LoadReport:
         match = self._prepare(state)
         self._read_tensors()
-        self._ranks.agree(f"apply {self._path}", lambda: self._take(match))
+        self._apply(match)
         if self._ranks.rank == 0:
             for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
                 warnings.warn(message, stacklevel=3)
@@ -118,7 +121,7 @@ class Loading:
                     raise
                 raise CheckpointNotFound(f"{self._path} was deleted while it was loaded: {failure}") from error
             try:
-                match = self._ranks.agree(f"compare {self._path} with the state", self._fit)
+                match = self._fit()
                 self._ranks.agree(f"read the values of {self._path}", partial(self._read_values, match))
                 return match
             except CheckpointNotFound as error:  # all ranks raise the same
@@ -144,7 +147,9 @@ class Loading:
         """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
         with self._reader:
             self._open(state)
-        match = self._match(dry_run=True)
+        self._match_state(dry_run=True)
+        self._judge_match(Union())
+        match = self._match
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
@@ -184,11 +189,47 @@ class Loading:
         return difference
 
     def _fit(self) -> Match:
-        """Match and plan; raise everything that does not fit, in one error."""
+        """Match and plan; raise everything that does not fit, in one error. Collective."""
+        step = f"compare {self._path} with the state"
+        planned: Attempt[None] | None = None
+
+        def match() -> list[str] | None:
+            nonlocal planned
+            self._match_state()
+            questions = self._matching.questions
+            planned = None
+            if questions is None:  # as usual: no rank's answer can change this rank's plan
+                planned = Attempt.of(lambda: self._judge_and_plan(Union()))
+            return [] if planned is not None and planned.failure is not None else questions
+
+        union = ask_all(self._ranks, step, match, lambda asked: self._matching.answer(asked))
+        if union is not None:
+
+            def judge() -> list[str]:
+                planned.get() if planned is not None else self._judge_and_plan(union)
+                return self._match.warnings
+
+            warnings_of_all = self._ranks.combine(step, judge, said_by_ranks)
+            self._match.warnings[:] = warnings_of_all
+        return self._match
+
+    def _match_state(self, dry_run: bool = False) -> None:
         for adapter in self._adapters:
-            if adapter.kind == "module" and adapter.module is not None:
+            if not dry_run and adapter.kind == "module" and adapter.module is not None:
                 self._waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
-        match = self._match()
+        self._matching = Matching(
+            self._path, self._reader.index, self._reader.kinds, self._partial, self._strict, dry_run, self._mode
+        )
+        self._match = self._matching.run(self._adapters)
+
+    def _judge_and_plan(self, union: Union) -> None:
+        """Judge what was matched, and plan the reads.
+
+        Raises:
+            CheckpointMismatch: Naming all that does not fit.
+        """
+        match = self._match
+        self._judge_match(union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         left = [key for key in self._waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
@@ -200,14 +241,11 @@ class Loading:
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.hold_files(self._items, self._chunks, [match.stored[key] for key in match.deferred])
-        return match
 
-    def _match(self, dry_run: bool = False) -> Match:
-        index, kinds = self._reader.index, self._reader.kinds
-        match = Matching(self._path, index, kinds, self._partial, self._strict, dry_run).run(self._adapters)
-        if match.problems:
-            match.problems.extend(about_excluded(self._reader.summary, match.report.missing))
-        return match
+    def _judge_match(self, union: Union) -> None:
+        self._matching.judge(union)
+        if self._match.problems:
+            self._match.problems.extend(about_excluded(self._reader.summary, self._match.report.missing))
 
     def _plan(self, match: Match) -> LoadPlan:
         """The reads. What the planner finds is added to the problems, in front."""
@@ -257,18 +295,44 @@ class Loading:
         plan = _only(LoadItemType.TENSOR, self._planner.create_local_plan() if shared.may_share else self._items)
         shared.run(plan, lambda plan: self._reader.read_parts(plan, self._planner, chunks))
 
-    def _take(self, match: Match) -> None:
-        problems: list[str] = []
+    def _apply(self, match: Match) -> None:
+        """Hand everything to its object; raise what load hooks then find missing and unexpected. Collective."""
+        step = f"apply {self._path}"
+        found: dict[str, Incompatible] = {}
+
+        def unexpected() -> set[str]:
+            return {join(name, key) for name, each in found.items() for key in each.unexpected}
+
+        def take() -> list[str] | None:
+            found.update(self._take(match))
+            return sorted(unexpected()) if found else None
+
+        def answer(asked: list[str]) -> Answer:
+            return Answer.of(asked, match.stored.keys() - unexpected(), (), frozenset())
+
+        def judge(union: Union) -> None:
+            problems = [line for name, each in found.items() for line in self._judge(name, match, each, union)]
+            if problems:
+                raise CheckpointMismatch(misfit(self._path, problems))
+
+        union = ask_all(self._ranks, step, take, answer)
+        if union is not None:
+            self._ranks.agree(step, lambda: judge(union))
+
+    def _take(self, match: Match) -> dict[str, Incompatible]:
+        """Hand everything to its object. Returns what the own code of modules finds missing and unexpected, by name."""
+        found: dict[str, Incompatible] = {}
+        strict = self._strict and self._partial is None
         for adapter in self._adapters:
-            targets = match.wanted[adapter.name].targets
-            if targets or match.wanted[adapter.name].empty:
-                filled = {k: self._targets[join(adapter.name, k)] if t is None else t for k, t in targets.items()}
-                strict = self._strict and self._partial is None
-                found = adapter.take(filled, partial(self._read_deferred, adapter.name, match), strict)
-                if found is not None:
-                    problems += self._judge(adapter, match, found)
-        if problems:
-            raise CheckpointMismatch(misfit(self._path, problems))
+            want = match.wanted[adapter.name]
+            if want.targets or want.empty:
+                filled = {k: self._targets[join(adapter.name, k)] if t is None else t for k, t in want.targets.items()}
+                if self._mode is LoadMode.FILL:
+                    filled |= want.lacking
+                incompatible = adapter.take(filled, partial(self._read_deferred, adapter.name, match), strict)
+                if incompatible not in (None, Incompatible()):
+                    found[adapter.name] = incompatible
+        return found
 
     def _read_deferred(self, name: str, match: Match, tensors: dict[str, Any]) -> None:
         """Read tensors that have just got their memory, on this rank alone."""
@@ -278,17 +342,18 @@ class Loading:
         plan, chunks = planner.plan_apart()
         self._reader.read_parts(plan, planner, chunks)
 
-    def _judge(self, adapter: StateAdapter, match: Match, found: Incompatible) -> list[str]:
-        """What is wrong after a module's own load hooks. Keys that were not to be loaded may be missing."""
+    def _judge(self, name: str, match: Match, found: Incompatible, union: Union) -> list[str]:
+        """The problems after a module's own load hooks. Keys that were not to be loaded may be missing, and a key that
+        another rank has taken is not unexpected."""
         left_out = set(match.report.left_out)
-        missing = [key for key in (join(adapter.name, one) for one in found.missing) if key not in left_out]
-        unexpected = [join(adapter.name, key) for key in found.unexpected]
+        missing = [key for key in (join(name, inner) for inner in found.missing) if key not in left_out]
+        unexpected = [key for key in (join(name, inner) for inner in found.unexpected) if key not in union.taken]
         match.report.missing.extend(missing)
         match.report.unexpected.extend(unexpected)
         problems = list(found.errors)
         asked = self._partial or PartialLoad()
         for keys, policy, what in ((missing, asked.missing, "missing"), (unexpected, asked.unexpected, "unexpected")):
-            line = f"{some(keys)}: {what} after the load hooks of {adapter.name!r}"
+            line = f"{some(keys)}: {what} after the load hooks of {name!r}"
             if keys and policy == "error" and self._strict:
                 problems.append(line)
             elif keys and policy == "warn":

@@ -1,7 +1,8 @@
 """Which target takes which stored key, and everything that does not fit; decided before a byte is overwritten.
 
-A load carries this out, ``dcp-plugin load-plan`` prints it. What does not fit is collected, so that one error names all
-of it.
+A load carries this out, ``dcp-plugin load-plan`` prints it. Problems are collected, so that one error names all of
+them. Ranks may hold different keys, as pipeline stages do: each rank matches its own objects, and keys that only the
+checkpoint has are judged when the ranks know which of them another rank takes (:mod:`~dcp_plugin.loading.union`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from dcp_plugin._torch import is_meta, is_tensor, sharded_value
+from dcp_plugin._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.columns import NO_TENSOR
 from dcp_plugin.format.index import CheckpointIndex
@@ -34,6 +36,7 @@ from dcp_plugin.loading.suggestions import (
     fitting_renames,
     taken_by,
 )
+from dcp_plugin.loading.union import Answer, Union
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
@@ -41,6 +44,15 @@ from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
+
+
+class LoadMode(Enum):
+    """How a load treats data and Stateful objects whose tensors differ from those of the checkpoint."""
+
+    FILL = "fill"
+    """The target says what is loaded: its tensors have to be in the checkpoint, with its shapes."""
+    RESTORE = "restore"
+    """The checkpoint says what is loaded: objects are handed what they had at the save."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +121,11 @@ class Matching:
         path: The checkpoint, for messages.
         kinds: Names in the checkpoint -> ``"module"`` or ``"optimizer"``.
         partial: None for a load of everything, which converts dtypes.
-        strict: Whether missing and unexpected keys are errors where nothing else is said.
+        strict: Whether missing and unexpected keys are errors where ``partial`` does not say otherwise.
         dry_run: Nothing will be read, so targets on the meta device need no memory.
+        mode: How tensors of data and of Stateful objects are judged.
+
+    :meth:`run` matches, :meth:`judge` adds problems and warnings.
     """
 
     def __init__(
@@ -121,8 +136,9 @@ class Matching:
         partial: PartialLoad | None,
         strict: bool,
         dry_run: bool = False,
+        mode: LoadMode = LoadMode.FILL,
     ) -> None:
-        self._dry_run = dry_run
+        self._dry_run, self._mode = dry_run, mode
         self._path = path
         self._index = index
         self._kinds = kinds
@@ -133,18 +149,23 @@ class Matching:
         self._key_maps = KeyMaps(self._rename, [name for name, kind in kinds.items() if kind == "module"])
         self._strict = strict
         self._keys: list[str] = []
+        self._adapters: list[StateAdapter] = []
+        self._at: dict[str, KeyMap] = {}
         self._optimizers: dict[str, list[str]] = {}  # not there under their names -> those that they may be
         self._names_here: list[str] = []
+        self._lacking: list[str] = []  # tensors that only the target has
+        self._unread: list[str] = []  # tensors that only the checkpoint has, and that are not loaded
         self._lone: list[StateAdapter] = []  # objects of which nothing is there
         self._absent: list[str] = []  # a line for each of those of which nothing is there
         self._missing: dict[str, str] = {}
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
+        self._union = Union()
         self._match = Match({}, {}, {}, {}, LoadReport(path))
 
     def run(self, adapters: list[StateAdapter]) -> Match:
-        """Collective if a module contains FSDP1."""
-        self._names_here = [adapter.name for adapter in adapters]
+        """Match this rank's objects. Collective if a module contains FSDP1."""
+        self._adapters, self._names_here = adapters, [adapter.name for adapter in adapters]
         self._key_maps.tell_apart(adapters)
         for adapter, name in self._names(adapters):
             if isinstance(adapter, ValueAdapter) and self._is_plain(adapter):
@@ -152,10 +173,63 @@ class Matching:
             else:
                 key_map, want = self._want(adapter, name)
                 self._select(adapter, key_map, want)
+                self._at[adapter.name] = key_map
+        return self._match
+
+    @property
+    def questions(self) -> list[str] | None:
+        """The stored keys of which this rank has to know whether another rank takes them; empty if other findings of
+        this rank depend on the other ranks' keys, None if none do."""
+        wants = self._match.wanted.values()
+        differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
+        if not differs and not self._absent and not self._idle():
+            return None
+        return [key for adapter in self._adapters for key in self._only_stored(adapter)]
+
+    def answer(self, asked: list[str]) -> Answer:
+        """Tell which of the keys this rank takes. Called after :meth:`run`, and before :meth:`judge`."""
+        stored = self._match.stored
+        mine, owned = set(stored.values()), set[str]()
+        for adapter in self._adapters:
+            targets = self._match.wanted[adapter.name].targets
+            has_own = adapter.kind in ("module", "optimizer")
+            owned.update(
+                stored[join(adapter.name, key)]
+                for key, target in targets.items()
+                if has_own or isinstance(target, (DTensor, ShardedTensor))
+            )
+            if adapter.kind == "optimizer":  # which calls a parameter by one name, whatever is stored for it
+                names = [self._at[adapter.name].stored(name.removesuffix(".")) for name in adapter.names()]
+                mine.update(names)
+                owned.update(names)
+        return Answer.of(asked, mine, owned, self._idle())
+
+    def judge(self, union: Union) -> None:
+        """Add the problems and the warnings.
+
+        Args:
+            union: The answers of all ranks to the :attr:`questions` of all ranks.
+        """
+        self._union = union
+        for adapter in self._adapters:
+            if adapter.name in self._at:
+                self._note_differences(adapter, self._at[adapter.name], self._match.wanted[adapter.name])
         self._judge_patterns()
         self._judge_dtypes()
         self._judge_keys()
-        return self._match
+
+    def _only_stored(self, adapter: StateAdapter) -> list[str]:
+        """The selected keys of the checkpoint that lie under an object and that it does not have."""
+        if adapter.name not in self._at:
+            return []
+        want, at = self._match.wanted[adapter.name], self._at[adapter.name]
+        return [at.stored(key) for key in (*want.unexpected, *want.extra) if self._selected(adapter, key)]
+
+    def _idle(self) -> frozenset[str]:
+        """The globs and renames that match no key of this rank's objects."""
+        if self._given is None:
+            return frozenset()
+        return frozenset((*self._partial.idle(self._keys), *self._rename.idle(self._keys)))
 
     def _is_plain(self, adapter: ValueAdapter) -> bool:
         """Whether a tensor is stored under the name of a tensor, and nothing else has been asked for: as for each of
@@ -219,9 +293,11 @@ class Matching:
     def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
         report, match = self._match.report, self._match
-        missing_keys = (*want.missing, *want.undecided)
-        known = (*want.targets, *missing_keys, *want.lost, *want.for_other_ranks)
+        missing_keys = (*want.missing, *want.undecided, *want.lacking)
+        known = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
         self._keys += [join(adapter.name, key) for key in known]
+        if self._mode is LoadMode.FILL and self._strict:
+            want.targets |= want.resized
         chosen = {}
         for key, target in want.targets.items():
             full = join(adapter.name, key)
@@ -229,10 +305,9 @@ class Matching:
                 report.left_out.append(full)
             elif self._accept(full, target, want.refused.get(key)):
                 chosen[key] = target
-                match.stored[full] = key_map.stored(want.stored_as.get(key, key))
-                if full != match.stored[full] and key not in want.stored_as:
-                    report.renamed[full] = match.stored[full]
-        report.left_out.extend(join(adapter.name, key) for key in missing_keys if not self._selected(adapter, key))
+                self._note_stored(full, key_map.stored(want.stored_as.get(key, key)), key in want.stored_as)
+        unselected = (key for key in (*missing_keys, *want.extra) if not self._selected(adapter, key))
+        report.left_out.extend(join(adapter.name, key) for key in unselected)
         lost = [join(adapter.name, key) for key in want.lost if self._selected(adapter, key)]
         report.missing.extend(lost)
         if lost:
@@ -244,7 +319,11 @@ class Matching:
             self._lone.append(adapter)
         want.targets = chosen
         match.wanted[adapter.name] = want
-        self._note_differences(adapter, key_map, want)
+
+    def _note_stored(self, key: str, stored: str, is_of_rank: bool = False) -> None:
+        self._match.stored[key] = stored
+        if key != stored and not is_of_rank:
+            self._match.report.renamed[key] = stored
 
     def _accept(self, key: str, target: Any, refused: str | None) -> bool:
         """Note a selected target, or why it cannot be filled."""
@@ -262,9 +341,14 @@ class Matching:
 
     def _note_differences(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Note the missing and unexpected keys of an object, as far as they are selected."""
-        missing = {join(adapter.name, key): key_map.stored(key) for key in want.missing if self._selected(adapter, key)}
+        if want.lacking or want.extra:
+            self._note_tensors(adapter, key_map, want)
+        lacking = want.lacking if self._mode is LoadMode.FILL else ()
+        keys = [key for key in (*want.missing, *lacking) if self._selected(adapter, key)]
+        missing = {join(adapter.name, key): key_map.stored(key) for key in keys}
+        stored = (key_map.stored(key) for key in want.unexpected if self._selected(adapter, key))
         # Several of our names may lead to one stored key.
-        unexpected = list(dict.fromkeys(key_map.stored(key) for key in want.unexpected if self._selected(adapter, key)))
+        unexpected = [key for key in dict.fromkeys(stored) if key not in self._union.taken]
         self._match.report.missing.extend(missing)
         self._match.report.unexpected.extend(unexpected)
         if want.tolerated:
@@ -280,6 +364,40 @@ class Matching:
             self._missing.update(missing)
         self._unexpected.extend(unexpected)
 
+    def _note_tensors(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
+        """Note the tensors of data or of a Stateful that only the object or only the checkpoint has, and those that
+        the object is handed although it does not have them."""
+        if self._mode is LoadMode.RESTORE:
+            lacking = [join(adapter.name, key) for key in want.lacking if self._selected(adapter, key)]
+            self._match.report.missing.extend(lacking)
+            self._lacking.extend(lacking)
+        handed = []
+        for key, target in want.extra.items():
+            stored, full = key_map.stored(key), join(adapter.name, key)
+            if not self._selected(adapter, key):
+                continue
+            if self._is_handed(adapter, stored):
+                made = target.allocate() if adapter.kind != "module" and isinstance(target, Deferred) else target
+                if self._accept(full, made, want.refused.get(key)):
+                    want.targets[key] = made
+                    self._note_stored(full, stored)
+                    handed.append(key)
+            elif stored not in self._union.taken:
+                self._match.report.unexpected.append(stored)
+                if adapter.kind == "stateful" or self._partial.unexpected != "ignore":
+                    self._unread.append(stored)
+        if handed:  # in the order of the save, which is that of an object that is made of them
+            order = self._index.slots
+            place = {key: order[self._match.stored[join(adapter.name, key)]] for key in want.targets}
+            want.targets = dict(sorted(want.targets.items(), key=lambda item: place[item[0]]))
+
+    def _is_handed(self, adapter: StateAdapter, stored: str) -> bool:
+        """Whether an object is handed what it does not have and the checkpoint has under its name."""
+        if adapter.kind == "module" or self._mode is LoadMode.RESTORE:
+            return stored not in self._union.owned
+        judges = adapter.kind == "stateful" and self._strict and self._partial.unexpected == "error"
+        return judges and stored not in self._union.taken
+
     def _described(self, target: Any) -> ShardedValue:
         if not self._dry_run or not is_meta(target):
             return sharded_value(target)
@@ -294,10 +412,13 @@ class Matching:
         if self._given is None:
             return
         problems = self._match.problems
-        problems += about_globs(self._partial.idle(self._keys), self._keys, self._index)
+        idle = self._idle() if self._union.idle is None else self._union.idle
+        globs = [glob for glob in self._partial.idle(self._keys) if glob in idle]
+        problems += about_globs(globs, self._keys, self._index)
         problems += [
             f"rename has {here!r}, which no key of the target starts with or matches{about_front(here, self._keys)}"
             for here in self._rename.idle(self._keys)
+            if here in idle
         ]
         for here, there in self._rename.prefixes:
             lost = [key for key, stored in self._missing.items() if key.startswith(here) and stored.startswith(there)]
@@ -332,6 +453,13 @@ class Matching:
 
     def _judge_keys(self) -> None:
         """Missing and unexpected keys, as the policies say."""
+        if self._lacking:
+            self._warn(f"{self._path} lacks tensors that the target has: {some(self._lacking)}: they are not restored.")
+        if self._unread:
+            self._warn(
+                f"{self._path} has tensors that the target does not have: {some(self._unread)}: they are not loaded. "
+                "An empty mapping takes all that is stored under its name."
+            )
         before = len(self._match.problems)
         if lines := self._about_wrapper():
             self._missing.clear()
@@ -374,8 +502,11 @@ class Matching:
             self._match.problems.extend(first(lines))
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
-        """Renames that would help. A sub-module has one prefix, and only its source can be changed."""
-        fits = fitting_renames(keys, free)
+        """Renames that would help. A sub-module has one prefix, and only its source can be changed. Where ranks take
+        different keys, a rename that helps one rank would mislead another: there are none."""
+        if self._union.ranks_differ:
+            return []
+        fits = fitting_renames(keys, free, self._match.stored)
         if not self._of_submodule:
             return fits
         (prefix,) = self._partial.rename

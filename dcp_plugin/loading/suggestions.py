@@ -196,10 +196,15 @@ def about_front(here: str, keys: Collection[str]) -> str:
     return f": did you mean {near[0]!r}?" if near else _such_as(keys)
 
 
-def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[Fit]:
+def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Collection[str] = ()) -> list[Fit]:
     """The renames that find the most targets; several if they are equally good.
 
     Candidates are the differences in front of the longest common tails; each is judged by all targets.
+
+    Args:
+        targets: The keys of the target that the checkpoint does not have.
+        free: The keys of the checkpoint that no target takes.
+        fitting: The keys of the target that the checkpoint has: a rename of their prefix would lose them.
     """
     fronts: dict[str, list[str]] = defaultdict(list)
     stored = dict.fromkeys(islice(free, MAX_CANDIDATES))
@@ -218,7 +223,8 @@ def fitting_renames(targets: Collection[str], free: Collection[str]) -> list[Fit
     for here, there in dict(candidates.most_common(50)):
         mine = [target for target in sample if target.startswith(here)]
         found = sum(there + target.removeprefix(here) in stored for target in mine)
-        if found * 2 >= len(mine):
+        loses_others = any(key.startswith(here) for key in fitting)
+        if found * 2 >= len(mine) and not loses_others:
             judged.append(Fit(here, there, found, len(targets)))
     best = max((fit.found for fit in judged), default=0)
     equal = [fit for fit in judged if fit.found == best]

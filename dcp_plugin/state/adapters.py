@@ -3,8 +3,9 @@
 There is an adapter for modules, optimizers, objects with a ``state_dict`` (``Stateful``) and data. The class of an
 object decides which; the names of the mapping are the first segments of the keys.
 
-For data (mappings, single values, and objects with a ``state_dict``) the checkpoint says what there is; the object only
-offers memory for it. A tensor is filled in place where the object has one, everything else is replaced.
+For data (mappings, single values, and objects with a ``state_dict``) a tensor is filled in place where the object has
+one, everything else is replaced. An adapter finds which tensors only the object or only the checkpoint has, and which
+have another shape; :mod:`~dcp_plugin.loading.matching` decides what becomes of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from dcp_plugin.planning.flatten import (
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
-from dcp_plugin.state.module_load import ModuleLoad, Read
+from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
 from dcp_plugin.state.names import trained_module
 from dcp_plugin.state.optimizer import (
     flatten_global_state,
@@ -351,7 +352,7 @@ class TreeAdapter:
     kind = "value"
     module: nn.Module | None = None
     may_grow = False
-    """Whether a tensor may have another shape than in the checkpoint."""
+    """Whether the object can be handed a tensor of another shape than it has."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
@@ -379,17 +380,25 @@ class TreeAdapter:
         }
         for key, entry in stored.items():
             mine = current.get(key)
-            if isinstance(entry, StoredTensor):
-                made = wanted.targets[key] = self._memory_for(entry, mine)
-                if made is not mine and type(made) is torch.Tensor and entry.stored_whole:
-                    wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
-            else:
+            if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
+                continue
+            made = self._memory_for(entry, mine) if key in current or _is_below_value(key, current) else None
+            if made is None:
+                wanted.extra[key] = Deferred(entry)
+            else:
+                wanted.targets[key] = made
+            if made is not mine and is_tensor(mine) and shape_of(mine) not in (None, entry.shape):
+                wanted.resized[key] = with_memory(mine)
+            if entry.stored_whole and (made is None or (made is not mine and type(made) is torch.Tensor)):
+                wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
+        if not wanted.missing:
+            wanted.lacking = {key: value for key, value in needed.items() if key not in stored and is_tensor(value)}
         self._paths = {
             key: with_keys_of(mine_at.get(key), paths[key]) if key in paths else mine_at.get(key, default_path(key))
             for key in stored
         }
-        self._paths |= {key: mine_at[key] for key in self._empty}
+        self._paths |= {key: mine_at[key] for key in (*self._empty, *wanted.lacking)}
         return wanted
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -419,6 +428,19 @@ class TreeAdapter:
         return {key: both[key] for key in self._order if key in both} | both
 
 
+def _is_below_value(key: str, current: Mapping[str, Any]) -> bool:
+    """Whether a stored key lies below a leaf that is no tensor, such as an empty mapping or None: it is replaced by all
+    that is stored there."""
+    above = (key[:at] for at, letter in enumerate(key) if letter == ".")
+    leaf = next((name for name in ("", *above) if name in current), None)
+    return leaf is not None and not is_tensor(current[leaf])
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a value takes everything that is stored below its key."""
+    return value is None or (isinstance(value, (Mapping, list)) and not value)
+
+
 def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
     """Flatten a mapping. An empty one is a value, stored under the bare name."""
     return flatten(tree, walks) if tree else ({"": {}}, {"": ()})
@@ -445,10 +467,11 @@ class MappingAdapter(TreeAdapter):
         return _flatten_or_empty(self._value, walks)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-        """All keys of a mapping are wanted, since the user has named them; an empty container takes what is stored."""
+        """All keys of a mapping are wanted, since the user has named them; an empty container or None takes what is
+        stored below it."""
         if not stored:
             return [""] if current else []
-        empty = {key for key, value in current.items() if isinstance(value, (Mapping, list)) and not value}
+        empty = {key for key, value in current.items() if _is_open(value)}
         return [
             key
             for key in current

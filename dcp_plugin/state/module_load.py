@@ -147,8 +147,11 @@ class ModuleLoad:
             is_empty = isinstance(value, (dict, list, tuple)) and not value
             if not names and not is_empty:  # stock DCP stores nothing for an empty container
                 absent.append(key)
-        judged = [key for key in stored if key not in targets and _is_below(key, self._judging)]
-        targets |= {key: _target_for(stored[key], None) for key in judged}
+        extra = {
+            key: _target_for(entry, None)
+            for key, entry in stored.items()
+            if key not in targets and _is_below(key, self._judging)
+        }
         self._tied = self._filled_under_another_name(absent, targets)
         for key, other in self._tied.items():  # else it would be applied with the old values
             values[key] = values[other]
@@ -159,7 +162,8 @@ class ModuleLoad:
         return Wanted(
             targets,
             missing=[key for key in absent if key not in self._undecided],
-            unexpected=[key for key in stored if key not in targets],
+            unexpected=[key for key in stored if key not in targets and key not in extra],
+            extra=extra,
             unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
         )
@@ -210,7 +214,7 @@ class ModuleLoad:
 
     def _sort_out(self) -> None:
         """Sort what was read by where it goes: into copies beside a module's own memory, or handed over from above."""
-        complete = self._filled.keys() == self._wanted
+        complete = self._filled.keys() >= self._wanted
         self._touched = None if complete else {parent for name in self._filled for parent in _parents(name)}
         self._missing_in_place: set[str] = set()
         """Clean keys that torch would miss in submodules that were filled in place."""

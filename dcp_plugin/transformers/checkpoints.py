@@ -217,7 +217,7 @@ def examine(path: PathLike, config: CheckpointConfig) -> Found:
     info = inspect(path)
     names = frozenset(_name_of(key) for key in (*(tensor.key for tensor in info.tensors), *info.values))
     extra = {name: None for name in (f"{EXTRA}.{TRAINER_STATE}", f"{EXTRA}.{SAMPLES}") if name in names}
-    Checkpointer(config, solo=True).load(extra, path)
+    Checkpointer(config, solo=True).restore(extra, path)
     if config.verify_on_load:
         _compare_trainer_state(path, extra.get(f"{EXTRA}.{TRAINER_STATE}"))
     samples = extra.get(f"{EXTRA}.{SAMPLES}")

@@ -417,7 +417,7 @@ class TrainerAdapter:
         if self.found is None:
             return
         self.loaded = ToLoad(self._trainer, self.found.names)
-        self._checkpointer.load(self.loaded.state, self.found.path)
+        self._checkpointer.restore(self.loaded.state, self.found.path)
         self.loaded.finish()
         if self._trainer.is_world_process_zero():
             self._say_what_differs(self.found, self.loaded.streams)
@@ -431,7 +431,7 @@ class TrainerAdapter:
                 "open the best checkpoint", lambda: checkpoints.examine(best, config)
             )
             if not found.stock:
-                self._checkpointer.load({MODEL: checkpoints.model_of(self._trainer)}, found.path)
+                self._checkpointer.restore({MODEL: checkpoints.model_of(self._trainer)}, found.path)
         return not found.stock
 
     def get_batches(self, get: Callable[[], Any]) -> Any:

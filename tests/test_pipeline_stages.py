@@ -1,0 +1,235 @@
+"""Ranks that hold different layers under one name: missing and unexpected keys are judged on the union over ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dcp_plugin as dcp
+from dcp_plugin.ranks import said_by_ranks
+from tests import launch
+from tests.launch import on_ranks
+
+SPLITS = {"halves": ([0, 1], [2, 3]), "one and three": ([0], [1, 2, 3]), "crossed": ([3, 1], [0, 2])}
+
+
+class Layer(nn.Linear):
+    """A layer whose weights and state tell its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 4)
+        nn.init.constant_(self.weight, number + 1)
+        nn.init.constant_(self.bias, -number - 1)
+
+
+class Stage(nn.Module):
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Layer(number) for number in numbers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class Hooked(Stage):
+    """A stage whose pre-hook knows the names that an old release gave to its layers."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(numbers)
+        self.register_load_state_dict_pre_hook(_rename)
+
+
+def _rename(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    for number in module.layers:  # type: ignore[union-attr]
+        for name in ("weight", "bias"):
+            if (old := f"blocks.{number}.{name}") in state:
+                state[f"layers.{number}.{name}"] = state.pop(old)
+
+
+def _trained(stage: Stage) -> dict[str, Any]:
+    """The stage with an optimizer whose moments tell the layers' numbers."""
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.0, weight_decay=0.0)
+    for number, layer in stage.layers.items():
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, float(number) + 1)
+    optimizer.step()
+    return {"model": stage, "optim": optimizer}
+
+
+def _blank(stage: Stage) -> dict[str, Any]:
+    for parameter in stage.parameters():
+        nn.init.zeros_(parameter)
+    return {"model": stage, "optim": torch.optim.AdamW(stage.parameters())}
+
+
+def _assert_restored(state: dict[str, Any]) -> None:
+    for number, layer in state["model"].layers.items():
+        for sign, parameter in ((1, layer.weight), (-1, layer.bias)):
+            moment = state["optim"].state[parameter]["exp_avg"]
+            assert (_local(parameter) == sign * (int(number) + 1)).all()
+            torch.testing.assert_close(_local(moment), torch.full_like(_local(moment), 0.1 * (int(number) + 1)))
+            assert state["optim"].param_groups[0]["lr"] == 0.0
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _mine(split: str) -> list[int]:
+    return SPLITS[split][dist.get_rank()] if dist.is_initialized() else [0, 1, 2, 3]
+
+
+def _save(path: Path, split: str) -> None:
+    dcp.save({**_trained(Stage(_mine(split))), "step": 1}, path)
+
+
+def _load(path: Path, split: str) -> None:
+    state = {**_blank(Stage(_mine(split))), "step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = dcp.load(state, path)
+    assert not report.missing
+    assert not report.unexpected
+    _assert_restored(state)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_stages_load_what_stages_saved(tmp_path: Path, split: str) -> None:
+    launch.run(_save, 2, tmp_path / "c", "halves")
+    launch.run(_load, 2, tmp_path / "c", split)
+
+
+def test_one_rank_loads_what_two_stages_saved(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "c", "halves")
+    _load(tmp_path / "c", "all")
+
+
+def test_two_stages_load_what_one_rank_saved(tmp_path: Path) -> None:
+    _save(tmp_path / "c", "all")
+    launch.run(_load, 2, tmp_path / "c", "one and three")
+
+
+@on_ranks(4)
+def test_stages_that_are_sharded_inside(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    stage, other = (Stage(SPLITS[split][mesh.get_local_rank("stage")]) for split in ("halves", "crossed"))
+    for module in (stage, other):
+        fully_shard(module, mesh=mesh["shard"])
+    dcp.save(_trained(stage), tmp_path / "c")
+    for target in (stage, other):
+        state = _blank(target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dcp.load(state, tmp_path / "c")
+        _assert_restored(state)
+
+
+def _refusal(path: Path, numbers: tuple[list[int], list[int]], **more: Any) -> None:
+    """A load of other layers fails on both ranks with the same message, and overwrites nothing."""
+    state = {**_blank(Stage(numbers[dist.get_rank()])), **more}
+    with pytest.raises(dcp.CheckpointMismatch) as raised:
+        dcp.load(state, path)
+    assert all((parameter == 0).all() for parameter in state["model"].parameters())
+    messages = [None, None]
+    dist.all_gather_object(messages, str(raised.value))
+    assert messages[0] == messages[1]
+    Path(f"{path}.message-{dist.get_rank()}").write_text(str(raised.value))
+
+
+def test_a_key_that_one_stage_misses_is_an_error_that_names_the_rank(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "c", "halves")
+    launch.run(_refusal, 2, tmp_path / "c", ([0, 1], [2, 3, 4]))
+    message = (tmp_path / "c.message-0").read_text()
+    assert "rank 1: " in message
+    assert "model.layers.4.weight is not in the checkpoint" in message
+    assert "layers.0" not in message
+    assert "rename=" not in message
+
+
+def test_a_key_that_no_stage_takes_is_an_error(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "c", "halves")
+    launch.run(_refusal, 2, tmp_path / "c", ([0, 1], [3]))
+    message = (tmp_path / "c.message-1").read_text()
+    assert "model.layers.2.weight is only in the checkpoint" in message
+    assert "layers.0" not in message
+    assert "layers.3" not in message
+
+
+def _refusal_of_a_value(path: Path) -> None:
+    _refusal(path, SPLITS["halves"], **({"epoch": 0} if dist.get_rank() else {}))
+
+
+def test_no_rename_is_proposed_where_ranks_hold_different_keys(tmp_path: Path) -> None:
+    launch.run(_save, 2, tmp_path / "c", "halves")
+    launch.run(_refusal_of_a_value, 2, tmp_path / "c")
+    message = (tmp_path / "c.message-0").read_text()
+    assert "rank 1: " in message
+    assert "epoch is not in the checkpoint" in message
+    assert "rename=" not in message
+
+
+def test_no_rename_is_proposed_that_would_lose_what_fits(tmp_path: Path) -> None:
+    dcp.save(_trained(Stage([0])), tmp_path / "c")
+    target = Stage([0])
+    with pytest.raises(dcp.CheckpointMismatch, match="step is not in the checkpoint") as raised:
+        dcp.load({"model": target, "step": 0}, tmp_path / "c")
+    assert "rename=" not in str(raised.value)
+
+
+@pytest.mark.parametrize("include", ["model.layers.3.*", "optim.*"])
+def test_a_glob_may_match_on_one_rank_only(tmp_path: Path, include: str) -> None:
+    launch.run(_save, 2, tmp_path / "c", "halves")
+    launch.run(_load_part, 2, tmp_path / "c", include)
+
+
+def _load_part(path: Path, include: str) -> None:
+    state = _blank(Stage(_mine("halves")))
+    dcp.load(state, path, dcp.PartialLoad(include=include))
+    for number, layer in state["model"].layers.items():
+        assert (layer.weight == (4 if (number, include) == ("3", "model.layers.3.*") else 0)).all()
+    with pytest.raises(dcp.CheckpointMismatch, match=r"'model\.nothing\.\*' matches no key"):
+        dcp.load(state, path, dcp.PartialLoad(include=(include, "model.nothing.*")))
+
+
+def test_hooks_of_a_stage_see_what_no_other_stage_has(tmp_path: Path) -> None:
+    """Old names are handed to the hooks of all stages, and each takes its own; names of other stages to none."""
+    whole = Stage([0, 1, 2, 3]).state_dict()
+    dcp.save({"model": whole}, tmp_path / "new")
+    dcp.save({"model": {key.replace("layers", "blocks"): value for key, value in whole.items()}}, tmp_path / "old")
+    for name in ("new", "old"):
+        launch.run(_load_hooked, 2, tmp_path / name)
+    dcp.save({"model": {**whole, "stray": torch.zeros(1)}}, tmp_path / "stray")
+    launch.run(_refusal_after_hooks, 2, tmp_path / "stray")
+
+
+def _load_hooked(path: Path) -> None:
+    stage = Hooked(_mine("halves"))
+    for parameter in stage.parameters():
+        nn.init.zeros_(parameter)
+    report = dcp.load({"model": stage}, path)
+    assert not report.unexpected
+    for number, layer in stage.layers.items():
+        assert (layer.weight == int(number) + 1).all()
+
+
+def _refusal_after_hooks(path: Path) -> None:
+    with pytest.raises(dcp.CheckpointMismatch, match=r"model\.stray: unexpected after the load hooks") as raised:
+        dcp.load({"model": Hooked(_mine("halves"))}, path)
+    assert "layers" not in str(raised.value)
+
+
+def test_a_thousand_ranks_with_one_finding_make_one_line() -> None:
+    lines = [["all"]] * 1000
+    lines[1:999] = [["all", "middle"]] * 998
+    assert said_by_ranks(lines) == ["all", "ranks 1-998: middle"]
