@@ -116,6 +116,8 @@ class Wanted:
     extra: dict[str, Any] = field(default_factory=dict)
     """What the checkpoint has for the object and the object does not have, for targets that get memory later: its own
     ``load_state_dict`` or hooks may take it."""
+    in_room: set[str] = field(default_factory=set)
+    """The keys of ``extra`` for which the object has an empty mapping or None, or another leaf that they replace."""
     resized: dict[str, Any] = field(default_factory=dict)
     """The object's own tensors where those of the checkpoint have another shape; ``targets`` has that shape."""
     undecided: list[str] = field(default_factory=list)

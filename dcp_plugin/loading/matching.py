@@ -376,7 +376,7 @@ class Matching:
             stored, full = key_map.stored(key), join(adapter.name, key)
             if not self._selected(adapter, key):
                 continue
-            if self._is_handed(adapter, stored):
+            if self._is_handed(adapter, stored, key in want.in_room):
                 made = target.allocate() if adapter.kind != "module" and isinstance(target, Deferred) else target
                 if self._accept(full, made, want.refused.get(key)):
                     want.targets[key] = made
@@ -391,9 +391,9 @@ class Matching:
             place = {key: order[self._match.stored[join(adapter.name, key)]] for key in want.targets}
             want.targets = dict(sorted(want.targets.items(), key=lambda item: place[item[0]]))
 
-    def _is_handed(self, adapter: StateAdapter, stored: str) -> bool:
+    def _is_handed(self, adapter: StateAdapter, stored: str, has_room: bool) -> bool:
         """Whether an object is handed what it does not have and the checkpoint has under its name."""
-        if adapter.kind == "module" or self._mode is LoadMode.RESTORE:
+        if adapter.kind == "module" or self._mode is LoadMode.RESTORE or has_room:
             return stored not in self._union.owned
         judges = adapter.kind == "stateful" and self._strict and self._partial.unexpected == "error"
         return judges and stored not in self._union.taken

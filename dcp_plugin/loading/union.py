@@ -68,6 +68,9 @@ def ask_all(
     Returns:
         The same on every rank: None if no rank needs to know.
     """
+    if ranks.size == 1:
+        questions = work()
+        return None if questions is None else Union.of(questions, [answer(questions)])
     packed = ranks.combine(step, lambda: _packed(work()), _joined)
     if packed is None:
         return None

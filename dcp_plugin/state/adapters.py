@@ -383,11 +383,13 @@ class TreeAdapter:
             if not isinstance(entry, StoredTensor):
                 wanted.targets[key] = None
                 continue
-            made = self._memory_for(entry, mine) if key in current or _is_below_value(key, current) else None
-            if made is None:
-                wanted.extra[key] = Deferred(entry)
-            else:
+            made = self._memory_for(entry, mine) if mine is not None else None
+            if made is not None:
                 wanted.targets[key] = made
+            else:
+                wanted.extra[key] = Deferred(entry)
+                if _has_room(key, current):
+                    wanted.in_room.add(key)
             if made is not mine and is_tensor(mine) and shape_of(mine) not in (None, entry.shape):
                 wanted.resized[key] = with_memory(mine)
             if entry.stored_whole and (made is None or (made is not mine and type(made) is torch.Tensor)):
@@ -428,11 +430,11 @@ class TreeAdapter:
         return {key: both[key] for key in self._order if key in both} | both
 
 
-def _is_below_value(key: str, current: Mapping[str, Any]) -> bool:
-    """Whether a stored key lies below a leaf that is no tensor, such as an empty mapping or None: it is replaced by all
-    that is stored there."""
+def _has_room(key: str, current: Mapping[str, Any]) -> bool:
+    """Whether a stored key is that of a leaf that is no tensor, or lies below one, such as an empty mapping or None:
+    the leaf is replaced by all that is stored there."""
     above = (key[:at] for at, letter in enumerate(key) if letter == ".")
-    leaf = next((name for name in ("", *above) if name in current), None)
+    leaf = next((name for name in ("", *above, key) if name in current), None)
     return leaf is not None and not is_tensor(current[leaf])
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.conformance.containers import CONTAINERS
+from tests.conformance.containers import run as run_container
 from tests.conformance.differences import UNCAST_SLOT
 from tests.conformance.interchange import ENTRIES
 from tests.conformance.interchange import differs as interchange_differs
@@ -130,6 +132,19 @@ def interchange() -> dict[str, Case]:
     }
 
 
+@functools.cache
+def containers() -> dict[str, Case]:
+    return {
+        f"plain-{name}": Case(
+            f"containers/plain-{name}",
+            functools.partial(run_container, entry),
+            "plain" if entry.world_size == 1 else "ddp",
+            differs=entry.differs,
+        )
+        for name, entry in CONTAINERS.items()
+    }
+
+
 CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "modules": modules,
     "optimizers": optimizers,
@@ -138,6 +153,7 @@ CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "tensors": tensors,
     "runs": runs,
     "interchange": interchange,
+    "containers": containers,
 }
 
 

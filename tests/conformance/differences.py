@@ -13,7 +13,10 @@ from tests.conformance.reasons import (
     EPOCHS,
     EXACT_KEYS,
     EXACT_SLOTS,
+    FILLS_EMPTY,
     FINDS_UNSHARDED,
+    GROWS,
+    HANDS_OVER,
     NAMES_GO_ON,
     NO_STEP,
     OWN_ERRORS,
@@ -32,6 +35,9 @@ UNCAST_SLOT: Differs = {"values": EXACT_SLOTS}
 EXTRA_STATES: dict[str, Differs] = {
     name: {"what else is there": EXACT_KEYS} for name in ("dict_with_int_keys", "dict_that_grows")
 }
+GROWN_VALUES: Differs = {"values": GROWS}
+HANDED_OVER: Differs = {"values": HANDS_OVER}
+FILLED_FROM_EMPTY: Differs = {"values": FILLS_EMPTY}
 UNEXPECTED_KEYS: Differs = {"load": STRICT}
 OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
 NEXT_EPOCH_BEGUN: Differs = {"calls during load": EPOCHS}

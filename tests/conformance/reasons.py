@@ -25,6 +25,20 @@ Stock reads the keys that the target has. An extra state that is a dict comes ba
 the checkpoint has beyond them is lost, and integer keys come back as strings, beside the old ones. We restore the value
 that was saved."""
 
+GROWS = """\
+Stock reads the keys that the target has. Plain values come back as they were saved: a dict of counters, and what a
+`Stateful` is handed, has the plain values that the checkpoint has. Tensors are those of the target, as with stock."""
+
+HANDS_OVER = """\
+Stock does not read what the target does not have. A `Stateful` is handed the tensors that no rank's target has, too,
+because its own `load_state_dict` judges them: it would not know that half of a model was left out. `strict=False` and
+`unexpected="ignore"` do what stock does."""
+
+FILLS_EMPTY = """\
+Stock reads nothing into an empty mapping, and nothing into a None in whose place the checkpoint has a mapping. Both
+receive all that is stored under their key, tensors too: `{"optim": optimizer.state_dict()}` of an optimizer that was
+never stepped comes back with the saved state."""
+
 ONE_VALUE = """\
 Stock takes a `Counter` or another mapping apart, into a key for each of its own. Our own saves (not our writer and
 planner under stock's `save`) keep a `Counter` as one value, so that one that is empty when it is loaded gets its counts
@@ -33,7 +47,7 @@ and its class back. Stock does not find it in such a checkpoint."""
 STRICT = """\
 Stock passes over what a checkpoint has and the model has not. With `strict=True`, the default, we raise
 `CheckpointMismatch` and name it, because it is as often a mistake as it is meant; `strict=False` does what stock
-does."""
+does. A key that another rank's model has, as with pipeline stages, is no error."""
 
 OWN_ERRORS = """\
 What a user's hook raises during a save is raised on all ranks as `SaveFailed`, and what it raises during a load on
@@ -120,6 +134,9 @@ REASONS = {
     "An unsharded root is no reason to lose the optimizer's state": FINDS_UNSHARDED,
     "Optimizer state comes back as it was saved": EXACT_SLOTS,
     "Extra state comes back as it was saved": EXACT_KEYS,
+    "Plain values come back as they were saved": GROWS,
+    "A Stateful judges what it does not have": HANDS_OVER,
+    "An empty mapping and None are filled": FILLS_EMPTY,
     "A Counter is one value": ONE_VALUE,
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,

@@ -101,6 +101,11 @@ def test_interchange(case: Case) -> None:
     _check(case, "interchange")
 
 
+@pytest.mark.parametrize("case", _parameters("containers"))
+def test_containers(case: Case) -> None:
+    _check(case, "containers")
+
+
 EXAMPLES = int(os.environ.get("CONFORMANCE_EXAMPLES", "0"))
 """Random combinations per world size; in CI the same few each time."""
 
