@@ -147,9 +147,10 @@ class Loading:
         """What :meth:`run` would do, for this process alone. Nothing is allocated, read or changed."""
         with self._reader:
             self._open(state)
-        self._match_state(dry_run=True)
-        self._judge_match(Union())
-        match = self._match
+        matching = self._matching(dry_run=True)
+        matching.run(self._adapters)
+        self._judge_match(matching, Union())
+        match = matching.match
         self._plan(match)
         items = [_planned(key, match, self._reader.index) for key in (*match.targets, *match.deferred)]
         return PlannedLoad(self._path, items, match.report, misfit(self._path, match.problems), match.warnings)
@@ -191,45 +192,45 @@ class Loading:
     def _fit(self) -> Match:
         """Match and plan; raise everything that does not fit, in one error. Collective."""
         step = f"compare {self._path} with the state"
+        matching = self._matching()
         planned: Attempt[None] | None = None
 
         def match() -> list[str] | None:
             nonlocal planned
-            self._match_state()
-            questions = self._matching.questions
-            planned = None
-            if questions is None:  # as usual: no rank's answer can change this rank's plan
-                planned = Attempt.of(lambda: self._judge_and_plan(Union()))
-            return [] if planned is not None and planned.failure is not None else questions
+            for adapter in self._adapters:
+                if adapter.kind == "module" and adapter.module is not None:
+                    self._waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
+            matching.run(self._adapters)
+            if matching.questions is not None:
+                return matching.questions
+            planned = Attempt.of(partial(self._judge_and_plan, matching, Union()))  # as usual: no other rank matters
+            return None if planned.failure is None else []
 
-        union = ask_all(self._ranks, step, match, lambda asked: self._matching.answer(asked))
+        def judge(union: Union) -> list[str]:
+            if planned is not None:
+                planned.get()
+            else:
+                self._judge_and_plan(matching, union)
+            return matching.match.warnings
+
+        union = ask_all(self._ranks, step, match, matching.answer)
         if union is not None:
+            warnings_of_all = self._ranks.combine(step, lambda: judge(union), said_by_ranks)
+            matching.match.warnings[:] = warnings_of_all
+        return matching.match
 
-            def judge() -> list[str]:
-                planned.get() if planned is not None else self._judge_and_plan(union)
-                return self._match.warnings
+    def _matching(self, dry_run: bool = False) -> Matching:
+        index, kinds = self._reader.index, self._reader.kinds
+        return Matching(self._path, index, kinds, self._partial, self._strict, dry_run, self._mode)
 
-            warnings_of_all = self._ranks.combine(step, judge, said_by_ranks)
-            self._match.warnings[:] = warnings_of_all
-        return self._match
-
-    def _match_state(self, dry_run: bool = False) -> None:
-        for adapter in self._adapters:
-            if not dry_run and adapter.kind == "module" and adapter.module is not None:
-                self._waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
-        self._matching = Matching(
-            self._path, self._reader.index, self._reader.kinds, self._partial, self._strict, dry_run, self._mode
-        )
-        self._match = self._matching.run(self._adapters)
-
-    def _judge_and_plan(self, union: Union) -> None:
-        """Judge what was matched, and plan the reads.
+    def _judge_and_plan(self, matching: Matching, union: Union) -> None:
+        """Judge the match, and plan the reads.
 
         Raises:
             CheckpointMismatch: Naming all that does not fit.
         """
-        match = self._match
-        self._judge_match(union)
+        match = matching.match
+        self._judge_match(matching, union)
         undecided = {join(name, key) for name, want in match.wanted.items() for key in want.undecided}
         left = [key for key in self._waiting if key not in match.targets.keys() | match.deferred.keys() | undecided]
         if left:
@@ -242,10 +243,11 @@ class Loading:
             raise CheckpointMismatch(misfit(self._path, match.problems))
         self._reader.hold_files(self._items, self._chunks, [match.stored[key] for key in match.deferred])
 
-    def _judge_match(self, union: Union) -> None:
-        self._matching.judge(union)
-        if self._match.problems:
-            self._match.problems.extend(about_excluded(self._reader.summary, self._match.report.missing))
+    def _judge_match(self, matching: Matching, union: Union) -> None:
+        matching.judge(union)
+        if matching.match.problems:
+            missing = matching.match.report.missing
+            matching.match.problems.extend(about_excluded(self._reader.summary, missing))
 
     def _plan(self, match: Match) -> LoadPlan:
         """The reads. What the planner finds is added to the problems, in front."""

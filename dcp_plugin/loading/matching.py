@@ -161,9 +161,10 @@ class Matching:
         self._unexpected: list[str] = []
         self._found: set[str] = set()  # what a rename would take that is proposed: no need to call it unexpected
         self._union = Union()
-        self._match = Match({}, {}, {}, {}, LoadReport(path))
+        self.match = Match({}, {}, {}, {}, LoadReport(path))
+        """What :meth:`run` and :meth:`judge` find."""
 
-    def run(self, adapters: list[StateAdapter]) -> Match:
+    def run(self, adapters: list[StateAdapter]) -> None:
         """Match this rank's objects. Collective if a module contains FSDP1."""
         self._adapters, self._names_here = adapters, [adapter.name for adapter in adapters]
         self._key_maps.tell_apart(adapters)
@@ -174,13 +175,12 @@ class Matching:
                 key_map, want = self._want(adapter, name)
                 self._select(adapter, key_map, want)
                 self._at[adapter.name] = key_map
-        return self._match
 
     @property
     def questions(self) -> list[str] | None:
         """The stored keys of which this rank has to know whether another rank takes them; empty if other findings of
         this rank depend on the other ranks' keys, None if none do."""
-        wants = self._match.wanted.values()
+        wants = self.match.wanted.values()
         differs = any(want.missing or want.lacking or want.unexpected or want.extra for want in wants)
         if not differs and not self._absent and not self._idle():
             return None
@@ -188,10 +188,10 @@ class Matching:
 
     def answer(self, asked: list[str]) -> Answer:
         """Tell which of the keys this rank takes. Called after :meth:`run`, and before :meth:`judge`."""
-        stored = self._match.stored
+        stored = self.match.stored
         mine, owned = set(stored.values()), set[str]()
         for adapter in self._adapters:
-            targets = self._match.wanted[adapter.name].targets
+            targets = self.match.wanted[adapter.name].targets
             has_own = adapter.kind in ("module", "optimizer")
             owned.update(
                 stored[join(adapter.name, key)]
@@ -213,7 +213,7 @@ class Matching:
         self._union = union
         for adapter in self._adapters:
             if adapter.name in self._at:
-                self._note_differences(adapter, self._at[adapter.name], self._match.wanted[adapter.name])
+                self._note_differences(adapter, self._at[adapter.name], self.match.wanted[adapter.name])
         self._judge_patterns()
         self._judge_dtypes()
         self._judge_keys()
@@ -222,7 +222,7 @@ class Matching:
         """The selected keys of the checkpoint that lie under an object and that it does not have."""
         if adapter.name not in self._at:
             return []
-        want, at = self._match.wanted[adapter.name], self._at[adapter.name]
+        want, at = self.match.wanted[adapter.name], self._at[adapter.name]
         return [at.stored(key) for key in (*want.unexpected, *want.extra) if self._selected(adapter, key)]
 
     def _idle(self) -> frozenset[str]:
@@ -242,9 +242,9 @@ class Matching:
     def _take_plain(self, adapter: ValueAdapter) -> None:
         name, tensor = adapter.name, adapter.value
         accepted = self._accept(name, tensor, None)
-        self._match.wanted[name] = Wanted({"": tensor} if accepted else {})
+        self.match.wanted[name] = Wanted({"": tensor} if accepted else {})
         if accepted:
-            self._match.stored[name] = name
+            self.match.stored[name] = name
 
     def _names(self, adapters: list[StateAdapter]) -> Iterable[tuple[StateAdapter, str]]:
         """The name in the checkpoint for each object: its own, or that of the only one of its kind."""
@@ -286,13 +286,13 @@ class Matching:
             keys = dict.fromkeys((*stored, *(name.removesuffix(".") for name in adapter.names())))
             if not any(self._selected(adapter, key) for key in keys):
                 self._keys += [join(adapter.name, key) for key in keys]
-                self._match.report.left_out.extend(join(adapter.name, key) for key in entries)
+                self.match.report.left_out.extend(join(adapter.name, key) for key in entries)
                 return Wanted()
         return adapter.want(entries, paths)
 
     def _select(self, adapter: StateAdapter, key_map: KeyMap, want: Wanted) -> None:
         """Keep what is selected, and note what is missing and unexpected of it."""
-        report, match = self._match.report, self._match
+        report, match = self.match.report, self.match
         missing_keys = (*want.missing, *want.undecided, *want.lacking)
         known = (*want.targets, *want.extra, *missing_keys, *want.lost, *want.for_other_ranks)
         self._keys += [join(adapter.name, key) for key in known]
@@ -321,21 +321,21 @@ class Matching:
         match.wanted[adapter.name] = want
 
     def _note_stored(self, key: str, stored: str, is_of_rank: bool = False) -> None:
-        self._match.stored[key] = stored
+        self.match.stored[key] = stored
         if key != stored and not is_of_rank:
-            self._match.report.renamed[key] = stored
+            self.match.report.renamed[key] = stored
 
     def _accept(self, key: str, target: Any, refused: str | None) -> bool:
         """Note a selected target, or why it cannot be filled."""
         if isinstance(target, Deferred) and refused is None:
-            self._match.deferred[key] = target
+            self.match.deferred[key] = target
             return True
         try:
             if refused is not None:
                 raise CheckpointMismatch(refused)
-            self._match.targets[key] = self._described(target) if is_tensor(target) else None
+            self.match.targets[key] = self._described(target) if is_tensor(target) else None
         except CheckpointMismatch as error:
-            self._match.problems.append(f"{key} is {error}")
+            self.match.problems.append(f"{key} is {error}")
             return False
         return True
 
@@ -349,8 +349,8 @@ class Matching:
         stored = (key_map.stored(key) for key in want.unexpected if self._selected(adapter, key))
         # Several of our names may lead to one stored key.
         unexpected = [key for key in dict.fromkeys(stored) if key not in self._union.taken]
-        self._match.report.missing.extend(missing)
-        self._match.report.unexpected.extend(unexpected)
+        self.match.report.missing.extend(missing)
+        self.match.report.unexpected.extend(unexpected)
         if want.tolerated:
             policies = {self._partial.missing if missing else "", self._partial.unexpected if unexpected else ""}
             if policies - {"", "ignore"}:
@@ -369,7 +369,7 @@ class Matching:
         the object is handed although it does not have them."""
         if self._mode is LoadMode.RESTORE:
             lacking = [join(adapter.name, key) for key in want.lacking if self._selected(adapter, key)]
-            self._match.report.missing.extend(lacking)
+            self.match.report.missing.extend(lacking)
             self._lacking.extend(lacking)
         handed = []
         for key, target in want.extra.items():
@@ -383,12 +383,12 @@ class Matching:
                     self._note_stored(full, stored)
                     handed.append(key)
             elif stored not in self._union.taken:
-                self._match.report.unexpected.append(stored)
+                self.match.report.unexpected.append(stored)
                 if adapter.kind == "stateful" or self._partial.unexpected != "ignore":
                     self._unread.append(stored)
         if handed:  # in the order of the save, which is that of an object that is made of them
             order = self._index.slots
-            place = {key: order[self._match.stored[join(adapter.name, key)]] for key in want.targets}
+            place = {key: order[self.match.stored[join(adapter.name, key)]] for key in want.targets}
             want.targets = dict(sorted(want.targets.items(), key=lambda item: place[item[0]]))
 
     def _is_handed(self, adapter: StateAdapter, stored: str, has_room: bool) -> bool:
@@ -411,7 +411,7 @@ class Matching:
         """Patterns that match nothing, and prefixes that the checkpoint does not have."""
         if self._given is None:
             return
-        problems = self._match.problems
+        problems = self.match.problems
         idle = self._idle() if self._union.idle is None else self._union.idle
         globs = [glob for glob in self._partial.idle(self._keys) if glob in idle]
         problems += about_globs(globs, self._keys, self._index)
@@ -433,20 +433,20 @@ class Matching:
     def _judge_dtypes(self) -> None:
         """Which values are converted, or would have to be."""
         differ: dict[tuple[Any, Any], list[str]] = defaultdict(list)
-        wanted = {key: target.dtype for key, target in self._match.targets.items() if target is not None}
-        wanted |= {key: one.dtype for key, one in self._match.deferred.items() if one.dtype is not None}
-        table, slots, stored = self._index.table, self._index.slots, self._match.stored
+        wanted = {key: target.dtype for key, target in self.match.targets.items() if target is not None}
+        wanted |= {key: one.dtype for key, one in self.match.deferred.items() if one.dtype is not None}
+        table, slots, stored = self._index.table, self._index.slots, self.match.stored
         numbers = table.columns["dtype"][np.array([slots[stored[key]] for key in wanted], np.int64)].tolist()
         for (key, here), number in zip(wanted.items(), numbers, strict=True):
             dtype = None if number == NO_TENSOR else table.torch_dtypes[number]
             if dtype is not None and dtype != here:
                 if torch.can_cast(dtype, here):  # if not, the planner says so
                     differ[here, dtype].append(key)
-                self._match.report.cast.append(key)
+                self.match.report.cast.append(key)
         if self._given is None or self._given.cast:
             return
         for (here, there), keys in differ.items():
-            self._match.problems.append(
+            self.match.problems.append(
                 f"{some(keys, 3)} {'is' if len(keys) == 1 else 'are'} {here} here and {there} in the checkpoint: "
                 f"cast=True converts"
             )
@@ -460,7 +460,7 @@ class Matching:
                 f"{self._path} has tensors that the target does not have: {some(self._unread)}: they are not loaded. "
                 "An empty mapping takes all that is stored under its name."
             )
-        before = len(self._match.problems)
+        before = len(self.match.problems)
         if lines := self._about_wrapper():
             self._missing.clear()
         else:
@@ -474,18 +474,18 @@ class Matching:
         found = self._found | taken_by(renames, self._missing)
         if unexpected := [key for key in self._unexpected if key not in found]:
             self._apply(self._partial.unexpected, about_unexpected(unexpected), "they are not loaded")
-        if len(self._match.problems) > before:
+        if len(self.match.problems) > before:
             everything = 'strict=False, or PartialLoad(missing="ignore", unexpected="ignore"), loads what fits'
             a_part = 'missing="ignore" and unexpected="ignore" load what fits'
-            self._match.problems.append(everything if self._given is None else a_part)
-        elif self._given is not None and lines and not self._match.targets and not self._match.deferred:
+            self.match.problems.append(everything if self._given is None else a_part)
+        elif self._given is not None and lines and not self.match.targets and not self.match.deferred:
             advice = some(lines, 3, "; ")
             self._warn(f"{self._path}: nothing is loaded, because nothing that is selected is in it: {advice}.")
 
     def _about_wrapper(self) -> list[str]:
         """A line where everything is in the checkpoint, with one name more or less."""
         names = self._names_here
-        if self._partial.rename or self._match.stored or not names:
+        if self._partial.rename or self.match.stored or not names:
             return []
         if any(name in self._index or self._index.under(f"{name}.") for name in names):
             return []
@@ -499,14 +499,14 @@ class Matching:
         if policy == "warn":
             self._warn(f"{self._path}: {some(lines, separator='; ')}: {outcome}.")
         elif policy == "error" and self._strict:
-            self._match.problems.extend(first(lines))
+            self.match.problems.extend(first(lines))
 
     def _fits(self, keys: Collection[str], free: Collection[str]) -> list[Fit]:
         """Renames that would help. A sub-module has one prefix, and only its source can be changed. Where ranks take
         different keys, a rename that helps one rank would mislead another: there are none."""
         if self._union.ranks_differ:
             return []
-        fits = fitting_renames(keys, free, self._match.stored)
+        fits = fitting_renames(keys, free, self.match.stored)
         if not self._of_submodule:
             return fits
         (prefix,) = self._partial.rename
@@ -514,8 +514,8 @@ class Matching:
 
     def _free(self) -> list[str]:
         """Keys of the checkpoint that no target takes."""
-        taken = set(self._match.stored.values())
+        taken = set(self.match.stored.values())
         return [key for key in self._index if key not in taken]
 
     def _warn(self, message: str) -> None:
-        self._match.warnings.append(message)
+        self.match.warnings.append(message)
