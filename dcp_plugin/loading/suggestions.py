@@ -223,7 +223,7 @@ def fitting_renames(targets: Collection[str], free: Collection[str], fitting: Co
     for here, there in dict(candidates.most_common(50)):
         mine = [target for target in sample if target.startswith(here)]
         found = sum(there + target.removeprefix(here) in stored for target in mine)
-        loses_others = any(key.startswith(here) for key in fitting)
+        loses_others = any(key.startswith(here) for key in islice(fitting, MAX_CANDIDATES))
         if found * 2 >= len(mine) and not loses_others:
             judged.append(Fit(here, there, found, len(targets)))
     best = max((fit.found for fit in judged), default=0)
