@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dcp_plugin.checkpointer import Checkpointer
@@ -10,7 +10,8 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
-from dcp_plugin.paths import PathLike, Where
+from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.runs.catalog import refuse_other_ranks
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import LoadReport
@@ -29,7 +30,7 @@ def save(
     Args:
         state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
         path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
-        step: Recorded in the checkpoint.
+        step: Recorded in the checkpoint. The same on all ranks.
         config: Defaults to ``CheckpointConfig()``.
         metrics: Numbers by name, or tensors of one element, such as the validation loss. Those of rank 0 are recorded
             in the checkpoint.
@@ -155,10 +156,16 @@ def resume_or_init(
     try:
         local = used.surviving(root) if resume != "never" else ()
         options = StartOptions(resume, init_from, partial, strict, used.config.storage_options, local)
+
+        def find(damaged: Collection[Where]) -> Where | None:
+            if resume != "never":
+                refuse_other_ranks(as_path(root, used.config.storage_options), used.ranks.launch)
+            return options.find(root, without=damaged)
+
         return options.start(
             used,
             modules_of(state),
-            lambda damaged: options.find(root, without=damaged),
+            find,
             lambda path: _resume(used, state, path, strict),
         )
     finally:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_plugin import events
+from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
@@ -122,7 +123,7 @@ class Checkpointer:
         Args:
             state: Name to Module, Optimizer, Stateful, tensor, plain value, or a mapping of these.
             path: A directory that all ranks share. A checkpoint that is there is replaced when this one is complete.
-            step: Recorded in the checkpoint.
+            step: Recorded in the checkpoint. The same on all ranks.
             files: Called on every rank, before anything else happens, with the directory in which the checkpoint is
                 being made. What it puts there is published with the checkpoint, and belongs to it. It may still
                 change ``state``. With it, ``path`` may be a directory that has other files in it already; they stay.
@@ -144,6 +145,8 @@ class Checkpointer:
                 raised for an earlier background save that failed.
             DurabilityUnknown: On every rank. The new checkpoint is there, but a loss of power may undo that.
             UnsafeCheckpoint, CheckpointMismatch: The state cannot be saved; naming all keys.
+            CheckpointMismatch: Ranks save to different paths or different steps, or some do not save; on every rank,
+                naming two of them.
             RankFailure: A rank died, or did not answer within the timeout.
             CheckpointError: On this rank alone: another call of this checkpointer is under way, of another thread or
                 one that this one comes from; or this comes from a subscriber, while a save is in flight.
@@ -151,7 +154,8 @@ class Checkpointer:
         began = time.monotonic()
         handle = SaveHandle(as_path(path, self.config.storage_options), step)
         handle.on_published(self.pace.published)
-        with self._queue.beginning(handle):
+        call = Call.save(handle.path, step)
+        with self._queue.beginning(handle), together(call):
             if self.config.finish_on_sigterm:
                 sigterm.watch(self._queue, self.config.timeout)
             if self._to_be_skipped(handle.path):
@@ -159,7 +163,7 @@ class Checkpointer:
                 return handle
             ranks = self._meet_again(self._may_go_on)
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
-            request = SaveRequest(publication, step, began, views=views or {}, aliases=aliases or {})
+            request = SaveRequest(publication, call, step, began, views=views or {}, aliases=aliases or {})
             request = replace(request, with_files=files is not None, durable=durable)
             live = LiveState(state, kinds or {}, list(owners), metrics or {})
             if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
@@ -231,10 +235,11 @@ class Checkpointer:
     def _load(
         self, state: Mapping[str, Any], path: PathLike, partial: PartialLoad | None, strict: bool, mode: LoadMode
     ) -> LoadReport:
-        with self._queue.call(f"load {path}"):
+        with self._queue.call(f"load {path}"), together(Call.load(path)):
             ranks = self._meet_again()
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             where = as_path(path, self.config.storage_options)
+            catalog.refuse_another_rank(where, ranks.launch)
             with collector_paused(), setting_aside(ranks, where), Recovery(ranks, self.config, where) as recovery:
                 for handle in self._queue.handles:
                     handle.wait_recoverable()
@@ -619,7 +624,8 @@ class Checkpointer:
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
 
             def write(staged: Attempt[StagedState]) -> events.SaveFinished:
-                with events.progress(handle.path, self._shows_progress(ranks), in_background=True):
+                shown = events.progress(handle.path, self._shows_progress(ranks), in_background=True)
+                with shown, together(request.call):
                     return self._saving.run(timed, staged, ranks)
 
             self._queue.start(handle, lambda: self._finish_copy(handle, begun, copy, ranks), write)

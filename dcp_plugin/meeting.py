@@ -20,7 +20,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from dcp_plugin import calls
 from dcp_plugin._torch import default_store
+from dcp_plugin.calls import Call, current_call
 from dcp_plugin.errors import RankFailure, some
 
 _ALL = b"all"
@@ -48,7 +50,8 @@ def meet(timeout: float) -> None:
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"
     number = _held[world] = _held.get(world, 0) + 1
-    meeting = _Meeting(default_store(), f"dcp_plugin/meeting/{number}", dist.get_rank(), dist.get_world_size(), timeout)
+    key, call = f"dcp_plugin/meeting/{number}", current_call("save or load")
+    meeting = _Meeting(default_store(), key, dist.get_rank(), dist.get_world_size(), timeout, call)
     # In a thread, as requests of a store whose host hangs never return, and Ctrl-C comes only between two of them.
     failure: list[BaseException | None] = []
     ended = threading.Event()
@@ -86,8 +89,9 @@ _HOST = "The process that hosts it, which is rank 0 unless a launcher does,"
 class _Meeting:
     """One meeting, as one rank attends it."""
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float, call: Call | None = None) -> None:
         self._store, self._key, self._size, self._timeout = store, key, size, timeout
+        self._call = call or current_call("save or load")
         self.rank = rank
         self.has_come = False
         """Whether the store has answered this rank."""
@@ -106,11 +110,9 @@ class _Meeting:
             return
         if come == self._size:
             store.compare_set(end, "", _ALL.decode())
-        try:
-            store.wait([end], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        except RuntimeError:  # of its own class in some stores, and without a text that could be relied on in others
-            if time.monotonic() < deadline - _ROUNDED:
-                raise
+        if not self._has_ended(min(deadline, time.monotonic() + calls.REPORT_AFTER)):
+            self._report()
+        if not self._has_ended(deadline):
             missing = self._missing(self._size - store.add(f"{self._key}/come", 0))
             if missing:
                 store.compare_set(end, "", missing)  # whose end is the first is the end of all
@@ -121,9 +123,25 @@ class _Meeting:
             raise RuntimeError("it keeps nothing")
         if said != _ALL:
             raise RankFailure(
-                f"rank {self.rank} could not meet the other ranks, to save or load together: they have waited "
-                f"{self._timeout:g} s for {said.decode()}. {_WHY}"
+                f"rank {self.rank} could not meet the other ranks: {self._call.still_waiting(said.decode())} They have "
+                f"waited {self._timeout:g} s for {said.decode()}. {_WHY}"
             )
+
+    def _has_ended(self, deadline: float) -> bool:
+        """Wait for the end of the meeting; False if it has not come at the deadline."""
+        try:
+            self._store.wait([f"{self._key}/end"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        except RuntimeError:  # of its own class in some stores, and without a text that could be relied on in others
+            if time.monotonic() < deadline - _ROUNDED:
+                raise
+            return False
+        return True
+
+    def _report(self) -> None:
+        """Log the missing ranks, on the first rank that has come."""
+        if any(self._has(rank, rank + 1) for rank in range(self.rank)):
+            return
+        self._call.report(self._missing(self._size - self._store.add(f"{self._key}/come", 0)))
 
     def _name_of(self, rank: int) -> str:
         return f"{self._key}/{rank}"

@@ -6,13 +6,19 @@ rule and the ranks that succeeded wait in a collective that the failed one never
 
 A rank that dies or hangs is noticed by the timeout of the group; :class:`RankFailure` then says during which step.
 The group is gloo and ours alone, so that a background save never meets the trainer's collectives.
+
+Before ranks exchange anything, rank 0 compares 8 bytes of each that stand for the call that the rank makes
+(:class:`~dcp_plugin.calls.Call`). Ranks in different calls get a :class:`CheckpointMismatch` that names both.
 """
 
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
@@ -21,11 +27,20 @@ import torch
 import torch.distributed as dist
 
 from dcp_plugin import errors
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure
+from dcp_plugin.calls import Call, current_call, together, verb_of
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, some
+from dcp_plugin.launcher import Launch, this_launch, warn_without_group
 from dcp_plugin.meeting import meet
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_ABSENT = -1
+"""The length of a message that has not come."""
+_MAX_TEXT = 4096
+"""Bytes of the message about ranks in different calls."""
+_making_group = threading.Lock()
+"""Held while a group is made. Two threads that make one at the same time would mix up torch's counts of groups."""
 
 
 def pack(value: Any, level: int = 1) -> bytes:
@@ -105,6 +120,8 @@ class Ranks:
         self._group = group
         self._world = dist.group.WORLD if group is not None else None
         self._timeout = timeout
+        self.launch: Launch | None = None
+        """The launch that this process is one rank of, if the ranks of it have no process group."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -117,14 +134,26 @@ class Ranks:
         Raises:
             RankFailure: Ranks do not come within the timeout; naming them.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls._alone()
+        if dist.get_world_size() == 1:
             return cls()
-        meet(timeout)
-        try:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        except Exception as error:
-            raise _lost(dist.get_rank(), "connect", timeout, error) from error
+        with _making_group:
+            meet(timeout)
+            try:
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            except Exception as error:
+                raise _lost(dist.get_rank(), "connect", timeout, error) from error
         return cls(group, timeout)
+
+    @classmethod
+    def _alone(cls) -> Ranks:
+        """This process alone. Warns if its launcher has started several."""
+        ranks = cls()
+        ranks.launch = this_launch()
+        if ranks.launch is not None:
+            warn_without_group(ranks.launch)
+        return ranks
 
     @property
     def usable(self) -> bool:
@@ -146,9 +175,10 @@ class Ranks:
         self._group = None
 
     def from_zero(self, step: str, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0; every rank returns its result or raises its exception."""
+        """Run ``work`` on rank 0 once all ranks have come; every rank returns its result or raises its exception."""
         if self._world is None:
             return work()
+        self._gather(step, None)
         outcome = self._attempt(work) if self.rank == 0 else None
         return cast(T, self._unwrap(step, self._broadcast(step, outcome)))
 
@@ -184,21 +214,17 @@ class Ranks:
     def all_come_to(self, step: str, within: float) -> bool:
         """Whether every rank calls this within so many seconds. If not, the group is of no further use.
 
-        A rank that is in the middle of another step, a save for one, does not count as come, and has its step fail.
+        A rank that is in the middle of another step, such as a save, counts as absent; its step fails.
         """
-        patience, self._timeout = self._timeout, min(self._timeout, within)
-
-        def all_mean_this(said: list[str]) -> bool:
-            if said != [step] * self.size:
-                raise CheckpointError(f"some ranks came to {step} while others were elsewhere")
-            return True
-
+        timeout, self._timeout = self._timeout, min(self._timeout, within)
         try:
-            return self.combine(step, lambda: step, all_mean_this) is True
+            with together(Call(step, f"is about to {step}", [step])):
+                self.agree(step, lambda: None)
         except CheckpointError:
             return False
         finally:
-            self._timeout = patience
+            self._timeout = timeout
+        return True
 
     def exchange(self, step: str, messages: Sequence[tuple[int, torch.Tensor]], group: Sequence[int]) -> None:
         """Among some ranks: each sends what it is the sender of to all others, and has theirs filled in. All have the
@@ -247,54 +273,176 @@ class Ranks:
     # The collectives. An exception inside one means that a rank is gone, never that its work failed.
 
     def _gather(self, step: str, value: Any) -> list[Any] | None:
-        results: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        # The barrier is what names the missing ranks on rank 0; gather alone would only time out. It does not know
-        # the timeout of its group.
-        limit = timedelta(seconds=self._timeout)
-        self._collective(step, lambda: dist.monitored_barrier(self._group, limit, wait_all_ranks=True))
-        data = pickle.dumps(value)
-        self._collective(step, lambda: self._send_to_zero(data, results))
-        return results
+        """The values of all ranks, on rank 0.
 
-    def _send_to_zero(self, data: bytes, results: list[Any] | None) -> None:
+        Raises:
+            CheckpointMismatch: Ranks make different calls; on all ranks, naming both. The group is closed.
+            RankFailure: A rank died, or did not come within the timeout.
+        """
+        call = current_call(step)
+        digest = call.digest(step)
+        data = b"" if value is None else pickle.dumps(value)
+        is_same, lengths = self._collective(step, lambda: self._meet(call, digest, len(data)))
+        if not is_same:
+            self._compare_calls(step, call)
+        return self._collective(step, lambda: self._send_to_zero(data, lengths))
+
+    def _meet(self, call: Call, digest: int, length: int) -> tuple[bool, list[int]]:
+        """Wait until all ranks have come to a call.
+
+        Args:
+            digest: 8 bytes that stand for the call.
+            length: Bytes of the message that this rank has for rank 0.
+
+        Returns:
+            Whether the digests of all ranks are equal; and, on rank 0, the lengths of all.
+        """
+        header, answer = torch.tensor([digest, length]), torch.zeros(1, dtype=torch.int64)
+        headers = torch.full((self.size, 2), _ABSENT)
+        if self.rank == 0:
+            headers[0] = header
+            arriving = {}
+            for rank in self._others:
+                with _naming(rank):
+                    arriving[rank] = dist.irecv(headers[rank], group=self._group, group_src=rank)
+            # gloo fills the headers while this thread waits, so they tell another thread which ranks are missing.
+            with call.reporting(lambda: _absent(headers)):
+                self._wait_for(arriving, call, lambda: _absent(headers))
+            is_same = bool((headers[:, 0] == digest).all())
+            answer[0] = is_same
+            for sent in [dist.isend(answer, group=self._group, group_dst=rank) for rank in self._others]:
+                cast(dist.Work, sent).wait()
+            return is_same, headers[:, 1].tolist()
+        sent = dist.isend(header, group=self._group, group_dst=0)
+        answered = dist.irecv(answer, group=self._group, group_src=0)
+        with call.reporting(lambda: "rank 0" if self.rank == 1 else ""):  # one rank is enough to report rank 0
+            self._wait_for({0: sent}, call, lambda: "rank 0")
+            self._wait_for({0: answered}, call, lambda: "rank 0")
+        return bool(answer.item()), []
+
+    @property
+    def _others(self) -> range:
+        """The ranks that rank 0 hears from."""
+        return range(1, self.size)
+
+    def _wait_for(self, works: Mapping[int, dist.Work | None], call: Call, missing: Callable[[], str]) -> None:
+        """Wait for the messages of some ranks, for the timeout in all."""
+        deadline = time.monotonic() + self._timeout
+        for rank, work in works.items():
+            try:
+                with _naming(rank):
+                    cast(dist.Work, work).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                if time.monotonic() < deadline:
+                    raise
+                raise RuntimeError(call.still_waiting(missing())) from error
+
+    def _compare_calls(self, step: str, call: Call) -> None:
+        """Exchange the names of calls whose digests differ. Raises CheckpointMismatch unless they mean the same."""
+        mine = pickle.dumps((call.what, call.keys, step))
+        text = bytearray(_MAX_TEXT)
+        message = torch.frombuffer(text, dtype=torch.uint8)
+
+        def compare() -> None:
+            _, lengths = self._meet(call, 0, len(mine))
+            calls = self._send_to_zero(mine, lengths)
+            if calls is None:
+                dist.recv(message, group=self._group, group_src=0)
+                return
+            difference = _difference(calls).encode()[:_MAX_TEXT]
+            text[: len(difference)] = difference
+            for rank in self._others:
+                dist.send(message, group=self._group, group_dst=rank)
+
+        self._collective(step, compare)
+        if difference := text.rstrip(b"\0").decode(errors="replace"):
+            self.close()
+            raise CheckpointMismatch(difference)
+
+    def _send_to_zero(self, data: bytes, lengths: list[int]) -> list[Any] | None:
         """A gather in which each rank sends as many bytes as it has. ``gather_object`` makes all ranks send as many as
-        the longest, and tells all of them how long everybody's are."""
-        length = torch.tensor([len(data)])
-        if results is None:
-            dist.gather(length, group=self._group, group_dst=0)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self._group, group_dst=0)
-            return
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.gather(length, lengths, group=self._group, group_dst=0)
-        buffers = [torch.empty(int(count), dtype=torch.uint8) for count in lengths[1:]]
-        senders = enumerate(buffers, start=1)
-        arriving = [dist.irecv(buffer, group=self._group, group_src=rank) for rank, buffer in senders]
+        the longest, and tells all of them how long everybody's are.
+
+        Args:
+            lengths: On rank 0: of the messages of all ranks. An empty one stands for None.
+        """
+        if self.rank > 0:
+            if data:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self._group, group_dst=0)
+            return None
+        buffers = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        arriving = [
+            dist.irecv(buffer, group=self._group, group_src=rank)
+            for rank, buffer in enumerate(buffers)
+            if rank > 0 and len(buffer)
+        ]
         for work in arriving:
             assert work is not None
             work.wait()
-        results[:] = pickle.loads(data), *(pickle.loads(buffer.numpy().data) for buffer in buffers)
+        messages = [memoryview(data), *(buffer.numpy().data for buffer in buffers[1:])]
+        return [pickle.loads(message) if len(message) else None for message in messages]
 
     def _broadcast(self, step: str, value: Any) -> Any:
         box = [value]
         self._collective(step, lambda: dist.broadcast_object_list(box, src=0, group=self._group))
         return box[0]
 
-    def _collective(self, step: str, call: Callable[[], Any]) -> None:
+    def _collective(self, step: str, call: Callable[[], T]) -> T:
         if self._group is None:
             raise RankFailure(f"rank {self.rank} cannot {step}: an earlier failure has closed the group of ranks.")
         try:
-            call()
+            return call()
         except Exception as error:
             self.close()
             raise _lost(self.rank, step, self._timeout, error) from error
 
 
+def _absent(headers: torch.Tensor) -> str:
+    """The ranks whose header has not come, for a message."""
+    lengths = headers[:, 1].tolist()
+    return some([f"rank {rank}" for rank, length in enumerate(lengths) if length == _ABSENT])
+
+
+@contextmanager
+def _naming(rank: int) -> Iterator[None]:
+    """Name the rank in an error of gloo, which names an address."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {rank}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _lost(rank: int, step: str, timeout: float, error: Exception) -> RankFailure:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = _first_line(error)
+    reason += "" if reason.endswith((".", "?")) else "."
     return RankFailure(
-        f"rank {rank} lost another rank while the ranks had to {step} (limit {timeout:g} s): {reason}. A rank died, "
+        f"rank {rank} lost another rank while the ranks had to {step} (limit {timeout:g} s): {reason} A rank died, "
         f"hung or raised elsewhere; its own log has the reason."
     )
+
+
+def _difference(calls: list[tuple[str, tuple[str, ...], str]]) -> str:
+    """A message that names the first rank whose call is not that of rank 0; empty if all make the same call.
+
+    Args:
+        calls: Of each rank: the call in words, its keys, and the step that the rank has come to.
+    """
+    what, keys, step = calls[0]
+    for rank, (other, other_keys, other_step) in enumerate(calls):
+        is_same = keys == other_keys or bool(set(keys) & set(other_keys))
+        if is_same and verb_of(step) == verb_of(other_step):
+            continue
+        if is_same:
+            what, other = f"{what} and has to {step}", f"{other} and has to {other_step}"
+        return (
+            f"rank {rank} {other[:1000]} and rank 0 {what[:1000]}: all ranks have to make the same calls in the same "
+            f"order, with the same path and step. Have rank 0 choose these, and tell the others."
+        )
+    return ""
 
 
 def _merge(failed: dict[int, _Failure]) -> _Failure:

@@ -14,7 +14,19 @@ import dcp_plugin as dcp
 ROOT = Path(dcp.__file__).parent
 LAYERS = [
     (
-        *("config", "paths", "errors", "types", "tensors", "events", "meeting", "ranks", "host_memory"),
+        *(
+            "config",
+            "paths",
+            "errors",
+            "types",
+            "tensors",
+            "events",
+            "calls",
+            "launcher",
+            "meeting",
+            "ranks",
+            "host_memory",
+        ),
         *("_torch", "_torch_modules", "_entry_points", "torch_pickles"),
     ),
     ("format",),

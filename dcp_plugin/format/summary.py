@@ -72,6 +72,7 @@ class Summary:
     ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
     that were not saved. ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and
     not written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
+    ``launch`` names the launch (torchrun's, SLURM's) and the rank that published the checkpoint.
     """
 
     step: int | None
@@ -91,6 +92,7 @@ class Summary:
     base: dict[str, Any] = field(default_factory=dict)
     exclude: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    launch: dict[str, Any] = field(default_factory=dict)
     format: str = "dcp_plugin"
     format_version: int = FORMAT_VERSION
 

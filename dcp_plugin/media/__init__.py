@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from dcp_plugin.format import Files
 from dcp_plugin.paths import ObjectPath, Where
@@ -255,6 +255,17 @@ class Usage:
         return sum(nbytes for nbytes, here, names in self.files.values() if here >= names)
 
 
+class InFlight(NamedTuple):
+    """A save that has not ended, or was interrupted."""
+
+    target: str
+    """The name of its checkpoint, relative to the parent of the workspace."""
+    time: float
+    """When it was last heard of, in seconds since the epoch."""
+    launch: object
+    """The record of the launch that saves (:func:`dcp_plugin.launcher.launch_record`), if another process does."""
+
+
 @dataclass(frozen=True)
 class Leftover(Generic[P]):
     """What a process that has ended has left behind."""
@@ -356,9 +367,8 @@ class Medium(Protocol):
     def entries(self, root: Where) -> list[Listed[Any]]:
         """What is directly below ``root``, sorted by name."""
 
-    def in_flight(self, entry: Where) -> tuple[str, float] | None:
-        """If an entry of a workspace stands for a save that is in flight or was interrupted: the name of its checkpoint
-        and when that was last heard of, in seconds since the epoch."""
+    def in_flight(self, entry: Where) -> InFlight | None:
+        """The save in flight, or interrupted, that an entry of a workspace stands for; None if it stands for none."""
 
     def link(self, path: Where, target: Where) -> None:
         """Make ``path`` another name of the checkpoint ``target``, in place of what is there."""

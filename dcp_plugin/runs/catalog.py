@@ -16,19 +16,27 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, SaveFailed, some
+from dcp_plugin.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    SaveFailed,
+    some,
+)
 from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.format.summary import Base
 from dcp_plugin.host_memory import collector_paused
-from dcp_plugin.media import WORKSPACE, Medium, medium_of
+from dcp_plugin.launcher import Launch
+from dcp_plugin.media import WORKSPACE, Listed, Medium, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.damage import note_chosen
@@ -271,6 +279,57 @@ def refuse_to_replace_a_base(path: Where) -> None:
             f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
             f"out. Save to a new name, or delete {dependent} first."
         )
+
+
+def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
+    """Refuse a root that another rank of the same launch saves to on its own.
+
+    Args:
+        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
+
+    Raises:
+        CheckpointMismatch: The root has a checkpoint of that rank, or a save in flight.
+    """
+    if launch is None:
+        return
+    medium = medium_of(root)
+    entries: list[Listed[Any]] = []
+    for folder in (root, root / WORKSPACE):
+        with suppress(OSError):
+            entries += medium.entries(folder)
+    for entry in entries:
+        in_flight = medium.in_flight(entry.path) if entry.path.parent.name == WORKSPACE else None
+        if in_flight is not None and (rank := launch.rank_in(in_flight.launch)) is not None:
+            raise _without_group(root / in_flight.target, rank, launch)
+        if entry.is_folder:
+            refuse_another_rank(entry.path, launch)
+
+
+def refuse_another_rank(path: Where, launch: Launch | None) -> None:
+    """Refuse a checkpoint that another rank of the same launch has saved on its own.
+
+    Args:
+        launch: :attr:`Ranks.launch` of this process; None to refuse nothing.
+
+    Raises:
+        CheckpointMismatch: That rank has no process group, as this one.
+    """
+    summary = None
+    with suppress(CheckpointError, OSError):
+        summary = read_summary(path) if launch is not None else None
+    if launch is None or summary is None or summary.world_size > 1:
+        return
+    if (rank := launch.rank_in(summary.launch)) is not None:
+        raise _without_group(path, rank, launch)
+
+
+def _without_group(path: Where, rank: int, launch: Launch) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"{path} is of rank {rank} of the same launch by {launch.launcher}, and this is rank {launch.rank} of "
+        f"{launch.world_size}, without a process group: the ranks would resume from each other's checkpoints, or "
+        f"replace them. Call torch.distributed.init_process_group() before the first save or load. Ranks that are to "
+        f"train by themselves need a root each; Checkpointer(solo=True) accepts any checkpoint."
+    )
 
 
 def _is_replaced(checkpoint: Where) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
 from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
@@ -151,7 +152,8 @@ class StartOptions:
         """
         damaged: list[Where] = []
         while True:
-            begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
+            with together(Call("resume", "looks for a checkpoint to resume from", ["resume"])):
+                begun = loader.ranks.from_zero("decide what to start from", lambda: self._decide(find, damaged))
             if begun.path is None:
                 return begun
             if begun.how != "resumed":

@@ -27,13 +27,14 @@ from typing import Any, NoReturn
 
 from dcp_plugin import events
 from dcp_plugin._torch import is_tensor
+from dcp_plugin.calls import Call
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointError, CheckpointMismatch, RankFailure, SaveFailed
+from dcp_plugin.errors import CheckpointError, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import plain_metrics
-from dcp_plugin.paths import Where, as_path, resolved
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
 from dcp_plugin.planning.save import PlanExchange, RankPlan, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
@@ -57,6 +58,7 @@ class SaveRequest:
     """What a call asks for, beside the state. See :meth:`dcp_plugin.Checkpointer.save`."""
 
     publication: Publication  # the checkpoint in the making; reserved on rank 0 if files were put into it already
+    call: Call  # the call that all ranks make
     step: int | None
     began: float  # when the call began: seconds of ``time.monotonic``
     blocked_seconds: float | None = None  # how long the caller waited; None if until the end
@@ -112,20 +114,10 @@ class StagedState:
 class PlannedState:
     """What one rank writes, and where."""
 
-    path: Where  # the checkpoint, as rank 0 names it
     directory: RankDirectory
     state: Flat  # key -> memory or bytes, under the keys that the plan has
     plan: RankPlan  # this rank's items; on rank 0 the plan of all ranks, too
     left_out: LeftOut  # keys that are not in the plan, because another checkpoint has them
-
-    def refuse_another_path(self, mine: Where) -> None:
-        """Raises CheckpointMismatch if this rank saves elsewhere than rank 0."""
-        if mine != self.path and resolved(mine) != resolved(self.path):
-            raise CheckpointMismatch(
-                f"rank {self.directory.rank} saves {mine} and rank 0 {self.path}: all ranks save one checkpoint "
-                f"together. Have rank 0 choose the name, and tell the others, if there is a time or a random part in "
-                f"it."
-            )
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -262,7 +254,7 @@ class SavePipeline:
         publication, began = request.publication, time.monotonic()
         of_all: list[WrittenPart] = []  # on rank 0
         try:
-            planned = self.plan(request, staged, ranks, partial(_reserve, publication))
+            planned = self.plan(request, staged, ranks, partial(_reserve, publication, ranks))
             part = Attempt.of(lambda: self._write(request, planned, staged.get().copy_seconds))
 
             def publish(parts: list[WrittenPart]) -> None:
@@ -302,12 +294,12 @@ class SavePipeline:
         request: SaveRequest,
         staged: Attempt[StagedState],
         ranks: Ranks,
-        reserve: Callable[[], tuple[Where, Where]],
+        reserve: Callable[[], Where],
     ) -> PlannedState:
         """What this rank writes, and where. Collective.
 
         Args:
-            reserve: Called on rank 0: the path of the checkpoint, and the directory in which it is made.
+            reserve: Returns the directory in which the checkpoint is made. Called on rank 0.
         """
         left_out = self.selection.agree(staged.then(lambda one: one.state), ranks, request.path)
         held: list[Flat] = []
@@ -320,11 +312,10 @@ class SavePipeline:
             return LocalInventory.of_state(held[0], paths)
 
         step = f"plan the save of {request.path}"
-        plan, (path, directory) = self.exchange.plan(step, ranks, hold, reserve, self._local)
-        return PlannedState(path, RankDirectory(ranks.rank, directory), held[0], plan, left_out)
+        plan, directory = self.exchange.plan(step, ranks, hold, reserve, self._local)
+        return PlannedState(RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
     def _write(self, request: SaveRequest, planned: PlannedState, staging_seconds: float) -> WrittenPart:
-        planned.refuse_another_path(request.path)
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
         writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
@@ -405,7 +396,10 @@ def raise_as_failed_save(error: Exception, path: Where) -> NoReturn:
     raise SaveFailed(f"cannot save {path}: {type(error).__name__}: {error}") from error
 
 
-def _reserve(publication: Publication) -> tuple[Where, Where]:
-    """On rank 0: the path of the checkpoint, and the directory in which it is made."""
+def _reserve(publication: Publication, ranks: Ranks) -> Where:
+    """Reserve the directory in which a checkpoint is made. On rank 0."""
     catalog.refuse_to_replace_a_base(publication.path)
-    return publication.path, publication.reserve()
+    directory = publication.reserve()
+    # Afterwards: of two processes that reserve at the same time, one at least sees the other.
+    catalog.refuse_other_ranks(publication.path.parent, ranks.launch)
+    return directory

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dcp_plugin import events
+from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
@@ -140,12 +141,13 @@ class KeptSaves:
         attached: Path | None,
         ranks: Ranks,
     ) -> None:
-        """The same in a thread, when the copy is finished there."""
+        """Like :meth:`start`, in a thread, once the copy is finished."""
         timed = replace(request, blocked_seconds=time.monotonic() - request.began)
 
         def write(staged: Attempt[StagedState]) -> events.SaveFinished:
             try:
-                token = self.hand_over(timed, staged, attached, ranks)
+                with together(request.call):
+                    token = self.hand_over(timed, staged, attached, ranks)
             except Exception as error:
                 self._pipeline.abort(error, timed, ranks.rank)
             self._newest = token, handle
@@ -164,11 +166,10 @@ class KeptSaves:
             CheckpointError: On every rank.
         """
         self._release()
-        planned = self._pipeline.plan(request, staged, ranks, lambda: (request.path, Path(new_token())))
+        planned = self._pipeline.plan(request, staged, ranks, lambda: Path(new_token()))
         token = planned.directory.directory.name
 
         def begin() -> RankJob:
-            planned.refuse_another_path(request.path)
             events.emit(events.SaveStarted(request.path, request.step))  # a subscriber that raises ends it on all ranks
             return self._job(token, request, staged.get(), planned, ranks)
 

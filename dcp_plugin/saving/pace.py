@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcp_plugin import events
+from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.ranks import Ranks
@@ -156,7 +157,8 @@ class Pace:
         return self._answered[1]
 
     def _meet(self, step: int, saving: bool, ranks: Ranks) -> bool:
-        at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide(saving)))
+        with together(Call("call due", f"asks whether to save after step {step}", ["due"])):
+            at, due, later = ranks.from_zero("decide whether to save", lambda: (step, *self._decide(saving)))
         if at != step:
             raise CheckpointMismatch(f"rank 0 asks whether to save after step {at}, and rank {ranks.rank} after {step}")
         self._meeting = self._calls + later

@@ -35,6 +35,7 @@ from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import Summary, fingerprint, versions
+from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation, medium_of
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.storage import check_rest, write_items
@@ -341,6 +342,7 @@ def compose(
         base=dict(facts.base),
         exclude=list(facts.exclude),
         metrics=dict(facts.metrics),
+        launch=launch_record(),
     )
     return {INDEX: encoded, SUMMARY: summary.encode(), **views, METADATA: for_stock}, summary
 

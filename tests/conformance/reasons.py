@@ -128,6 +128,18 @@ NAMES_GO_ON = """\
 After `load_state` the automatic names of Accelerate go on where the training was. With stock the next `save_state`
 finds that `checkpoint_0` is there, and raises."""
 
+WITHOUT_GROUP = """\
+A script that torchrun or srun has started several times and that never calls `init_process_group` saves and loads on
+each rank by itself. Stock writes all of them to one path, and each resumes from what another one has written. We warn
+once in each process, and raise `CheckpointMismatch` as soon as a rank meets a checkpoint, or a save in flight, of
+another rank of the same launch. Trainings with a root of their own go on. A launch is known by `TORCHELASTIC_RUN_ID`,
+`MASTER_ADDR` and `MASTER_PORT`, by `SLURM_JOB_ID` and `SLURM_STEP_ID`, or by mpirun's `PMIX_NAMESPACE`."""
+
+SAME_CALLS = """\
+Stock does not compare what ranks do: where one saves a step and another a later step to the same path, the checkpoint
+has parts of both. With ours all ranks make the same call, with the same path and the same `step`, or all of them raise
+`CheckpointMismatch`."""
+
 REASONS = {
     "A save takes no step": NO_STEP,
     "Optimizer state is restored in the middle of an accumulation, too": RESTORES_STATE,
@@ -154,5 +166,7 @@ REASONS = {
     "What is listed may be deleted": LISTS,
     "Lazy saves and writes through .data": LAZY_WAITS,
     "With local_dir, what is not at its path yet is not linked or deleted": NOT_AT_ITS_PATH,
+    "Ranks of a launcher without a process group": WITHOUT_GROUP,
+    "Ranks that make different calls": SAME_CALLS,
     "What stock cannot save or load": BETTER,
 }

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX, SUMMARY
-from dcp_plugin.media import Listed, Reservation
+from dcp_plugin.media import InFlight, Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
 from dcp_plugin.media.disk.files import HeldFiles, LocalFiles
@@ -95,11 +95,12 @@ class LocalDisk:
             found += [Path(parent, name).relative_to(path).as_posix() for name in names]
         return sorted(found)
 
-    def in_flight(self, entry: Path) -> tuple[str, float] | None:
+    def in_flight(self, entry: Path) -> InFlight | None:
         if entry.suffix != ".saving":
             return None
         try:
-            return commit.target_of(entry.with_suffix(".json")) or "?", entry.stat().st_mtime
+            target, launch = commit.noted_in(entry.with_suffix(".json"))
+            return InFlight(target or "?", entry.stat().st_mtime, launch)
         except OSError:
             return None
 

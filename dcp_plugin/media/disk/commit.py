@@ -40,6 +40,7 @@ from typing import Any
 
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
+from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.hard_links import usage_of
@@ -496,7 +497,8 @@ def _open_record(final: Path, **said: str) -> Reservation[Path]:
 
 
 def _maker() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
+    maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": time.time()}
+    return {**maker, "launch": launch_record()}
 
 
 def _make_record(reservation: Reservation[Path], said: dict[str, str]) -> None:
@@ -580,14 +582,20 @@ def _name_in(workspace: Path, final: Path) -> str:
 
 
 def target_of(record: Path) -> str | None:
-    """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
+    """The checkpoint that a record is about, relative to the workspace's parent; None if it names none."""
+    return noted_in(record)[0]
+
+
+def noted_in(record: Path) -> tuple[str | None, object]:
+    """The checkpoint that a record is about, as :func:`target_of`, and the launch of the other process that saves."""
     if record.stem in _held:
-        return _held[record.stem].target
+        return _held[record.stem].target, None
     try:
         with posix.open_regular(record) as file:
-            return _checked_target(_parsed(file.readall()))
+            noted = _parsed(file.readall())
     except OSError:
-        return None
+        return None, None
+    return _checked_target(noted), noted.get("launch")
 
 
 def _checked_target(noted: dict[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from typing import Literal
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DAMAGED, INDEX, METADATA, PACKED, SUMMARY, uncommitted_reason
 from dcp_plugin.format.packed import folders, time_of, token_in
-from dcp_plugin.media import CannotLink, Leftover, Listed, RangedFile, Reservation, Usage, with_newest
+from dcp_plugin.media import CannotLink, InFlight, Leftover, Listed, RangedFile, Reservation, Usage, with_newest
 from dcp_plugin.media.objects import commit
 from dcp_plugin.media.objects.client import IN_FLIGHT, MOST_COPIED, PART, Client, Found, client_of
 from dcp_plugin.media.objects.files import ListedFiles, ObjectFiles
@@ -153,9 +153,12 @@ class ObjectStore:
         names = self.open(root).names()
         return [Listed(root / name.rstrip("/"), name.endswith("/"), not name.endswith("/")) for name in names]
 
-    def in_flight(self, entry: ObjectPath) -> tuple[str, float] | None:
+    def in_flight(self, entry: ObjectPath) -> InFlight | None:
         found = self.client.head(entry.key) if entry.suffix == ".json" else None
-        return None if found is None else (commit.target_of(self.client, found) or "?", found.modified)
+        if found is None:
+            return None
+        target, launch = commit.noted_in(self.client, found)
+        return InFlight(target or "?", found.modified, launch)
 
     def kind(self, path: ObjectPath) -> Literal["folder", "file", ""]:
         if self.listed is not None:

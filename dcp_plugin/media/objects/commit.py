@@ -42,6 +42,7 @@ from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.torch_archive import MAGIC
+from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
@@ -192,7 +193,7 @@ def _put_record(client: Client, final: ObjectPath, tag: str | None, now: float, 
     reservation = Reservation(final, token, final / f"{token}.saving", time_of(token))
     maker = {"host": socket.gethostname(), "machine": posix.machine(), "pid": os.getpid(), "time": now}
     target = final.key.removeprefix(workspace_of(final).parent.key).lstrip("/")
-    said = json.dumps({"target": target, **maker, "replaces": tag, **noted}).encode()
+    said = json.dumps({"target": target, **maker, "launch": launch_record(), "replaces": tag, **noted}).encode()
     held = _held[token] = _Held(reservation, tag, said, threading.Event(), str(noted.get("copies", "")))
     try:
         client.put(_record(reservation), said)
@@ -592,10 +593,12 @@ def _is_dead(noted: Mapping[str, Any], found: Found, now: float) -> bool:
     return of_this_process or posix.has_ended(machine, pid) or now - found.modified > _LEASE
 
 
-def target_of(client: Client, record: Found) -> str | None:
-    """The checkpoint that a record is about, relative to the workspace's parent; None if nobody can tell."""
-    target = (_noted(client, record) or {}).get("target")
-    return target if is_target(target) else None
+def noted_in(client: Client, record: Found) -> tuple[str | None, object]:
+    """The checkpoint that a record is about, relative to the workspace's parent, or None if it names none; and the
+    launch of the process that saves."""
+    noted = _noted(client, record) or {}
+    target = noted.get("target")
+    return target if is_target(target) else None, noted.get("launch")
 
 
 def _noted(client: Client, found: Found) -> dict[str, Any] | None:
