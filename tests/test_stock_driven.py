@@ -193,6 +193,13 @@ def test_our_checkpoints_name_the_version_that_stock_names(tmp_path: Path) -> No
     assert dcp.ShardedReader(tmp_path / "ours").read_metadata().version in versions
 
 
+def test_a_load_planner_has_the_metadata_as_that_of_stock_has(tmp_path: Path) -> None:
+    stock.save(_state(1), checkpoint_id=tmp_path / "stock")
+    planner = dcp.ShardedLoadPlanner()
+    stock.load(_state(0), checkpoint_id=tmp_path / "stock", planner=planner)
+    assert planner.metadata.state_dict_metadata.keys() == _state(0).keys()
+
+
 def test_metadata_of_torch_before_2_3_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensor properties were another class; there were no storage_meta, save_id and transforms."""
     path = tmp_path / "checkpoint"

@@ -73,6 +73,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
+        self.metadata = metadata  # where subclasses of DefaultLoadPlanner find it, too
         self._tree = state_dict
         self._keys: Collection[str] = (known := metadata.state_dict_metadata)
         leaves, self._paths = flatten(state_dict, walked_as_stored(known, old_mappings=True))

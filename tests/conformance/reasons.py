@@ -58,6 +58,19 @@ STOCK_ERRORS = """\
 Our errors are `CheckpointError`s, which are `Exception`s. Stock's `CheckpointException` derives from `BaseException`
 and slips through `except Exception`."""
 
+OTHER_WORDS = """\
+Stock's planner says `Missing key in checkpoint state_dict` and `Size mismatch`. Ours raises `CheckpointMismatch`,
+which names all keys at once with both shapes, and the option that loads the rest."""
+
+WORKSPACE_STAYS = """\
+The folder of checkpoints has one more entry, `.dcp_plugin`: checkpoints are made there, and its file `saves.figures` has
+what each save took. A script that lists the folder passes over names that begin with a dot, or that are not its own."""
+
+OWN_FOLDER = """\
+Our writer refuses a directory that has other files than a checkpoint: a folder of data must not become a checkpoint that
+retention deletes. Stock writes between them. So `torch_save_to_dcp(run/model.pt, run)` needs another target, as
+`run/step-1`."""
+
 EPOCHS = """\
 Lightning resumes a checkpoint that was made between two epochs in four wrong ways: one batch too many with `max_steps`;
 the next epoch skipped, if it was made after the last batch with a stateful dataloader or in `on_train_epoch_start`; and
@@ -155,6 +168,9 @@ REASONS = {
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
     "Automatic names go on": NAMES_GO_ON,
     "Errors can be caught": STOCK_ERRORS,
+    "Errors have words of their own": OTHER_WORDS,
+    "A folder .dcp_plugin is beside the checkpoints": WORKSPACE_STAYS,
+    "A checkpoint has a directory of its own": OWN_FOLDER,
     "Lightning: between two epochs": EPOCHS,
     "Lightning: a load sees what it fills": SEES_THE_MODEL,
     "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
