@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.conformance.reasons import (
     ASKED_FOR_ITS_KEYS,
+    CUTS_NOTHING,
     EPOCHS,
     EXACT_KEYS,
     EXACT_SLOTS,
@@ -19,10 +20,12 @@ from tests.conformance.reasons import (
     HANDS_OVER,
     NAMES_GO_ON,
     NO_STEP,
+    ONE_ORDER,
     OWN_ERRORS,
     REASONS,
     RESTORES_STATE,
     STRICT,
+    UNKNOWN_URL,
 )
 
 Differs = Mapping[str, str]
@@ -38,6 +41,9 @@ EXTRA_STATES: dict[str, Differs] = {
 GROWN_VALUES: Differs = {"values": GROWS}
 HANDED_OVER: Differs = {"values": HANDS_OVER}
 FILLED_FROM_EMPTY: Differs = {"values": FILLS_EMPTY}
+CALLED_IN_ONE_ORDER: Differs = dict.fromkeys(("calls during save", "calls during load"), ONE_ORDER)
+FLOATS_FOR_INTEGERS: Differs = {"load": CUTS_NOTHING}
+UNKNOWN_KIND_OF_URL: Differs = {"exception": UNKNOWN_URL}
 UNEXPECTED_KEYS: Differs = {"load": STRICT}
 OWN_EXCEPTION: Differs = {"exception": OWN_ERRORS}
 NEXT_EPOCH_BEGUN: Differs = {"calls during load": EPOCHS}

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.conformance.modules import NonPersistent, Small
+import dcp_plugin
+from tests.conformance import differences as known
+from tests.conformance.modules import NonPersistent, Small, StateDictPreHook
 from tests.conformance.moments import evaluate, train
 from tests.conformance.steps import inputs, loss_of, step
-from tests.conformance.tools import Tool
+from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace, note
 from tests.conformance.training import WRAP, losses_of
 
@@ -287,6 +290,63 @@ def StatefulNested(tool: Tool, trace: Trace, wrap: Wrap) -> None:
 @program("plain")
 def StatefulWithTensors(tool: Tool, trace: Trace, wrap: Wrap) -> None:
     _stateful(tool, trace, lambda: {"t": torch.rand(3), "l": [torch.rand(2), 3], "n": torch.rand(())})
+
+
+class NamedCounter(Counter):
+    """Tells its name when it is called."""
+
+    def state_dict(self) -> dict[str, Any]:
+        note(self.values["name"])
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        note(state["name"])
+        super().load_state_dict(state)
+
+
+@program("plain", "ddp", differs=known.CALLED_IN_ONE_ORDER)
+def ObjectsInAnyOrder(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    def state() -> dict[str, Any]:
+        return {"c": NamedCounter(name="c"), "a": NamedCounter(name="a"), "b": wrap(StateDictPreHook())}
+
+    tool.save(state())
+    tool.load(state())
+
+
+@program("plain", differs=known.FLOATS_FOR_INTEGERS)
+def FloatsIntoIntegers(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    tool.save({"it": torch.tensor([0.75, 2.0])})
+    state = {"it": torch.zeros(2, dtype=torch.int64)}
+    tool.load(state)
+    trace.see("values", state["it"])
+
+
+@program("plain")
+def TensorWhereAPlainValueIs(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    """As a learning rate that has become a tensor."""
+    saved = {"lr": torch.tensor(0.5), "settings": {"lr": torch.tensor(0.25)}}
+    tool.save(dict(saved))
+    state = {"lr": 0.0, "settings": {"lr": 0.0}}
+    tool.load(state)
+    trace.see("values", state, saved)
+
+
+@program("plain")
+def MappingWhereAPlainValueIs(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    saved = {"best": {"loss": 0.5, "weights": torch.ones(2)}}
+    tool.save(dict(saved))
+    state = {"best": 0.0}
+    tool.load(state)
+    trace.see("values", state, saved)
+
+
+@program("plain", differs=known.UNKNOWN_KIND_OF_URL, must_work=False)
+def UnknownKindOfUrl(tool: Tool, trace: Trace, wrap: Wrap) -> None:
+    def save(state: dict[str, Any], path: Any) -> None:
+        url = "nosuch://bucket/run"
+        dcp_plugin.save(state, url) if isinstance(tool, Ours) else dcp.save(state, checkpoint_id=url)
+
+    tool.do("save", save, {"it": 1})
 
 
 @program("plain", "fsdp2")

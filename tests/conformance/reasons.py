@@ -44,6 +44,24 @@ Stock takes a `Counter` or another mapping apart, into a key for each of its own
 planner under stock's `save`) keep a `Counter` as one value, so that one that is empty when it is loaded gets its counts
 and its class back. Stock does not find it in such a checkpoint."""
 
+ONE_ORDER = """\
+Stock calls the objects of a state in the order of the mapping when it saves, and sorted by name when it loads. We call
+modules first, then optimizers, then the others, each of them sorted by name, in both. Ranks whose mappings have another
+order, as those made from a set, do not wait for each other."""
+
+CUTS_NOTHING = """\
+Stock copies floating-point numbers into a tensor of integers and loses their fractions. We raise `CheckpointMismatch`
+before anything is overwritten, because such a tensor cannot hold what was saved. Between floating-point dtypes both
+convert."""
+
+REPLACES = """\
+Stock raises where the checkpoint has a tensor and the target a plain value, and where the checkpoint has a mapping and
+the target a plain value as an entry of the state. We replace the value by what was saved."""
+
+UNKNOWN_URL = """\
+A path such as `nosuch://bucket/run` is a `ValueError`, which names the kinds of URLs that are known. Stock raises
+`RuntimeError: Cannot detect which StorageReader or StorageWriter to use`."""
+
 STRICT = """\
 Stock passes over what a checkpoint has and the model has not. With `strict=True`, the default, we raise
 `CheckpointMismatch` and name it, because it is as often a mistake as it is meant; `strict=False` does what stock
@@ -163,6 +181,9 @@ REASONS = {
     "A Stateful judges what it does not have": HANDS_OVER,
     "An empty mapping and None are filled": FILLS_EMPTY,
     "A Counter is one value": ONE_VALUE,
+    "Objects are called in one order": ONE_ORDER,
+    "Integers do not take floating-point numbers": CUTS_NOTHING,
+    "A plain value is replaced by whatever was saved": REPLACES,
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
@@ -171,6 +192,7 @@ REASONS = {
     "Errors have words of their own": OTHER_WORDS,
     "A folder .dcp_plugin is beside the checkpoints": WORKSPACE_STAYS,
     "A checkpoint has a directory of its own": OWN_FOLDER,
+    "An unknown kind of URL is a ValueError": UNKNOWN_URL,
     "Lightning: between two epochs": EPOCHS,
     "Lightning: a load sees what it fills": SEES_THE_MODEL,
     "Lightning: no interpolation is resolved by a load": RESOLVES_NOTHING,
