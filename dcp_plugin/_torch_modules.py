@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import _patched_state_dict
 from torch.nn.modules.module import _IncompatibleKeys  # what hooks that run after a load are given
 
@@ -94,8 +94,25 @@ _OPTIMIZER_HOOKS = (
 )
 
 
+_DELEGATING = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"),
+    ("lightning.fabric.wrappers", "_FabricOptimizer"),
+    ("lightning_fabric.wrappers", "_FabricOptimizer"),
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+}
+"""Wrappers that have no state of their own. Their names are compared, so that no framework is imported."""
+
+
+def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the user's optimizer inside of the wrappers of Accelerate, Fabric and Lightning."""
+    while any((cls.__module__, cls.__qualname__) in _DELEGATING for cls in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether code of an optimizer's own makes or takes its state dict. Nothing public tells what hooks there are."""
+    """Return whether code of an optimizer's own makes or takes its state dict. Nothing public lists the hooks."""
     for method in ("state_dict", "load_state_dict"):
         if overrides_on_instance(optimizer, method) or getattr(type(optimizer), method) is not getattr(
             torch.optim.Optimizer, method
@@ -105,8 +122,38 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own optimizers, whose behaviour is known; a subclass elsewhere may do anything."""
+    """Return whether it is one of torch's own optimizers, whose behaviour is known. A subclass elsewhere may do
+    anything."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+_SLOTS_OF_TORCH: dict[type[optim.Optimizer], set[str]] = {
+    optim.ASGD: {"step", "eta", "mu", "ax"},
+    optim.Adadelta: {"step", "square_avg", "acc_delta"},
+    optim.Adafactor: {"step"},
+    optim.Adagrad: {"step", "sum"},
+    optim.Adam: {"step", "exp_avg", "exp_avg_sq"},
+    optim.Adamax: {"step", "exp_avg", "exp_inf"},
+    optim.LBFGS: {"func_evals", "n_iter"},
+    optim.Muon: {"momentum_buffer"},
+    optim.NAdam: {"step", "exp_avg", "exp_avg_sq", "mu_product"},
+    optim.RAdam: {"step", "exp_avg", "exp_avg_sq"},
+    optim.RMSprop: {"step", "square_avg"},
+    optim.Rprop: {"step", "prev", "step_size"},
+    optim.SGD: set(),
+    optim.SparseAdam: {"step", "exp_avg", "exp_avg_sq"},
+}
+"""The state that torch's optimizers keep of every parameter whatever their options are. Nothing public lists them, and
+stepping an optimizer to see them would run global hooks."""
+
+
+def slots_of_torch(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """Return the slots that an optimizer with a ``step`` of torch's keeps of every parameter, and None for any other.
+
+    torch wraps ``step`` in the class of the first instance, so that the functions below the wrappers are compared.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    return next((slots for cls, slots in _SLOTS_OF_TORCH.items() if inspect.unwrap(cls.step) is step), None)
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias, cast
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType
 from torch import nn
 
 from dcp_plugin.errors import CheckpointError
+from dcp_plugin.state import unwrapped_optimizer
 
 PreparedLoader: TypeAlias = DataLoaderShard | DataLoaderDispatcher
 
@@ -31,8 +31,8 @@ def models(accelerator: Accelerator) -> list[nn.Module]:
 
 
 def optimizers(accelerator: Accelerator) -> list[torch.optim.Optimizer]:
-    """The user's optimizers inside of Accelerate's wrappers, which have no name for them in public."""
-    return [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in accelerator._optimizers]
+    """Return the user's optimizers inside of Accelerate's wrappers."""
+    return [unwrapped_optimizer(optimizer) for optimizer in accelerator._optimizers]
 
 
 def schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:

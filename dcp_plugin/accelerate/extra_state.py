@@ -34,6 +34,7 @@ from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
+from dcp_plugin.state import groups_of
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.state.names import contains_fsdp1, loose_module
 
@@ -55,7 +56,7 @@ class Training:
         given = _accelerate.registered_objects(accelerator)
         optimizers = _accelerate.optimizers(accelerator)
         optimizers += [one for one in given if isinstance(one, torch.optim.Optimizer)]
-        trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        trained = {id(p) for one in optimizers for group in groups_of(one) for p in group["params"]}
         models = list(_accelerate.models(accelerator))
         known = {id(one) for one in models}
         models += [one for one in given if id(one) not in known and _has_any(one, trained)]
@@ -75,7 +76,7 @@ class Training:
         if self.sharded or any(map(_has_shards, self.models.values())):
             return names  # there it is more likely that the optimizer was made before the model was sharded
         for name, optimizer in self.optimizers.items():
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = {id(p) for group in groups_of(optimizer) for p in group["params"]}
             if not any(_has_any(model, trained) for model in self.models.values()):
                 names[f"names_for_{name}"] = NamesOnly(loose_module(optimizer))
         return names

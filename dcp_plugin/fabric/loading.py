@@ -31,13 +31,15 @@ from dcp_plugin.paths import Where
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
+from dcp_plugin.state.optimizer import BESIDE, GROUPS
+from dcp_plugin.storage.open import read_summary
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter
 
 logger = logging.getLogger("dcp_plugin")
 
-OPTIMIZER_KEYS = {"state", "param_groups"}
+OPTIMIZER_KEYS = {"state", GROUPS, *BESIDE}
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Contents:
         Args:
             wanted: Names in ``extra`` that may have dots.
         """
-        info = inspect(path)
-        keys = keys_by_name(info)
+        info, summary = inspect(path), read_summary(path)
+        keys, kinds = keys_by_name(info), summary.kinds if summary else {}
         with_tensors = {tensor.key.partition(".")[0] for tensor in info.tensors}
         extras: dict[str, list[int]] = {}
         for key in keys.pop(EXTRA, []):
@@ -81,7 +83,11 @@ class Contents:
         return cls(
             path,
             tops=list(keys),
-            optimizers=[top for top, rest in keys.items() if {key.partition(".")[0] for key in rest} <= OPTIMIZER_KEYS],
+            optimizers=[
+                top
+                for top, rest in keys.items()
+                if kinds.get(top) == "optimizer" or {key.partition(".")[0] for key in rest} <= OPTIMIZER_KEYS
+            ],
             sharded=[top for top in keys if top in with_tensors],
             extras=extras,
             names={str(name): str(user) for name, user in found[f"{EXTRA}.{NAMES}"].items()},
@@ -221,9 +227,9 @@ def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
     """An optimizer's state dict as Fabric would have it; any other value as it is."""
-    if not is_optimizer or not isinstance(value, dict) or "state" in value:
+    if not is_optimizer or not isinstance(value, dict) or not any(key.startswith(("state.", "param_groups.")) for key in value):
         return value
-    return unflatten_optimizer({key: item for key, item in value.items() if key != "param_groups"})
+    return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
 
 
 def _load_made_by_fabric(

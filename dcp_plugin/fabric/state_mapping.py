@@ -34,7 +34,14 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, numbered, plain
 from dcp_plugin.integration.lightning_packages import data_rank, made_by
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, mark_parameters, mark_slots
+from dcp_plugin.state import (
+    OwnLayout,
+    flatten_optimizer,
+    gather_module,
+    gather_optimizer,
+    mark_parameters,
+    mark_slots,
+)
 from dcp_plugin.state.adapters import CalledLast, NamesOnly
 from dcp_plugin.state.names import joint_module, loose_module, module_of
 
@@ -132,8 +139,11 @@ def _filtered(value: Any, trained: nn.Module | None, wanted: Filter) -> Callback
     if trained is None:
         return Callbacks(lambda: mark_parameters(value, _passing(gather_module(value), wanted)))
 
-    def of_optimizer() -> dict[str, Any]:
-        nested = {"state": {}, "param_groups": [], **_passing(gather_optimizer(trained, value), wanted)}
+    def of_optimizer() -> Any:
+        state = gather_optimizer(trained, value)
+        if isinstance(state, OwnLayout):
+            return _passing(state, wanted) if isinstance(state, dict) else state
+        nested = {"state": {}, "param_groups": [], **_passing(state, wanted)}
         return mark_slots(trained, value, flatten_optimizer(nested))
 
     return Callbacks(of_optimizer)

@@ -68,7 +68,8 @@ class Summary:
     ``index_sha256`` and ``metadata_sha256`` bind it to the other two files of the same save; ``save_id`` is that in the
     ``storage_meta`` of ``.metadata``. Checkpoints of earlier versions have neither of the latter two.
     ``kinds`` says which names of the saved state were a ``module`` and which an ``optimizer``, so that a load under
-    other names can find the only one of its kind. ``attached`` lists what the save put beside its own files.
+    other names can find the only one of its kind. ``optimizers`` has the class of each optimizer by name. ``attached``
+    lists what the save put beside its own files.
     ``base`` is the checkpoint (:class:`Base`) that has what this one leaves out; ``exclude`` lists the globs of keys
     that were not saved. ``reused`` says how many ``bytes`` and ``items`` were linked from the checkpoint ``from`` and
     not written. ``metrics`` are numbers that belong to the checkpoint, such as its validation loss; not all are finite.
@@ -85,6 +86,7 @@ class Summary:
     metadata_sha256: str = ""
     save_id: str = ""
     kinds: dict[str, str] = field(default_factory=dict)
+    optimizers: dict[str, str] = field(default_factory=dict)
     layouts: list[str] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -114,8 +116,10 @@ class Summary:
             summary = cls(**known | {"metrics": decode_metrics(said.get("metrics", {}))})
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)
             bound = (summary.index_sha256, summary.metadata_sha256, summary.save_id)
-            if not all(isinstance(text, str) for text in (*bound, *summary.kinds.values())):
-                raise ValueError("fingerprints, the save's id and kinds are text")
+            if not all(
+                isinstance(text, str) for text in (*bound, *summary.kinds.values(), *summary.optimizers.values())
+            ):
+                raise ValueError("fingerprints, the save's id, kinds and classes are text")
             int(summary.reused.get("bytes", 0)), int(summary.reused.get("items", 0))
             numbers = [summary.time, summary.step or 0, summary.world_size, summary.payload_bytes]
             if not all(type(number) in (int, float) and abs(number) < _MOST_NUMBER for number in numbers):

@@ -36,7 +36,8 @@ from dcp_plugin._torch import is_tensor
 from dcp_plugin.format import values
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered, plain
 from dcp_plugin.lightning._lightning import place_in_configuration
-from dcp_plugin.state import flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
+from dcp_plugin.state import OwnLayout, flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
+from dcp_plugin.state.optimizer import GROUPS
 
 Checkpoint = dict[str, Any]
 """What Lightning and all hooks take for a checkpoint."""
@@ -58,7 +59,7 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict
     if "state_dict" in extra:
         state[MODEL] = extra.pop("state_dict")
     optimizers = extra.get("optimizer_states")
-    if optimizers and all(map(is_keyed_by_name, optimizers)):
+    if optimizers and all(isinstance(state, OwnLayout) or is_keyed_by_name(state) for state in optimizers):
         del extra["optimizer_states"]
         state.update(zip(numbered(OPTIM, len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
     return {**state, EXTRA: extra}
@@ -74,7 +75,11 @@ def shared_by_ranks(state: dict[str, Any], model: nn.Module, optimizers: Sequenc
     marked = {MODEL: mark_parameters(model, state[MODEL])} if MODEL in state else {}
     names = among(OPTIM, state)
     if len(names) == len(optimizers):  # else a hook has changed the list: nobody knows whose state it is
-        marked |= {name: mark_slots(model, one, state[name]) for name, one in zip(names, optimizers, strict=True)}
+        marked |= {
+            name: mark_slots(model, optimizer, state[name])
+            for name, optimizer in zip(names, optimizers, strict=True)
+            if not isinstance(state[name], OwnLayout)
+        }
     return {**state, **marked}
 
 
@@ -89,9 +94,12 @@ def from_state(state: dict[str, Any]) -> Checkpoint:
     return checkpoint
 
 
-def optimizer_of(stored: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer as it was read: flat, or nested if Lightning has written it itself."""
-    return unflatten_optimizer(stored) if any("." in key for key in stored) else {"state": {}, **stored}
+def optimizer_of(stored: Any) -> Any:
+    """Return the state of an optimizer as it was read: flat, nested if Lightning has written it itself, or in a layout
+    of the optimizer's own."""
+    if isinstance(stored, dict) and any(key.startswith(("state.", f"{GROUPS}.")) for key in stored):
+        return unflatten_optimizer(stored)
+    return {"state": {}, **stored} if isinstance(stored, dict) and GROUPS in stored else stored
 
 
 def is_keyed_by_name(optimizer_state: Any) -> bool:

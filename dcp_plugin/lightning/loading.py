@@ -39,11 +39,18 @@ from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from dcp_plugin.state import (
+    OwnLayout,
+    flatten_optimizer,
+    gather_module,
+    gather_optimizer,
+    load_into,
+    unwrapped_optimizer,
+)
 from dcp_plugin.state.adapters import Unapplied
 from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
-from dcp_plugin.state.optimizer_load import OptimizerLoad
+from dcp_plugin.state.optimizer import flatten_tree
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.types import LoadReport
 
@@ -135,13 +142,13 @@ def load_optimizers(
         raise CheckpointMismatch(f"{path} does not fit the optimizers: {report}. strict_loading=False loads what fits.")
     states = [gather_optimizer(model, optimizer) for optimizer in optimizers]
     loaded.checkpoint["optimizer_states"] = states
-    loaded.optimizers = [flatten_optimizer(nested) for nested in states]
+    loaded.optimizers = [flatten_optimizer(state) for state in states]
 
 
 def peek_at_optimizers(loaded: Loaded, checkpointer: Checkpointer) -> list[dict[str, Any]]:
     """The full state of each optimizer in the checkpoint, in host memory: for hooks that run before there are
     optimizers. Collective."""
-    state: dict[str, Any] = {name: {} for name in loaded.optimizer_names}
+    state: dict[str, Any] = dict.fromkeys(loaded.optimizer_names)
     checkpointer.restore(state, loaded.path)
     return [layout.optimizer_of(tree) for tree in state.values()]
 
@@ -204,12 +211,16 @@ def apply_optimizers(
     for optimizer, state, given in zip_longest(optimizers, states, loaded.optimizers or ()):
         if not state:  # of what Lightning has where a module has no optimizer
             continue
+        if isinstance(given, OwnLayout):
+            if isinstance(state, OwnLayout) and not _same(flatten_tree(state)[0], flatten_tree(given)[0]):
+                unwrapped_optimizer(optimizer).load_state_dict(state)  # type: ignore[arg-type]
+            continue
         if given is None or not layout.is_keyed_by_name(state):  # saved without the promoted strategy
             load_optimizer(model, optimizer, state, strict=strict)
             continue
         flat = {key: _in_place_of(given.get(key), value) for key, value in flatten_optimizer(state).items()}
         if not _same(flat, given):
-            OptimizerLoad(model, optimizer, {}).commit(flat)
+            load_into(model, unwrapped_optimizer(optimizer), {}).commit(flat)
 
 
 def _refuse_other_number(path: Where, saved: Sized, optimizers: Sized) -> None:

@@ -41,11 +41,10 @@ from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.flatten import flatten, holds_sharded
-from dcp_plugin.state import flatten_optimizer, gather_module
+from dcp_plugin.state import OwnLayout, flatten_optimizer, gather_module, load_into, unwrapped_optimizer
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
-from dcp_plugin.state.optimizer import GROUPS, Nested, group_list, group_names
-from dcp_plugin.state.optimizer_load import OptimizerLoad
+from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, group_list, group_names
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import KeyPath
 
@@ -112,14 +111,19 @@ def fill(key: str, target: Any, source: Any) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, state: Nested, *, strict: bool) -> None:
-    """Give an optimizer a state, keyed by the names or the numbers of parameters. Collective if there is FSDP1.
+    """Give an optimizer a state, keyed by the names or the numbers of parameters, or in a layout of its own. Collective
+    if there is FSDP1.
 
     Raises:
         CheckpointMismatch: It does not fit the optimizer, or is that of other parameters. Nothing has changed then.
     """
+    optimizer = unwrapped_optimizer(optimizer)
+    if not isinstance(state, dict) or GROUPS not in state:
+        optimizer.load_state_dict(state)
+        return
     nested = _keyed_by_name(model, optimizer, state)
     flat = flatten_optimizer(nested)
-    load = OptimizerLoad(model, optimizer, {key: _entry(value) for key, value in flat.items()})
+    load = load_into(model, optimizer, {key: _entry(value) for key, value in flat.items()})
     wanted = load.wanted
     if strict and (wanted.missing or wanted.unexpected):
         raise CheckpointMismatch(
@@ -155,7 +159,9 @@ def _keyed_by_name(model: nn.Module, optimizer: Optimizer, state: Nested) -> Nes
             "parameters that it was saved with."
         )
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[number]: slots for number, slots in state["state"].items()}, "param_groups": groups}
+    slots = {names[number]: slots for number, slots in state["state"].items()}
+    extras = extras_of(state)
+    return {"state": slots, GROUPS: groups} | ({EXTRA_STATE: extras} if extras else {})
 
 
 def _names_in_optimizer(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -238,9 +244,11 @@ def _add_groups(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[int, tupl
     """Add the groups of the optimizers to ``state``; by number, of each that has got them, its name and its state."""
     found: dict[int, tuple[str, Nested]] = {}
     optimizers = checkpoint.get("optimizer_states", ())
-    if not optimizers or not all(map(layout.is_keyed_by_name, optimizers)):
+    if not optimizers or not all(isinstance(one, OwnLayout) or layout.is_keyed_by_name(one) for one in optimizers):
         return found
     for number, (name, nested) in enumerate(zip(numbered(OPTIM, len(optimizers)), optimizers, strict=True)):
+        if isinstance(nested, OwnLayout):
+            continue
         if not group_list(nested)[0].keys() & state[name].keys():  # a parameter may really be called "0"
             state[name] = {**state[name], GROUPS: nested[GROUPS]}
             found[number] = name, nested

@@ -28,7 +28,7 @@ from dcp_plugin.lightning.model_checkpoint import promote_callbacks, tidy_dirpat
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.runs.resume import Restart
-from dcp_plugin.state import gather_module, gather_optimizer
+from dcp_plugin.state import gather_module, gather_optimizer, unwrapped_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -120,8 +120,8 @@ class LightningAdapter(StrategyAdapter):
         return gather_module(self.strategy.model)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gather_optimizer(self.strategy.model, _unwrapped_optimizer(optimizer))
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        return gather_optimizer(self.strategy.model, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
@@ -131,7 +131,7 @@ class LightningAdapter(StrategyAdapter):
         checkpoint = resume.beside_ours(checkpoint)
         if checkpoint.keys() >= {"optimizer_states", "loops"}:  # not only the weights: to be resumed from
             resume.add_own_state(checkpoint, self.trainer, with_rng=io.config.rng)
-        optimizers = [_unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
+        optimizers = [unwrapped_optimizer(optimizer) for optimizer in strategy.optimizers]
         state = layout.to_state(checkpoint, io.config.allow_pickle)
         state = layout.shared_by_ranks(state, strategy.model, optimizers)
         added = stock_format.add_for_stock(strategy, checkpoint, state) if io.config.stock_aliases else None
@@ -343,8 +343,3 @@ def dcp_strategy_class(base: type[Strategy]) -> type[Strategy]:
         # FSDP and ModelParallel say False: they load optimizers together with the model, before hooks have seen them.
         lightning_restore_optimizer=property(lambda strategy: True),
     )
-
-
-def _unwrapped_optimizer(optimizer: Any) -> Optimizer:
-    inner: Optimizer = optimizer.optimizer if packages.has_base(type(optimizer), "LightningOptimizer") else optimizer
-    return inner

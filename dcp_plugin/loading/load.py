@@ -220,8 +220,9 @@ class Loading:
         return matching.match
 
     def _matching(self, dry_run: bool = False) -> Matching:
-        index, kinds = self._reader.index, self._reader.kinds
-        return Matching(self._path, index, kinds, self._partial, self._strict, dry_run, self._mode)
+        index, kinds, summary = self._reader.index, self._reader.kinds, self._reader.summary
+        classes = summary.optimizers if summary is not None else {}
+        return Matching(self._path, index, kinds, self._partial, self._strict, dry_run, self._mode, classes)
 
     def _judge_and_plan(self, matching: Matching, union: Union) -> None:
         """Judge the match, and plan the reads.

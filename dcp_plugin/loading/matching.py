@@ -40,9 +40,10 @@ from dcp_plugin.loading.union import Answer, Union
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
-from dcp_plugin.state.adapters import StateAdapter, ValueAdapter
+from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
+from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
 
 
@@ -124,6 +125,7 @@ class Matching:
         strict: Whether missing and unexpected keys are errors where ``partial`` does not say otherwise.
         dry_run: Nothing will be read, so targets on the meta device need no memory.
         mode: How tensors of data and of Stateful objects are judged.
+        optimizers: Names in the checkpoint -> class of the optimizer, as far as recorded.
 
     :meth:`run` matches, :meth:`judge` adds problems and warnings.
     """
@@ -137,8 +139,10 @@ class Matching:
         strict: bool,
         dry_run: bool = False,
         mode: LoadMode = LoadMode.FILL,
+        optimizers: Mapping[str, str] | None = None,
     ) -> None:
         self._dry_run, self._mode = dry_run, mode
+        self._optimizer_classes = optimizers or {}
         self._path = path
         self._index = index
         self._kinds = kinds
@@ -173,6 +177,8 @@ class Matching:
                 self._take_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
+                if isinstance(adapter, OptimizerAdapter) and want.targets:
+                    self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self._at[adapter.name] = key_map
 
@@ -276,6 +282,28 @@ class Matching:
                 key_map = self._key_maps.of(adapter, name, prefix)
                 want = adapter.want(*key_map.entries(self._index))
         return key_map, want
+
+    def _judge_class(self, adapter: OptimizerAdapter, name: str, want: Wanted) -> None:
+        """Note a state of another class of optimizers: whether it is loaded, or cannot serve this one."""
+        recorded, mine = self._optimizer_classes.get(name, ""), class_name(type(adapter.optimizer))
+        if recorded == mine:
+            return
+        lacking = adapter.lacks(recorded)
+        if not lacking:
+            if recorded:
+                self._warn(f"{self._path} has {name!r} as the state of {recorded}; it is loaded into {mine}.")
+            return
+        line = (
+            f"{name!r} has the state of {recorded or 'another class of optimizers'}, which cannot serve "
+            f"{adapter.name!r}, of {mine}: it lacks {some(lacking, 4)}"
+        )
+        for keys in (want.targets, want.missing, want.unexpected, want.lost):
+            keys.clear()
+        if self._strict and self._partial.missing == "error":
+            way_out = f'PartialLoad(exclude="{adapter.name}.*"), or strict=False, leaves the optimizer as it is'
+            self.match.problems.append(f"{line}. {way_out}")
+        else:
+            self._warn(f"{self._path}: {line}. The optimizer stays as it is.")
 
     def _ask(self, adapter: StateAdapter, key_map: KeyMap) -> Wanted:
         """What an object wants; nothing if none of it is selected, because optimizers allocate memory for what they

@@ -43,7 +43,7 @@ from dcp_plugin.runs.figures import SaveFigures
 from dcp_plugin.saving.base import KeySelection, LeftOut
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
-from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, shards_in
+from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, optimizer_classes, shards_in
 from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
@@ -93,6 +93,7 @@ class GatheredState:
     leaves: Mapping[str, Any]  # key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value
     paths: dict[str, KeyPath]  # where each key sits in the nested state
     kinds: Mapping[str, str]  # name of the state -> ``"module"`` or ``"optimizer"``, for the summary
+    optimizers: Mapping[str, str]  # name of the state -> class of the optimizer, for the summary
     shards: Shards  # the parts of the sharded parameters of each optimizer that this rank has
     metrics: dict[str, float]
 
@@ -104,6 +105,7 @@ class StagedState:
     state: Flat  # key -> chunks of a tensor in memory, or the bytes of a value
     paths: dict[str, KeyPath]
     kinds: Mapping[str, str]
+    optimizers: Mapping[str, str]
     shards: Shards
     layouts: list[str]  # how the tensors are distributed, in words, for the summary
     metrics: dict[str, float]  # of the checkpoint; those of rank 0 count
@@ -132,7 +134,7 @@ class PlannedState:
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
     layouts = layouts_of(gathered.leaves)
-    of_all = gathered.paths, gathered.kinds, gathered.shards, layouts, gathered.metrics
+    of_all = gathered.paths, gathered.kinds, gathered.optimizers, gathered.shards, layouts, gathered.metrics
     return StagedState(state, *of_all, copy_seconds)
 
 
@@ -234,7 +236,8 @@ class SavePipeline:
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = self.selection.without_excluded(leaves)
         shards = shards_in(parts, live.kinds, live.owners)
-        return GatheredState(kept, paths, {**live.kinds, **kinds}, shards, plain_metrics(live.metrics))
+        classes = optimizer_classes(parts, live.kinds, live.owners)
+        return GatheredState(kept, paths, {**live.kinds, **kinds}, classes, shards, plain_metrics(live.metrics))
 
     def encode(self, leaves: Mapping[str, Any]) -> Flat:
         """Tensors as the chunks on this rank, other values as bytes."""
@@ -349,6 +352,7 @@ class SavePipeline:
             views=request.views,
             aliases=request.aliases,
             kinds=staged.kinds,
+            optimizers=staged.optimizers,
             layouts=staged.layouts,
             exclude=self._config.exclude,
             base=planned.left_out.summary_of_base(request.path),

@@ -5,16 +5,28 @@ value}``, and the other way round in a load. The rule: keys are fully qualified 
 wraps it.
 """
 
+from dcp_plugin._torch_modules import unwrapped_optimizer
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
 from dcp_plugin.state.module import apply_module, gather_module
-from dcp_plugin.state.optimizer import flatten_optimizer, gather_optimizer, unflatten_optimizer
+from dcp_plugin.state.optimizer import (
+    OwnLayout,
+    flatten_optimizer,
+    gather_optimizer,
+    groups_of,
+    unflatten_optimizer,
+)
+from dcp_plugin.state.optimizer_load import load_into
 
 __all__ = [
+    "OwnLayout",
     "apply_module",
     "flatten_optimizer",
     "gather_module",
     "gather_optimizer",
+    "groups_of",
+    "load_into",
     "mark_parameters",
     "mark_slots",
     "unflatten_optimizer",
+    "unwrapped_optimizer",
 ]

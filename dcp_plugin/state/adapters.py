@@ -11,7 +11,7 @@ have another shape; :mod:`~dcp_plugin.loading.matching` decides what becomes of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_plugin._torch import is_meta, is_tensor, shape_of, with_memory
-from dcp_plugin._torch_modules import Incompatible, patched_together
+from dcp_plugin._torch_modules import Incompatible, patched_together, unwrapped_optimizer
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import default_path
@@ -43,14 +43,18 @@ from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
 from dcp_plugin.state.names import trained_module
 from dcp_plugin.state.optimizer import (
-    flatten_global_state,
+    OwnLayout,
+    class_name,
+    flatten_beside,
     flatten_optimizer,
+    flatten_tree,
     gather_optimizer,
     group_list,
     group_names,
+    groups_of,
     shards_of,
 )
-from dcp_plugin.state.optimizer_load import OptimizerLoad
+from dcp_plugin.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
 from dcp_plugin.tensors import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
@@ -159,7 +163,9 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
         elif name in modules:
             continue
         elif isinstance(value, torch.optim.Optimizer):
-            adapters.append(OptimizerAdapter(name, trained_module(name, value, modules, state), value, stock_aliases))
+            optimizer = unwrapped_optimizer(value)
+            trained = trained_module(name, optimizer, modules, state)
+            adapters.append(OptimizerAdapter(name, trained, optimizer, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
             adapters.append(ValueAdapter(name, owner, key))
         elif isinstance(value, Mapping):
@@ -238,12 +244,27 @@ def shards_in(
     """
     found = {adapter.name: adapter.shards() for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
     owners = list(owners)
-    modules = [one for one in owners if isinstance(one, nn.Module)]
-    optimizers = [one for one in owners if isinstance(one, torch.optim.Optimizer)]
-    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in found]
-    if len(modules) == 1 and len(names) == len(optimizers):
-        found |= {name: shards_of(modules[0], one) for name, one in zip(names, optimizers, strict=True)}
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    if len(modules) == 1:
+        owned = _owned_optimizers(found, kinds, owners)
+        found |= {name: shards_of(modules[0], optimizer) for name, optimizer in owned.items()}
     return found
+
+
+def optimizer_classes(adapters: list[StateAdapter], kinds: Mapping[str, str], owners: Iterable[Any]) -> dict[str, str]:
+    """Return the class of each optimizer, without wrappers, by name. The arguments are those of :func:`shards_in`."""
+    found = {adapter.name: adapter.optimizer for adapter in adapters if isinstance(adapter, OptimizerAdapter)}
+    found |= _owned_optimizers(found, kinds, owners)
+    return {name: class_name(type(optimizer)) for name, optimizer in found.items()}
+
+
+def _owned_optimizers(
+    found: Collection[str], kinds: Mapping[str, str], owners: Iterable[Any]
+) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers among ``owners`` by the names of their state dicts, which are none of the found ones."""
+    optimizers = [unwrapped_optimizer(owner) for owner in owners if isinstance(owner, torch.optim.Optimizer)]
+    names = [name for name, kind in kinds.items() if kind == "optimizer" and name not in found]
+    return dict(zip(names, optimizers, strict=True)) if len(names) == len(optimizers) else {}
 
 
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
@@ -311,15 +332,21 @@ class ModuleAdapter:
 
 
 class OptimizerAdapter:
+    """An optimizer, without the wrappers of frameworks."""
+
     kind = "optimizer"
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
-        self.name, self.module = name, module
-        self._optimizer, self._stock_aliases = optimizer, stock_aliases
+        self.name, self.module, self.optimizer = name, module, optimizer
+        self._stock_aliases = stock_aliases
+        self._has_own_layout = False
 
     def gather(self) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        nested = gather_optimizer(self.module, self._optimizer)
-        state, unusual = flatten_global_state(mark_slots(self.module, self._optimizer, flatten_optimizer(nested)))
+        nested = gather_optimizer(self.module, self.optimizer)
+        if isinstance(nested, OwnLayout):
+            self._has_own_layout = True
+            return flatten_tree(nested)
+        state, unusual = flatten_beside(mark_slots(self.module, self.optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
             listed, paths = group_list(nested)
             if not listed.keys() & state.keys():  # a parameter may really be called "0"
@@ -327,17 +354,23 @@ class OptimizerAdapter:
         return state, unusual
 
     def shards(self) -> dict[str, Box]:
-        """See :func:`~dcp_plugin.state.optimizer.shards_of`."""
-        return shards_of(self.module, self._optimizer)
+        """Return the parts of sharded parameters (:func:`~dcp_plugin.state.optimizer.shards_of`) after a gather."""
+        return {} if self._has_own_layout else shards_of(self.module, self.optimizer)
 
     def names(self) -> list[str]:
-        groups = group_names(self.module, self._optimizer)
+        if not groups_of(self.optimizer):
+            return []
+        groups = group_names(self.module, self.optimizer)
         return [f"{kind}.{fqn}." for names in groups for fqn in names for kind in ("state", "param_groups")]
 
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
-        self._load = OptimizerLoad(self.module, self._optimizer, stored, paths)
+        self._load: OptimizerLoad | OwnLayoutLoad = load_into(self.module, self.optimizer, stored, paths)
         self._load.targets()
         return self._load.wanted
+
+    def lacks(self, recorded: str) -> list[str]:
+        """Return what the optimizer needs and the wanted state of another class, the recorded one, does not have."""
+        return self._load.lacks(recorded)
 
     def check(self, values: Mapping[str, Any]) -> None:
         self._load.check(values)

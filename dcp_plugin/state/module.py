@@ -227,19 +227,25 @@ def apply_fsdp1_module(module: nn.Module, state: dict[str, Any]) -> tuple[list[s
     return [clean(key) for key in found.missing_keys], [clean(key) for key in found.unexpected_keys]
 
 
-def gather_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective.
+def gather_fsdp1_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return ``{"state": {fqn: {slot: value}}, "param_groups": [...]}``, sharded. Collective.
+
+    Args:
+        own: The state dict in torch's layout that the optimizer's own code has returned. Without it torch asks for one.
 
     Raises:
         CheckpointMismatch: The optimizer has a part of what one FSDP unit trains. FSDP1 gathers by unit.
     """
     clean = CleanNames(module)
-    if not _any_rank_has_state(module, optimizer):
+    if not _any_rank_has_state(module, optimizer.state if own is None else own["state"]):
         return {"state": {}, "param_groups": _groups_without_state(module, optimizer)}
+    asked = None if own is None else {"state": dict(own["state"]), "param_groups": own["param_groups"]}
     sharded = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     with _quiet(), FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT, *sharded):
         try:
-            local = unpatched(optimizer, "state_dict")()
+            local = unpatched(optimizer, "state_dict")() if asked is None else asked
             gathered: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(module, optimizer, local)
         except RuntimeError as error:
             if "is not in the optimizer state" not in str(error):
@@ -253,23 +259,44 @@ def gather_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) 
     return {"state": state, "param_groups": groups}
 
 
-def apply_fsdp1_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def apply_fsdp1_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], extras: Mapping[str, Any] | None = None
+) -> None:
     """Load what :func:`gather_fsdp1_optimizer` returned, or the same for another layout, into any optimizer.
 
     Collective.
+
+    Args:
+        extras: What the optimizer's own ``load_state_dict`` takes beside ``state`` and ``param_groups``.
     """
-    with _quiet():  # not strict: a parameter that never got a gradient has no state, then and now
+    with _quiet(), _loading_too(optimizer, extras or {}):  # not strict: what never got a gradient has no state
         set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
     names = flat_parameter_names(module)
     for parameter in list(optimizer.state):
-        if not any(name in state["state"] for name in names[id(parameter)]):
+        if isinstance(parameter, torch.Tensor) and not any(name in state["state"] for name in names[id(parameter)]):
             del optimizer.state[parameter]
 
 
-def _any_rank_has_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any rank has state. All of it may lie on one rank, and the others must take part in gathering it."""
+@contextmanager
+def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) -> Iterator[None]:
+    """Have ``load_state_dict`` of an optimizer take extra entries, which torch's conversion for FSDP1 leaves out."""
+    if not extras:
+        yield
+        return
+    load, before = unpatched(optimizer, "load_state_dict"), dict(vars(optimizer))
+    optimizer.load_state_dict = lambda state_dict: load({**state_dict, **extras})  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del vars(optimizer)["load_state_dict"]
+        if "load_state_dict" in before:
+            vars(optimizer)["load_state_dict"] = before["load_state_dict"]
+
+
+def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:
+    """Return whether any rank has state. All of it may lie on one rank, and the others must take part in gathering."""
     wrapper = next(child for child in module.modules() if isinstance(child, FullyShardedDataParallel))
-    found = torch.tensor(int(any(optimizer.state.values())), device=wrapper.compute_device)
+    found = torch.tensor(int(any(state.values())), device=wrapper.compute_device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
     return bool(found.item())
 

@@ -154,7 +154,12 @@ LOOSE = "loose"
 def trained_module(
     name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module], state: Mapping[str, Any]
 ) -> nn.Module:
-    """The module that has all parameters of an optimizer, put together from several if none has."""
+    """Return the module that has all parameters of an optimizer, put together from several if none has.
+
+    An optimizer that lists no parameters (it contains others) trains any of the modules.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        return next(iter(modules.values())) if len(modules) == 1 else union_of(modules, {})
     try:
         return module_of(name, optimizer, modules)
     except CheckpointMismatch:

@@ -6,9 +6,13 @@ state and hyper-parameters are keyed by the FQN of the parameter:
 - ``state.<FQN>.<slot>`` (``state.layer.weight.exp_avg``),
 - ``param_groups.<FQN>.<field>`` (``param_groups.layer.weight.lr``): per parameter, since the groups of the saving
   and the loading optimizer need not be the same,
-- ``global_state.<key>.…``: what the optimizer keeps under a key that is no parameter,
+- ``global_state.<key>.…``: the optimizer's state under a key that is no parameter,
+- ``extra_state.<key>.…``: what its own ``state_dict()`` returns beside ``state`` and ``param_groups``,
 - ``param_groups.<number>.<field>`` (:func:`group_list`): the groups as a list, for stock code that does not flatten. A
   load reads these only from checkpoints that have nothing else.
+
+An optimizer whose own ``state_dict()`` returns any other layout (flat names, a list of state dicts) is stored as a
+``Stateful`` is: :class:`OwnLayout`.
 
 ``get_optimizer_state_dict(flatten_optimizer_state_dict=True)`` of torch gives the first two as well, but it steps an
 optimizer that has no state. Here nothing is stepped: a save changes nothing, and a failed load leaves no trace.
@@ -27,9 +31,9 @@ import torch
 from torch import nn
 
 from dcp_plugin._torch import laid_out_like, shard_of
-from dcp_plugin._torch_modules import has_own_state_dict
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.planning.flatten import flatten
+from dcp_plugin._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
+from dcp_plugin.errors import CheckpointMismatch, some
+from dcp_plugin.planning.flatten import Walks, flatten, walked_by_us, with_types_of
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
@@ -39,40 +43,137 @@ from dcp_plugin.types import KeyPath
 GROUPS = "param_groups"
 GLOBAL = "global_state"
 
+EXTRA_STATE = "extra_state"
+BESIDE = (GLOBAL, EXTRA_STATE)
+"""Trees that are of no parameter."""
+
 Nested = dict[str, Any]
-"""``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and
-``"global_state"``, if there is any."""
+"""``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and ``"global_state"``
+and ``"extra_state"``, if there are any."""
 
 
-def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
-    """The state of an optimizer of ``module``, keyed by clean FQN. Collective if the module contains FSDP1.
+class OwnLayout:
+    """Marks a state dict that does not have torch's layout, and so has no names of ours in it."""
+
+
+class _OwnMapping(dict[str, Any], OwnLayout): ...
+
+
+class _OwnList(list[Any], OwnLayout): ...
+
+
+def own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the state dict of an optimizer whose own code makes it, and None for any other optimizer.
+
+    Returns:
+        An :class:`OwnLayout`, unless each number in its groups stands for the parameter at the same place in the
+        groups of the optimizer, as in torch's layout.
 
     Raises:
-        CheckpointMismatch: The optimizer has a parameter that the module has not.
+        CheckpointMismatch: It is neither a mapping nor a list.
     """
-    if contains_fsdp1(module):
-        return gather_fsdp1_optimizer(module, optimizer)
+    if not has_own_state_dict(optimizer):
+        return None
+    state: Any = unpatched(optimizer, "state_dict")()
+    if not isinstance(state, (Mapping, list)):
+        raise CheckpointMismatch(
+            f"{type(optimizer).__name__}.state_dict() returns a {type(state).__name__}. Have it return a dict."
+        )
+    if _has_torch_layout(state, optimizer):
+        return state
+    return _OwnMapping(state) if isinstance(state, Mapping) else _OwnList(state)
+
+
+def _has_torch_layout(state: Any, optimizer: torch.optim.Optimizer) -> bool:
+    if not isinstance(state, Mapping) or not {"state", GROUPS} <= state.keys() or not hasattr(optimizer, GROUPS):
+        return False
+    groups, live = state[GROUPS], optimizer.param_groups
+    if not isinstance(state["state"], Mapping) or not isinstance(groups, (list, tuple)):
+        return False
+    listed: list[Any] = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    if not all(isinstance(numbers, (list, tuple)) for numbers in listed):
+        return False
+    if list(map(len, listed)) != [len(group["params"]) for group in live]:
+        return False
+    numbers = {number for in_group in listed for number in in_group}
+    return len(numbers) == len(
+        {id(p) for group in live for p in group["params"]}
+    )  # those of merged ones are not unique
+
+
+def gather_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Nested | OwnLayout:
+    """Return the state of an optimizer of ``module``, keyed by clean FQN, or in the optimizer's own layout.
+
+    Collective if the module contains FSDP1.
+
+    Raises:
+        CheckpointMismatch: The optimizer has a parameter that the module has not, or its layout cannot be stored.
+    """
+    optimizer = unwrapped_optimizer(optimizer)
     reshard(module)
-    found = LiveState.of(module, optimizer)
-    groups = [{**fields_of(group), "params": [found.names[key] for key in group["params"]]} for group in found.groups]
-    return _nested({fqn: slots for fqn, slots in found.slots.items() if slots}, groups, found.others)
+    own = own_state_dict(optimizer)
+    if isinstance(own, OwnLayout):
+        refuse_slices(module, optimizer, own)
+        return own
+    if contains_fsdp1(module):
+        extras = extras_of(own)
+        refuse_slices(module, optimizer, extras)
+        return gather_fsdp1_optimizer(module, optimizer, own) | ({EXTRA_STATE: extras} if extras else {})
+    live = LiveState.of(module, optimizer, own)
+    groups = [{**fields_of(group), "params": [live.names[key] for key in group["params"]]} for group in live.groups]
+    return _nested({fqn: slots for fqn, slots in live.slots.items() if slots}, groups, live.others, live.extras)
 
 
-def _nested(state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], others: dict[Any, Any]) -> Nested:
-    return {"state": state, "param_groups": groups} | ({GLOBAL: others} if others else {})
+def extras_of(own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a state dict of torch's layout has beside ``state`` and ``param_groups``."""
+    return {key: value for key, value in (own or {}).items() if key not in ("state", GROUPS)}
 
 
-def flatten_optimizer(nested: Nested) -> dict[str, Any]:
-    """``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``: how it is stored."""
+def refuse_slices(module: nn.Module, optimizer: torch.optim.Optimizer, tree: Any) -> None:
+    """Refuse state in an optimizer's own layout that may have been cut with the flat parameters of FSDP1.
+
+    Each rank has another slice, which does not tell its place, so that one rank's would be stored for all.
+
+    Raises:
+        CheckpointMismatch: A tensor of one or more elements per rank is in it.
+    """
+    if not contains_fsdp1(module):
+        return
+    leaves, _ = flatten_tree(tree)
+    slices = [key for key, leaf in leaves.items() if type(leaf) in EXACTLY_TENSORS and leaf.dim() > 0]
+    if slices:
+        raise CheckpointMismatch(
+            f"{type(optimizer).__name__} has {some(slices, 3)} in a layout of its own, and FSDP1 cuts parameters into "
+            f"slices that differ between ranks: it is not known which part of which parameter each is. Use FSDP2 "
+            f"(fully_shard), or an optimizer with torch's layout of the state dict."
+        )
+
+
+def flatten_tree(tree: Any, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Return the leaves of a mapping or list by key, and their paths. An empty one is a value, under the key ``""``."""
+    leaves, paths = flatten({"it": tree}, lambda key, value: walks(key[3:], value))
+    return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
+
+
+def _nested(
+    state: dict[str, dict[str, Any]], groups: list[dict[str, Any]], others: dict[Any, Any], extras: dict[str, Any]
+) -> Nested:
+    beside = {GLOBAL: others, EXTRA_STATE: extras}
+    return {"state": state, GROUPS: groups} | {name: found for name, found in beside.items() if found}
+
+
+def flatten_optimizer(nested: Nested | OwnLayout) -> Any:
+    """Return ``{"state.<FQN>.<slot>": …, "param_groups.<FQN>.<field>": …}``, as it is stored; a state of its own layout
+    as it is."""
+    if isinstance(nested, OwnLayout):
+        return nested
     state = nested["state"]
     slots = [key for fqn, names in _runs(state) for key in _keys("state", fqn, names)]
     flat = dict(zip(slots, (value for slots in state.values() for value in slots.values()), strict=True))
     for group in nested["param_groups"]:
         names, fields = tuple(group["params"]), fields_of(group)
         flat.update(zip(_keys("param_groups", names, tuple(fields)), [*fields.values()] * len(names), strict=True))
-    if GLOBAL in nested:
-        flat[GLOBAL] = nested[GLOBAL]
-    return flat
+    return flat | {name: nested[name] for name in BESIDE if name in nested}
 
 
 def _runs(state: dict[str, dict[str, Any]]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -87,12 +188,13 @@ def _keys(kind: str, names: tuple[str, ...], fields: tuple[str, ...]) -> list[st
     return [f"{kind}.{name}.{field}" for name in names for field in fields]
 
 
-def flatten_global_state(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """What :func:`flatten_optimizer` gives with the state that is of no parameter flattened too, and its paths."""
-    if GLOBAL not in flat:
+def flatten_beside(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Flatten the state that is of no parameter in what :func:`flatten_optimizer` returns, and return its paths too."""
+    beside = {name: flat[name] for name in BESIDE if name in flat}
+    if not beside:
         return flat, {}
-    leaves, paths = flatten({GLOBAL: flat[GLOBAL]})
-    return {key: value for key, value in flat.items() if key != GLOBAL} | leaves, paths
+    leaves, paths = flatten(beside)
+    return {key: value for key, value in flat.items() if key not in beside} | leaves, paths
 
 
 def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -111,14 +213,14 @@ def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
-        if key in (GROUPS, GLOBAL):  # the list, for stock code
+        if key == GROUPS or key in BESIDE:  # the list, for stock code
             continue
         kind, fqn, name = split_key(key)
         (state if kind == "state" else fields)[fqn][name] = value
     groups: dict[str, Nested] = {}
     for fqn, group in fields.items():
         groups.setdefault(repr(sorted(group.items())), {**group, "params": []})["params"].append(fqn)
-    return _nested(dict(state), list(groups.values()), flat.get(GLOBAL, {}))
+    return _nested(dict(state), list(groups.values()), flat.get(GLOBAL, {}), flat.get(EXTRA_STATE, {}))
 
 
 def split_key(key: str) -> tuple[str, str, str]:
@@ -142,7 +244,7 @@ def shards_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     state dicts have no state of a rank's own."""
     if contains_fsdp1(module):
         return {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in groups_of(optimizer) for parameter in group["params"]]
     if all(type(parameter) in EXACTLY_TENSORS for parameter in parameters):  # none is sharded: no name is needed
         return {}
     mine = set(map(id, parameters))
@@ -163,6 +265,16 @@ def names_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, s
     return names
 
 
+def class_name(cls: type) -> str:
+    """Return the name under which a checkpoint records the class of an optimizer."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer. One that only contains others may have no ``param_groups``."""
+    return getattr(optimizer, GROUPS, [])
+
+
 def fields_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in group.items() if field != "params"}
 
@@ -180,6 +292,8 @@ class LiveState:
     slots: dict[str, dict[str, Any]]
     others: dict[Any, Any]
     """State that is of no parameter."""
+    extras: dict[str, Any]
+    """What its ``state_dict()`` returned beside ``state`` and ``param_groups``."""
     groups: list[dict[str, Any]]
     """The optimizer's groups, or those that its ``state_dict()`` returned, with numbers for parameters."""
     names: dict[Any, str]
@@ -187,26 +301,23 @@ class LiveState:
     by_state_dict: bool
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
+    def of(cls, module: nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> LiveState:
         """Read the state of an optimizer of ``module``, which must not contain FSDP1.
+
+        Args:
+            own: What :func:`own_state_dict` returned, if it has torch's layout. Without it the state is read directly.
 
         Raises:
             CheckpointMismatch: The optimizer has a parameter that the module has not.
         """
         names = names_of(module, optimizer)
-        found: Any = optimizer.state_dict() if has_own_state_dict(optimizer) else None
-        own = (
-            isinstance(found, Mapping)
-            and {"state", "param_groups"} <= found.keys()
-            and [len(g["params"]) for g in found["param_groups"]] == [len(g["params"]) for g in optimizer.param_groups]
-        )
-        state, groups = (found["state"], found["param_groups"]) if own else (optimizer.state, optimizer.param_groups)
+        state, groups = (optimizer.state, optimizer.param_groups) if own is None else (own["state"], own[GROUPS])
         known = {
             key: names[id(parameter)]
             for group, live in zip(groups, optimizer.param_groups, strict=True)
             for key, parameter in zip(group["params"], live["params"], strict=True)
         }
-        if not own:  # there may be state of a parameter that is in no group any more
+        if own is None:  # there may be state of a parameter that is in no group any more
             known |= {key: names[id(key)] for key in state if isinstance(key, torch.Tensor)}
         slots = {
             known[key]: {slot: laid_out_like(value, key) for slot, value in slots.items()}
@@ -216,16 +327,18 @@ class LiveState:
             if key in known
         }
         others = {key: value for key, value in state.items() if key not in known}
-        return cls(slots, others, list(groups), known, own)
+        return cls(slots, others, extras_of(own), list(groups), known, own is not None)
 
     def load(
         self,
         optimizer: torch.optim.Optimizer,
         slots: Mapping[str, dict[str, Any] | None],
         others: Mapping[Any, Any],
+        extras: Mapping[str, Any],
         fields: list[dict[str, Any]],
     ) -> None:
-        """Give the optimizer new slots for some FQNs (None: it has none), other state, and new fields of its groups."""
+        """Give the optimizer new slots for some FQNs (None: it has none), other state, extra entries of its state dict,
+        and new fields of its groups."""
         if self.by_state_dict:
             kept = {fqn: found for fqn, found in {**self.slots, **slots}.items() if found is not None}
             groups = [
@@ -233,7 +346,8 @@ class LiveState:
                 for group, new in zip(self.groups, fields, strict=True)
             ]
             state = {number: kept[fqn] for number, fqn in self.names.items() if fqn in kept}
-            optimizer.load_state_dict({"state": {**state, **self.others, **others}, "param_groups": groups})
+            whole = {"state": {**state, **self.others, **others}, GROUPS: groups}
+            unpatched(optimizer, "load_state_dict")({**whole, **self.extras, **with_types_of(self.extras, dict(extras))})
             return
         optimizer.state.update(others)
         for parameter, fqn in self.names.items():

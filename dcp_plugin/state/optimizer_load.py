@@ -7,22 +7,47 @@ to the optimizer, so a load that fails before leaves no trace.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin._torch import ShardedTensor, laid_out_like, shape_of, shard_of, sharded_like, sharded_value
-from dcp_plugin._torch_modules import is_of_torch
+from dcp_plugin._torch import (
+    ShardedTensor,
+    is_tensor,
+    laid_out_like,
+    shape_of,
+    shard_of,
+    sharded_like,
+    sharded_value,
+    with_memory,
+)
+from dcp_plugin._torch_modules import is_of_torch, slots_of_torch, unpatched
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import unflatten
+from dcp_plugin.planning.flatten import is_empty_mapping, unflatten, walked_as_stored, with_keys_of, with_types_of
 from dcp_plugin.planning.local_inventory import LocalSlot
 from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
-from dcp_plugin.state.optimizer import GLOBAL, LiveState, fields_of, group_names, split_key
+from dcp_plugin.state.optimizer import (
+    BESIDE,
+    EXTRA_STATE,
+    GLOBAL,
+    GROUPS,
+    LiveState,
+    OwnLayout,
+    class_name,
+    extras_of,
+    fields_of,
+    flatten_tree,
+    group_names,
+    groups_of,
+    own_state_dict,
+    split_key,
+)
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, Wanted
 
@@ -32,12 +57,43 @@ _OTHERS_ARE_TRAINED = (
 )
 
 
-class OptimizerLoad:
-    """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
+def load_into(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stored: Mapping[str, Entry],
+    paths: Mapping[str, KeyPath] | None = None,
+) -> OptimizerLoad | OwnLayoutLoad:
+    """Begin one load into one optimizer of ``module``. Collective if the module contains FSDP1.
 
     Args:
         stored: The entries of the checkpoint by key relative to the optimizer (``state.<FQN>.<slot>`` …).
         paths: The path of each key, relative too; without it, no group list is recognised.
+    """
+    reshard(module)
+    own = own_state_dict(optimizer)
+    if not isinstance(own, OwnLayout):
+        return OptimizerLoad(module, optimizer, stored, paths, own)
+    load = OwnLayoutLoad(module, optimizer, own, stored, paths or {})
+    if load.shares_no_key and any(key.startswith(f"{GROUPS}.") for key in stored) and groups_of(optimizer):
+        return OptimizerLoad(module, optimizer, stored, paths, None)  # saved before own layouts were, from its groups
+    return load
+
+
+def may_be_another(optimizer: torch.optim.Optimizer, recorded: str) -> bool:
+    """Return whether a state may be that of another class than the optimizer's and its bases.
+
+    Args:
+        recorded: The class that the checkpoint records; empty if it records none.
+    """
+    return recorded not in map(class_name, type(optimizer).__mro__)
+
+
+class OptimizerLoad:
+    """One load into one optimizer: allocate what the checkpoint has, read into that, then swap it in.
+
+    Args:
+        stored, paths: As in :func:`load_into`.
+        own: What :func:`~dcp_plugin.state.optimizer.own_state_dict` returned.
 
     Making one is collective if the module contains FSDP1.
     """
@@ -48,13 +104,15 @@ class OptimizerLoad:
         optimizer: torch.optim.Optimizer,
         stored: Mapping[str, Entry],
         paths: Mapping[str, KeyPath] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
         self._fsdp1 = contains_fsdp1(module)
-        reshard(module)
-        self._live = LiveState({}, {}, [], {}, False) if self._fsdp1 else LiveState.of(module, optimizer)
-        self._global: dict[str, Entry] = {}
+        self._live = (
+            LiveState({}, {}, extras_of(own), [], {}, False) if self._fsdp1 else LiveState.of(module, optimizer, own)
+        )
+        self._beside: dict[str, Entry] = {}
         self._paths = dict(paths or {})
         # What has the shape of a parameter is sharded like it.
         self._layouts = gather_fsdp1_module(module) if self._fsdp1 else parameters_by_name(module)
@@ -68,8 +126,9 @@ class OptimizerLoad:
         """Without targets, until they are made."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
-            if kind == GLOBAL:
-                self._global[key] = entry
+            if kind in BESIDE:
+                if kind == GLOBAL or own is not None:
+                    self._beside[key] = entry
             elif kind == "state" and (local := LocalSlot.parse(name)) is not None:
                 self._local[fqn, local.slot].append((local, key))
             elif kind == "state":
@@ -119,8 +178,43 @@ class OptimizerLoad:
                     targets[key] = None
             for field, entry in self._hyper.get(fqn, {}).items():
                 targets[f"param_groups.{fqn}.{field}"] = _target_for(entry)
-        targets.update({key: _target_for(entry) for key, entry in {**self._group_list, **self._global}.items()})
+        targets.update({key: _target_for(entry) for key, entry in self._group_list.items()})
+        memory = Memory(self._module, self.wanted.refused)
+        current, _ = flatten_tree(
+            {GLOBAL: self._live.others, EXTRA_STATE: self._live.extras}, walked_as_stored(self._beside)
+        )
+        for key, entry in self._beside.items():
+            targets[key] = memory.of(key, entry, current.get(key)) if isinstance(entry, StoredTensor) else None
         return targets
+
+    def lacks(self, recorded: str) -> list[str]:
+        """Return what the optimizer needs and the state of another class does not have.
+
+        Fields that are numbers are needed, since torch adds flags and fields with None from version to version.
+
+        Args:
+            recorded: The class that the checkpoint records; empty if it records none.
+        """
+        if not may_be_another(self._optimizer, recorded):
+            return []
+        stored = {name for fields in self._hyper.values() for name in fields}
+        stored |= {key.rpartition(".")[2] for key in self._group_list}
+        defaults = getattr(self._optimizer, "defaults", {})
+        fields = [field for field, value in defaults.items() if type(value) in (int, float, tuple) and stored]
+        lacking = [f"the group field {field!r}" for field in fields if field not in stored]
+        slots = self._slots_needed()
+        if slots is None:
+            is_known = not recorded or recorded.rpartition(".")[2] == type(self._optimizer).__name__
+            return lacking if is_known or not self._slots else [*lacking, f"slots that are not known: {_HAVE_STATE}"]
+        of_all = [set(self._slots[fqn]) for fqn in self._here if self._slots.get(fqn)]
+        return lacking + [f"the slot {slot!r}" for slot in sorted(slots) if any(slot not in each for each in of_all)]
+
+    def _slots_needed(self) -> set[str] | None:
+        """Return the slots that the optimizer has of every parameter; None if that is not known yet."""
+        if (slots := slots_of_torch(self._optimizer)) is not None:
+            return slots
+        live = [set(slots) for slots in self._optimizer.state.values() if isinstance(slots, Mapping) and slots]
+        return set.intersection(*live) if live else None
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Check that the hyper-parameters fit the groups.
@@ -151,7 +245,9 @@ class OptimizerLoad:
             if touched != self._here:
                 now = gather_fsdp1_optimizer(self._module, self._optimizer)["state"]
                 state = {**{fqn: slots for fqn, slots in now.items() if fqn not in touched}, **state}
-            apply_fsdp1_optimizer(self._module, self._optimizer, {"state": state, "param_groups": nested_groups})
+            nested = {"state": state, "param_groups": nested_groups}
+            extras = {**self._live.extras, **self._trees_of(filled, EXTRA_STATE, self._live.extras)}
+            apply_fsdp1_optimizer(self._module, self._optimizer, nested, extras)
             return
         slots: dict[str, dict[str, Any] | None] = {}
         for fqn in touched & self._here:
@@ -160,20 +256,23 @@ class OptimizerLoad:
                 slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # it never got a gradient before the checkpoint
                 slots[fqn] = None
-        self._live.load(self._optimizer, slots, self._global_of(filled), groups)
+        others = self._trees_of(filled, GLOBAL, self._live.others)
+        extras = self._trees_of(filled, EXTRA_STATE, self._live.extras)
+        self._live.load(self._optimizer, slots, others, extras, groups)
 
     def _is_complete(self, fqn: str, slots: Mapping[str, Any]) -> bool:
         """Whether this is all that the checkpoint has of a parameter's state."""
         lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost)
         return slots.keys() == self._slots[fqn].keys() and not lost
 
-    def _global_of(self, filled: Mapping[str, Any]) -> dict[Any, Any]:
-        """The state that is of no parameter, with what was not read as it is."""
-        if GLOBAL in filled:
-            return dict(filled[GLOBAL])
-        read = {key: filled[key] for key in self._global if key in filled}
-        tree: dict[Any, Any] = unflatten(read, self._paths)[GLOBAL] if read else {}
-        return _merged(self._live.others, tree) if len(read) < len(self._global) else tree
+    def _trees_of(self, filled: Mapping[str, Any], name: str, current: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the state of no parameter that is stored under a name, with what was not read as it is."""
+        if name in filled:
+            return dict(filled[name])
+        stored = [key for key in self._beside if key.startswith(f"{name}.")]
+        read = {key: filled[key] for key in stored if key in filled}
+        tree: dict[Any, Any] = unflatten(read, self._paths)[name] if read else {}
+        return _merged(current, tree) if len(read) < len(stored) else tree
 
     def _sort(self, filled: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """Slots and hyper-parameters by FQN."""
@@ -182,7 +281,7 @@ class OptimizerLoad:
         listed: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, value in filled.items():
             kind, fqn, name = self._split(key)
-            if kind == GLOBAL:
+            if kind in BESIDE:
                 continue
             where = state if kind == "state" else listed if key in self._group_list else fields
             where[fqn][name] = value
@@ -202,15 +301,11 @@ class OptimizerLoad:
         return kind, fqn, name
 
     def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
-        """A tensor for a slot that the optimizer does not have yet: laid out like the parameter if it has its shape
-        and is not this rank's own."""
+        """Allocate a slot that the optimizer does not have yet, laid out like the parameter if it has its shape and is
+        not this rank's own."""
         like = self._layouts[fqn]
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
-            dtype = self._dtype_of_slot(entry.dtype, like)
-            if isinstance(like, ShardedTensor):
-                local = [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()]
-                return sharded_like(like, local)
-            return laid_out_like(torch.empty_like(like.detach(), dtype=dtype, requires_grad=False), like)
+            return _empty_like(like, self._dtype_of_slot(entry.dtype, like))
         on_device = entry.shape != () or self._steps_on_device(fqn)
         return torch.empty(entry.shape, dtype=entry.dtype, device=like.device if on_device else "cpu")
 
@@ -243,6 +338,123 @@ _HAVE_STATE = (
     "let the optimizer take one step first (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(module, "
     "optimizer) lets it take one that changes nothing)"
 )
+
+
+class OwnLayoutLoad:
+    """One load into an optimizer whose state dict has a layout of its own. As with a ``Stateful``, the checkpoint says
+    what there is, and the optimizer's own ``load_state_dict`` what becomes of it.
+
+    Args:
+        tree: What its ``state_dict()`` has returned.
+        stored, paths: As in :func:`load_into`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tree: Any,
+        stored: Mapping[str, Entry],
+        paths: Mapping[str, KeyPath],
+    ) -> None:
+        self._module, self._optimizer, self._tree, self._stored = module, optimizer, tree, stored
+        self._current, self._paths = flatten_tree(tree, walked_as_stored(stored))
+        self._paths |= {
+            key: with_keys_of(self._paths.get(key), paths[key])
+            if key in paths
+            else self._paths.get(key, default_path(key))
+            for key in stored
+        }
+        self.wanted = Wanted(missing=[] if stored else [""])
+        """Without targets, until they are made."""
+
+    @property
+    def shares_no_key(self) -> bool:
+        return self._current.keys().isdisjoint(self._stored)
+
+    def targets(self) -> dict[str, Any]:
+        """Return a tensor to fill, or None for another value, by relative key."""
+        memory = Memory(self._module, self.wanted.refused)
+        for key, entry in self._stored.items():
+            self.wanted.targets[key] = (
+                memory.of(key, entry, self._current.get(key)) if isinstance(entry, StoredTensor) else None
+            )
+        return self.wanted.targets
+
+    def lacks(self, recorded: str) -> list[str]:
+        """Return what the optimizer has and the state of another class does not, as :meth:`OptimizerLoad.lacks`."""
+        if not recorded or not may_be_another(self._optimizer, recorded):
+            return []
+        return [key for key in self._current if key not in self._stored and not _any_below(key, self._stored)]
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Any value is fine."""
+
+    def commit(self, filled: Mapping[str, Any]) -> None:
+        """Give the optimizer what was read, with its own values for keys that a partial load has left out, and its
+        empty mappings, of which stock stores nothing."""
+        kept = {
+            key: value
+            for key, value in self._current.items()
+            if key in self._stored or (is_empty_mapping(value) and not _any_below(key, self._stored))
+        }
+        leaves = {**kept, **filled}
+        tree = unflatten(leaves, {key: ("it", *self._paths[key]) for key in leaves})["it"]
+        unpatched(self._optimizer, "load_state_dict")(with_types_of(self._tree, tree))
+
+
+class Memory:
+    """Memory for stored tensors of whose parameter only their key may tell.
+
+    Args:
+        module: Has the parameters. Those of FSDP1 are slices, of which none is like a stored tensor.
+        refused: Takes the keys of tensors for which there is none, with the reason.
+    """
+
+    def __init__(self, module: nn.Module, refused: dict[str, str]) -> None:
+        is_fsdp1 = contains_fsdp1(module)
+        self._layouts = {} if is_fsdp1 else parameters_by_name(module)
+        self._refused = refused
+        self._is_sharded = is_fsdp1 or any(shard_of(parameter) is not None for parameter in self._layouts.values())
+
+    def of(self, key: str, entry: StoredTensor, current: Any) -> Any:
+        """Return the current tensor if it fits, or else one that is distributed as the parameter that the key names."""
+        if is_tensor(current):
+            current = with_memory(current)
+            if shape_of(current) == entry.shape:
+                return current
+        fqn = self._named_in(key)
+        if fqn is not None and sharded_value(self._layouts[fqn]).shape == entry.shape:
+            return _empty_like(self._layouts[fqn], entry.dtype)
+        if entry.stored_whole:
+            self._refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
+        elif self._is_sharded and len(entry.chunks) > 1:
+            self._refused[key] = (
+                f"stored in {len(entry.chunks)} shards, and names no parameter of its shape that would tell how to "
+                f"shard it here; the optimizer does not have it yet: {_HAVE_STATE}"
+            )
+        return torch.empty(entry.shape, dtype=entry.dtype)
+
+    def _named_in(self, key: str) -> str | None:
+        """Return the longest FQN that the steps of a key contain."""
+        steps = key.split(".")
+        for length in range(len(steps), 0, -1):
+            for start in range(len(steps) - length + 1):
+                name = ".".join(steps[start : start + length])
+                if name in self._layouts:
+                    return name
+        return None
+
+
+def _empty_like(like: Any, dtype: torch.dtype) -> Any:
+    """Allocate a tensor that is distributed like a parameter."""
+    if isinstance(like, ShardedTensor):
+        return sharded_like(like, [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()])
+    return laid_out_like(torch.empty_like(like.detach(), dtype=dtype, requires_grad=False), like)
+
+
+def _any_below(key: str, stored: Collection[str]) -> bool:
+    return any(not key or other.startswith(f"{key}.") for other in stored)
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -206,6 +206,7 @@ class Facts:
     aliases: Aliases = field(default_factory=dict)
     """More keys for stock readers, see there too."""
     kinds: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Mapping[str, str] = field(default_factory=dict)
     layouts: Sequence[str] = ()
     exclude: Sequence[str] = ()
     base: Mapping[str, str] = field(default_factory=dict)
@@ -335,6 +336,7 @@ def compose(
         metadata_sha256=fingerprint(for_stock),
         save_id=str(meta.save_id),
         kinds=dict(facts.kinds),
+        optimizers=dict(facts.optimizers),
         layouts=list(facts.layouts),
         attached=sorted({*attached, *facts.views}),
         versions=versions(),
@@ -397,7 +399,7 @@ class ShardedWriter(StorageWriter):
         where = as_path(path, storage_options)
         self._publication = Publication(where, medium_of(where, direct_io))
         self._options = PartWriter(self.path, self._publication.medium, io_threads, checksum, reuse)
-        self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts)
+        self._facts = Facts(step, 1, views or {}, aliases or {}, kinds or {}, layouts=layouts)
 
     @property
     def path(self) -> Where:

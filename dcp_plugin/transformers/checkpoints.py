@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from transformers.trainer_callback import TrainerState
@@ -45,6 +44,7 @@ from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.runs.scan import state_of
+from dcp_plugin.state import unwrapped_optimizer
 from dcp_plugin.state.names import contains_fsdp1
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 from dcp_plugin.types import CheckpointState
@@ -63,8 +63,7 @@ def model_of(trainer: Trainer) -> nn.Module:
 
 
 def optimizer_of(trainer: Trainer) -> torch.optim.Optimizer:
-    optimizer: Any = trainer.optimizer
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer  # type: ignore[no-any-return]
+    return unwrapped_optimizer(trainer.optimizer)
 
 
 def scaler_of(trainer: Trainer) -> Any:

@@ -85,7 +85,10 @@ class DcpCheckpoint:
         summary, reader = self._selected.reader.summary, self._selected.reader
         names = {name.partition(".")[0] for name in self._selected.names.values()}
         kinds = {name: kind for name, kind in reader.kinds.items() if name in names}
-        facts = Facts(step=summary.step if summary else None, world_size=self._ranks, kinds=kinds)
+        classes = summary.optimizers if summary else {}
+        optimizers = {name: cls for name, cls in classes.items() if name in names}
+        step = summary.step if summary else None
+        facts = Facts(step=step, world_size=self._ranks, kinds=kinds, optimizers=optimizers)
         publication.publish(index, facts)
 
     def _index(self, locations: Sequence[Sequence[Location]], files: dict[str, int]) -> CheckpointIndex:
