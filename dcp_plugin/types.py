@@ -95,7 +95,7 @@ Flat = dict[str, "ShardedValue | EncodedValue"]
 
 KeyPath = tuple[Any, ...]
 """Where a key sits in the nested state: ``str`` for a mapping key, ``int`` for a list index, ``("t", i)`` for a
-tuple index, ``("k", key)`` for a mapping key that is no string."""
+tuple index, ``("k", key)`` for a mapping key that is a number or a tuple."""
 
 
 @dataclass

@@ -227,7 +227,11 @@ def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
     """An optimizer's state dict as Fabric would have it; any other value as it is."""
-    if not is_optimizer or not isinstance(value, dict) or not any(key.startswith(("state.", "param_groups.")) for key in value):
+    if (
+        not is_optimizer
+        or not isinstance(value, dict)
+        or not any(key.startswith(("state.", "param_groups.")) for key in value)
+    ):
         return value
     return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
 

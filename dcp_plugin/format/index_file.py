@@ -210,11 +210,18 @@ def _check_hashes(hashed: Column, hashes: Column, chunks: int) -> None:
         raise ValueError("hashes of chunks that do not exist, or are not in order")
 
 
+def _tuples(part: Any) -> Any:
+    """Return JSON's lists as tuples. The key of a mapping may be a tuple in one."""
+    return tuple(map(_tuples, part)) if isinstance(part, list) else part
+
+
 def _path_from_json(parts: Any) -> KeyPath:
-    path = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+    path = tuple(_tuples(part) for part in parts)
     for part in path:
         match part:
             case str() | int() | ("t" | "k", str() | int() | float()):
+                pass
+            case ("k", tuple(steps)) if all(isinstance(step, (str, int, float)) for step in steps):
                 pass
             case _:
                 raise ValueError(f"key path {parts!r}")

@@ -29,7 +29,9 @@ Walks = Callable[[str, Any], bool]
 
 def walked_by_us(key: str, value: Any) -> bool:
     if isinstance(value, Mapping):
-        plain = not isinstance(value, Counter) and all(_mapping_part(key) is not None for key in value)
+        plain = not isinstance(value, Counter) and not any(
+            _mapping_part(key) is None or type(key) is tuple for key in value
+        )
         return bool(value) and (plain or _holds_tensors(value))
     return _is_walked_list(value) or (type(value) in (list, tuple) and holds_sharded(value))
 
@@ -186,7 +188,10 @@ def _mapping_part(key: Any) -> Any:
     if isinstance(key, str):
         return key
     key = int(key) if isinstance(key, np.integer) else key
-    return ("k", key) if isinstance(key, (bool, int, float)) else None
+    kept = isinstance(key, (bool, int, float)) or (
+        type(key) is tuple and all(isinstance(step, (str, int, float)) for step in key)
+    )
+    return ("k", key) if kept else None
 
 
 def _is_walked_list(value: Any) -> bool:

@@ -5,6 +5,7 @@ An entry is one line: a function of the model. ``note`` is for hooks, as in the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from tests.conformance import differences as known
 from tests.conformance.modules import SavedInBFloat16LoadedInFloat, Small
+from tests.conformance.steps import step
 from tests.conformance.trace import note
 
 ALL = ("plain", "ddp", "fsdp2")
@@ -257,6 +264,145 @@ class HoldsParameter(Custom):
         return {"step": step, "anchor": parameter.detach().clone(), "number": torch.tensor(step)}
 
 
+class Several(optim.Optimizer):
+    """Two optimizers in one, as hybrids of Muon and AdamW are. It has no groups and no state of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first, *rest = model.parameters()
+        self.inner = [optim.SGD([first], lr=0.1, momentum=0.9), optim.AdamW(rest, lr=0.1)]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for inner in self.inner:
+            inner.step()
+        return loss
+
+    def state_dict(self) -> Any:
+        return {"momentum": self.inner[0].state_dict(), "adam": self.inner[1].state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner[0].load_state_dict(state_dict["momentum"])
+        self.inner[1].load_state_dict(state_dict["adam"])
+
+
+class ListOfStateDicts(Several):
+    def state_dict(self) -> Any:
+        return [inner.state_dict() for inner in self.inner]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for inner, state in zip(self.inner, state_dict, strict=True):
+            inner.load_state_dict(state)
+
+
+class MergedGroups(Several):
+    """The groups of both in one list. Both count parameters from 0."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.param_groups = [group for inner in self.inner for group in inner.param_groups]
+
+    def state_dict(self) -> Any:
+        first, second = (inner.state_dict() for inner in self.inner)
+        return {
+            "state": {"first": first["state"], "second": second["state"]},
+            "param_groups": first["param_groups"] + second["param_groups"],
+        }
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for inner, name, group in zip(self.inner, ("first", "second"), state_dict["param_groups"], strict=True):
+            inner.load_state_dict({"state": state_dict["state"].get(name, {}), "param_groups": [group]})
+
+
+class FlatNames(Several):
+    """As torchtitan's ``OptimizersContainer``: names of parameters, flat, and state from the first call on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model = model
+        optim.Optimizer.__init__(self, list(model.parameters()), {})
+
+    def state_dict(self) -> Any:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        states = [get_optimizer_state_dict(self.model, inner, options=flat) for inner in self.inner]
+        return {key: value for state in states for key, value in state.items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        for inner in self.inner:
+            set_optimizer_state_dict(self.model, inner, state_dict, options=flat)
+
+
+class SlowWeights(optim.SGD):
+    """As Lookahead: slow weights, a counter and a Counter beside the state, all of which it wants back."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.slow: dict[int, torch.Tensor] = {}
+        self.steps, self.seen = 0, Counter[str]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps += 1
+        self.seen["steps"] += 1
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            slow = self.slow.setdefault(number, parameter.detach().clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "slow": dict(self.slow), "steps": self.steps, "seen": self.seen}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        state = dict(state_dict)
+        self.slow = {number: tensor.clone() for number, tensor in state.pop("slow").items()}
+        self.steps, self.seen = state.pop("steps"), state.pop("seen")
+        assert isinstance(self.seen, Counter)
+        super().load_state_dict(state)
+
+
+class Hybrid(ListOfStateDicts):
+    """With groups for schedules, and a counter that it pops: what a framework can train with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        optim.Optimizer.__init__(self, list(model.parameters()), {"lr": 0.1})
+        self.param_groups = [group for inner in self.inner for group in inner.param_groups]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {"inner": super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        state = dict(state_dict)
+        self.steps = state.pop("steps")
+        super().load_state_dict(state.pop("inner"))
+        self.param_groups = [group for inner in self.inner for group in inner.param_groups]
+
+
+def stepped(make: Callable[[nn.Module], optim.Optimizer]) -> Callable[[nn.Module], optim.Optimizer]:
+    """Make an optimizer that has taken a step: its shards tell how those of the checkpoint are to be cut."""
+
+    def made(model: nn.Module) -> optim.Optimizer:
+        optimizer = make(model)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        step(model, optimizer)
+        model.zero_grad()
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+        return optimizer
+
+    return made
+
+
+OWN = partial(OptimizerEntry, oracle="torch.save")
+"""Stock's recipe has none of these, because ``get_optimizer_state_dict`` takes each for a plain optimizer."""
+
 SPARSE = partial(OptimizerEntry, module=SmallSparse, layouts=("plain",))
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
@@ -318,5 +464,15 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "KeepsGlobalState": OptimizerEntry(over_all(KeepsGlobalState), ("plain",), oracle="right"),
     "Lookahead": OptimizerEntry(lambda m: Lookahead(optim.SGD(m.parameters(), lr=0.1, momentum=0.9)), ("plain",)),
     "SharedSlots": OptimizerEntry(over_all(SharedSlots)),
+    "Several": OWN(Several, ("plain", "ddp")),
+    "SeveralStepped": OWN(stepped(Several), ("fsdp2",)),
+    "ListOfStateDicts": OWN(ListOfStateDicts, ("plain", "ddp")),
+    "ListOfStateDictsStepped": OWN(stepped(ListOfStateDicts), ("fsdp2",)),
+    "MergedGroups": OWN(MergedGroups, ("plain", "ddp")),
+    "MergedGroupsStepped": OWN(stepped(MergedGroups), ("fsdp2",)),
+    "Hybrid": OWN(Hybrid, ("plain", "ddp")),
+    "FlatNames": OWN(FlatNames, ("plain", "ddp", "fsdp2", "fsdp2@3")),
+    "SlowWeights": OWN(over_all(SlowWeights), ("plain", "ddp")),
+    "SlowWeightsStepped": OWN(stepped(over_all(SlowWeights)), ("fsdp2",)),
     "HoldsParameter": OptimizerEntry(over_all(HoldsParameter), ALL, differs=known.UNCAST_SLOTS),
 }

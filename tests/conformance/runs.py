@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tests.conformance.differences import NEXT_EPOCH_BEGUN, NO_EPOCH_SKIPPED, RESUMED_BY_ACCELERATE
+from tests.conformance.optimizers import Hybrid
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace, note
 from tests.places import names_in
@@ -270,6 +271,26 @@ for _name in LIGHTNING_HOOKS:
         RUNS[f"lightning: saved in {_name}"] = RunEntry(functools.partial(_in_hook, hook=_name), _differs)
 
 
+@functools.cache
+def _with_hybrid() -> type[Any]:
+    class WithHybrid(_module()):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = Hybrid(self)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+    return WithHybrid
+
+
+RUNS["lightning: an optimizer with a layout of its own"] = RunEntry(
+    functools.partial(
+        _fit,
+        callbacks=_saving(save_top_k=-1),
+        resume=_named("epoch=1-step=6.ckpt"),
+        model=lambda: _with_hybrid()(),
+    )
+)
+
+
 # Accelerate
 
 
@@ -282,6 +303,10 @@ class _Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 class _Counter:
@@ -312,7 +337,12 @@ class _Script:
 
     @classmethod
     def start(
-        cls, tool: Tool, seed: int = 0, prepared: bool = True, project: Mapping[str, Any] | None = None
+        cls,
+        tool: Tool,
+        seed: int = 0,
+        prepared: bool = True,
+        project: Mapping[str, Any] | None = None,
+        optimizer: Callable[[nn.Module], Any] = _adam,
     ) -> _Script:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -328,7 +358,7 @@ class _Script:
 
             attach(accelerator)
         model = _Net(seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        optimizer = optimizer(model)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         values = torch.arange(24.0).view(-1, 3) / 10
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(values), batch_size=2)
@@ -439,6 +469,11 @@ for _name, (_write, _read, _more) in {
         lambda script, folder: script.accelerator.load_state(str(folder / "project" / "checkpoints" / "checkpoint_1")),
         {},
     ),
+    "an optimizer with a layout of its own": (
+        lambda script, folder: script.accelerator.save_state(),
+        lambda script, folder: script.accelerator.load_state(),
+        {"optimizer": Hybrid},
+    ),
     "in the middle of an epoch": (
         lambda script, folder: script.accelerator.save_state(),
         lambda script, folder: script.accelerator.load_state(),
@@ -465,7 +500,13 @@ for _name, (_write, _read, _more) in {
 # Fabric
 
 
-def _fabric(tool: Tool, trace: Trace, state: Callable[[Any], dict[str, Any]], **load: Any) -> None:
+def _fabric(
+    tool: Tool,
+    trace: Trace,
+    state: Callable[[Any], dict[str, Any]],
+    optimizer_of: Callable[[nn.Module], Any] = _adam,
+    **load: Any,
+) -> None:
     from lightning.fabric import Fabric
 
     _quiet()
@@ -477,7 +518,7 @@ def _fabric(tool: Tool, trace: Trace, state: Callable[[Any], dict[str, Any]], **
 
             attach(fabric)
         net = _Net(seed)
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+        model, optimizer = fabric.setup(net, optimizer_of(net))
         return fabric, model, optimizer
 
     def train(fabric: Any, model: Any, optimizer: Any) -> list[float]:
@@ -511,6 +552,7 @@ def _strict(load: Mapping[str, Any]) -> dict[str, Any]:
 
 for _name, (_state, _load) in {
     "all": (lambda state: state, {}),
+    "an optimizer with a layout of its own": (lambda state: state, {"optimizer_of": Hybrid}),
     "more is saved": (lambda state: {**state, "epoch": 3, "history": [1.5, 2.5]}, {}),
     "more is saved, not strict": (lambda state: {**state, "epoch": 3}, {"strict": False}),
     "less is saved": (lambda state: {"model": state["model"]}, {}),
@@ -523,7 +565,13 @@ for _name, (_state, _load) in {
 # transformers
 
 
-def _transformers(tool: Tool, trace: Trace, first: Mapping[str, Any], then: Mapping[str, Any] | None = None) -> None:
+def _transformers(
+    tool: Tool,
+    trace: Trace,
+    first: Mapping[str, Any],
+    then: Mapping[str, Any] | None = None,
+    optimizer: Callable[[nn.Module], Any] | None = None,
+) -> None:
     """Train to the end of ``first``, then go on to the end of ``then`` with a new Trainer."""
     import transformers
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -574,7 +622,9 @@ def _transformers(tool: Tool, trace: Trace, first: Mapping[str, Any], then: Mapp
         arguments = transformers.TrainingArguments(
             str(tool.folder / "out"), report_to=[], use_cpu=True, seed=7, disable_tqdm=True, **{**defaults, **options}
         )
-        trainer = Mine(Model(seed), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Watch()])
+        model = Model(seed)
+        given = {"optimizers": (optimizer(model), None)} if optimizer else {}
+        trainer = Mine(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Watch()], **given)
         trainer.remove_callback(transformers.PrinterCallback)
         if isinstance(resume, str):
             resume = str(tool.folder / "out" / resume)
@@ -624,3 +674,6 @@ for _name, _arguments in {
 }.items():
     _then = _arguments.pop("then", None)  # type: ignore[attr-defined]
     RUNS[f"transformers: {_name}"] = RunEntry(functools.partial(_transformers, first=_arguments, then=_then))
+RUNS["transformers: an optimizer with a layout of its own"] = RunEntry(
+    functools.partial(_transformers, first={}, optimizer=Hybrid)
+)

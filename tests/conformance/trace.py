@@ -160,8 +160,12 @@ def describe_module(module: nn.Module) -> Words:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> Words:
-    """State by the place of its parameter in the groups, and the groups' fields."""
+    """Describe state by the place of its parameter in the groups, the groups' fields, and optimizers inside."""
     words: Words = {}
+    if isinstance(inner := getattr(optimizer, "inner", None), list):
+        for number, one in enumerate(inner):
+            words |= {f"inner {number}, {key}": value for key, value in describe_optimizer(one).items()}
+        return words
     places: dict[Any, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         words |= {f"group {number}.{field}": describe(value) for field, value in group.items() if field != "params"}
