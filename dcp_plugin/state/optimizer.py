@@ -347,7 +347,9 @@ class LiveState:
             ]
             state = {number: kept[fqn] for number, fqn in self.names.items() if fqn in kept}
             whole = {"state": {**state, **self.others, **others}, GROUPS: groups}
-            unpatched(optimizer, "load_state_dict")({**whole, **self.extras, **with_types_of(self.extras, dict(extras))})
+            unpatched(optimizer, "load_state_dict")(
+                {**whole, **self.extras, **with_types_of(self.extras, dict(extras))}
+            )
             return
         optimizer.state.update(others)
         for parameter, fqn in self.names.items():

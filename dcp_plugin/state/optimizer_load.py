@@ -400,7 +400,20 @@ class OwnLayoutLoad:
         }
         leaves = {**kept, **filled}
         tree = unflatten(leaves, {key: ("it", *self._paths[key]) for key in leaves})["it"]
-        unpatched(self._optimizer, "load_state_dict")(with_types_of(self._tree, tree))
+        unpatched(self._optimizer, "load_state_dict")(with_types_of(self._tree, _with_numbers(tree)))
+
+
+def _with_numbers(tree: Any) -> Any:
+    """Return a tree in which state dicts of torch's layout have numbers for parameters. Stock stores these as text."""
+    if isinstance(tree, list):
+        return [_with_numbers(child) for child in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    if isinstance(tree.get("state"), Mapping) and isinstance(tree.get(GROUPS), list):
+        listed = [group.get("params") for group in tree[GROUPS] if isinstance(group, Mapping)]
+        numbers = {str(number): number for in_group in listed if isinstance(in_group, list) for number in in_group}
+        return {**tree, "state": {numbers.get(key, key): slots for key, slots in tree["state"].items()}}
+    return {key: _with_numbers(child) for key, child in tree.items()}
 
 
 class Memory:

@@ -14,6 +14,7 @@ from tests.conformance.reasons import (
     EPOCHS,
     EXACT_KEYS,
     EXACT_SLOTS,
+    EXTRA_KEYS,
     FILLS_EMPTY,
     FINDS_UNSHARDED,
     GROWS,
@@ -34,6 +35,7 @@ STEPLESS: Differs = dict.fromkeys(("resumed state", "losses", "what the save lef
 ACCUMULATING: Differs = dict.fromkeys(("resumed state", "losses"), RESTORES_STATE)
 UNSHARDED: Differs = dict.fromkeys(("resumed state", "losses"), FINDS_UNSHARDED)
 UNCAST_SLOTS: Differs = {"resumed state": EXACT_SLOTS}
+EXTRAS_TRAVEL: Differs = {"calls during load": EXTRA_KEYS}
 UNCAST_SLOT: Differs = {"values": EXACT_SLOTS}
 EXTRA_STATES: dict[str, Differs] = {
     name: {"what else is there": EXACT_KEYS} for name in ("dict_with_int_keys", "dict_that_grows")

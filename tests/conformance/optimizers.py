@@ -454,7 +454,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "Hooked": OptimizerEntry(hooked, ALL),
     "HookChangesWhatIsSaved": OptimizerEntry(hook_changes_what_is_saved),
     "LoadHookRebuilds": OptimizerEntry(load_hook_rebuilds),
-    "OverridesBoth": OptimizerEntry(over_all(OverridesBoth, lr=0.1, momentum=0.9)),
+    "OverridesBoth": OptimizerEntry(over_all(OverridesBoth, lr=0.1, momentum=0.9), differs=known.EXTRAS_TRAVEL),
     "PlainValues": OptimizerEntry(over_all(PlainValues), differs=known.UNCAST_SLOTS),
     "NoTensors": OptimizerEntry(over_all(NoTensors)),
     "Grows": OptimizerEntry(over_all(Grows)),

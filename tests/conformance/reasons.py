@@ -20,6 +20,18 @@ EXACT_SLOTS = """\
 `Optimizer.load_state_dict` casts tensors in the state to the dtype of the parameter (but for `step`), and turns strings
 into the text of a generator. What we restore has the dtype, the type and the value that was saved."""
 
+EXTRA_KEYS = """\
+`set_state_dict` of torch hands an optimizer's `load_state_dict` nothing but `state` and `param_groups`. Counters or
+slow weights that its own `state_dict` returns beside these are lost. We save them and hand them over. An optimizer
+whose `state_dict` has any other layout (flat names, a list of state dicts, the groups of two optimizers in one), which
+torch's functions cannot read, is saved as stock saves a `Stateful`."""
+
+ANOTHER_CLASS = """\
+With `strict=True`, the default, we raise `CheckpointMismatch` before anything is overwritten if a checkpoint has the
+state of another class of optimizers and lacks slots or group fields that the optimizer needs. Stock raises for the
+first missing key, or at the first step. What has all of these, as AdamW for Adam, is loaded with a warning that names
+both classes."""
+
 EXACT_KEYS = """\
 Stock reads the keys that the target has. An extra state that is a dict comes back with the keys of the target: what
 the checkpoint has beyond them is lost, and integer keys come back as strings, beside the old ones. We restore the value
@@ -176,6 +188,8 @@ REASONS = {
     "Optimizer state is restored in the middle of an accumulation, too": RESTORES_STATE,
     "An unsharded root is no reason to lose the optimizer's state": FINDS_UNSHARDED,
     "Optimizer state comes back as it was saved": EXACT_SLOTS,
+    "What an optimizer's own state_dict returns comes back": EXTRA_KEYS,
+    "Another class of optimizers": ANOTHER_CLASS,
     "Extra state comes back as it was saved": EXACT_KEYS,
     "Plain values come back as they were saved": GROWS,
     "A Stateful judges what it does not have": HANDS_OVER,
