@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dcp_plugin.runs.interval import SaveInterval
     from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
+    from dcp_plugin.state.per_rank import PerRank
     from dcp_plugin.storage.reader import ShardedReader
     from dcp_plugin.storage.writer import ShardedWriter
     from dcp_plugin.tools.copy import CopyReport, copy
@@ -74,6 +75,7 @@ _HOMES = {
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),
     "dcp_plugin.runs.interval": ("SaveInterval",),
     "dcp_plugin.runs.resume": ("Restart", "resolve_resume"),
+    "dcp_plugin.state.per_rank": ("PerRank",),
     "dcp_plugin.storage.reader": ("ShardedReader",),
     "dcp_plugin.storage.writer": ("ShardedWriter",),
     "dcp_plugin.tools.listing": ("ListedCheckpoint", "Run", "list_runs"),
@@ -108,6 +110,7 @@ __all__ = [
     "LoadReport",
     "NoSharedMemory",
     "PartialLoad",
+    "PerRank",
     "PruneReport",
     "PrunedCheckpoint",
     "PrunedLeftover",

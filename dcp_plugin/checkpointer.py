@@ -89,6 +89,9 @@ class Checkpointer:
         self._queue = SaveQueue()
         self._lazy = self.config.staging == "lazy"
         self._kept: KeptSaves | None = None
+        self.compares_ranks = True
+        """Whether the first save warns of data that differs between ranks. Integrations of frameworks in which the
+        values of rank 0 count by rule set it to False."""
         self.pace = Pace(self.config)
         """For integrations: measures steps, and what saves cost."""
 
@@ -165,7 +168,7 @@ class Checkpointer:
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
             request = SaveRequest(publication, call, step, began, views=views or {}, aliases=aliases or {})
             request = replace(request, with_files=files is not None, durable=durable)
-            live = LiveState(state, kinds or {}, list(owners), metrics or {})
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.compares_ranks)
             if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
                 self.pace.paused(time.monotonic() - began, saving=True)
                 return handle
@@ -576,7 +579,7 @@ class Checkpointer:
         attached: Path | None,
     ) -> None:
         lazy = self._lazy
-        gathered = Attempt.of(lambda: self._saving.gather(live))
+        gathered = Attempt.of(lambda: self._saving.gather(live, ranks))
         pool = Attempt.of(kept.pool)  # which may fail on one rank alone
         copy = HostCopy(pool.value or HostPool(), self._saving.encode)
         begun = gathered.then(lambda it: pool.then(lambda _: copy.begin(it, live.objects() if lazy else [])).get())
@@ -605,7 +608,7 @@ class Checkpointer:
         with collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
             with module_cache():
                 try:
-                    staged = Attempt.of(lambda: self._saving.gather(live)).then(self._saving.stage_in_place)
+                    staged = Attempt.of(lambda: self._saving.gather(live, ranks)).then(self._saving.stage_in_place)
                 except BaseException:  # Ctrl-C, or SystemExit in a state_dict
                     request.publication.discard()
                     raise
@@ -617,7 +620,7 @@ class Checkpointer:
         self._queue.warns_at_exit = ranks.rank == 0
         try:
             with collector_paused(), module_cache():
-                gathered = Attempt.of(lambda: self._saving.gather(live))
+                gathered = Attempt.of(lambda: self._saving.gather(live, ranks))
                 begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
             if copy.complete:
                 handle.set_staged()

@@ -107,6 +107,7 @@ def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
     _refuse_trackers_at_url(accelerator)
     Project.of(accelerator, config.storage_options)  # raises for what is no path
     checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
+    checkpointer.compares_ranks = False
     trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
     kept = _Kept(config.that_waits("the rotation of checkpoints"), checkpointer, trackers)
     accelerator.__class__ = _attached_class(type(accelerator))  # type: ignore[arg-type]  # Accelerate has no types

@@ -32,6 +32,7 @@ from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state import unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
+from dcp_plugin.state.per_rank import PerRank
 from dcp_plugin.storage.open import read_summary
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def _is_replaced(value: Any) -> bool:
     sharded ones are filled in place."""
     if isinstance(value, Mapping):
         return all(_is_replaced(item) for item in value.values())
-    return not isinstance(value, (nn.Module, Optimizer, Stateful, DTensor, ShardedTensor))
+    return not isinstance(value, (nn.Module, Optimizer, Stateful, PerRank, DTensor, ShardedTensor))
 
 
 def _remainder(adapter: FabricAdapter, found: Contents, taken: set[str]) -> dict[str, str]:

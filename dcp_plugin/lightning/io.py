@@ -317,6 +317,7 @@ class DCPCheckpointIO:
         """The checkpointer of a promoted strategy, whose ranks all use it together."""
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(self.config, solo=world_size == 1)
+            self._checkpointer.compares_ranks = False
         return self._checkpointer
 
     def save(

@@ -30,7 +30,7 @@ from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.sharing import BroadcastRead, Rule
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
-from dcp_plugin.state.adapters import StateAdapter, adapters_of
+from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reader import ShardedReader
@@ -157,7 +157,7 @@ class Loading:
 
     def _open(self, state: Mapping[str, Any]) -> _Request:
         self._planner = ShardedLoadPlanner(strict=False, allow_pickle=self._config.allow_pickle)
-        self._adapters = adapters_of(state)
+        self._adapters = adapters_of(state, place=Place(self._ranks.rank, self._ranks.size))
         if self._asked is not None:
             self._partial = locate(self._asked, self._adapters)
         save = self._reader.save
@@ -222,7 +222,8 @@ class Loading:
     def _matching(self, dry_run: bool = False) -> Matching:
         index, kinds, summary = self._reader.index, self._reader.kinds, self._reader.summary
         classes = summary.optimizers if summary is not None else {}
-        return Matching(self._path, index, kinds, self._partial, self._strict, dry_run, self._mode, classes)
+        saved_by = summary.world_size if summary is not None else None
+        return Matching(self._path, index, kinds, self._partial, self._strict, dry_run, self._mode, classes, saved_by)
 
     def _judge_and_plan(self, matching: Matching, union: Union) -> None:
         """Judge the match, and plan the reads.

@@ -44,6 +44,7 @@ from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapt
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.optimizer import class_name
+from dcp_plugin.state.per_rank import RankEntry
 from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
 
 
@@ -126,6 +127,7 @@ class Matching:
         dry_run: Nothing will be read, so targets on the meta device need no memory.
         mode: How tensors of data and of Stateful objects are judged.
         optimizers: Names in the checkpoint -> class of the optimizer, as far as recorded.
+        saved_by: The number of ranks that saved the checkpoint, if it is known.
 
     :meth:`run` matches, :meth:`judge` adds problems and warnings.
     """
@@ -140,8 +142,9 @@ class Matching:
         dry_run: bool = False,
         mode: LoadMode = LoadMode.FILL,
         optimizers: Mapping[str, str] | None = None,
+        saved_by: int | None = None,
     ) -> None:
-        self._dry_run, self._mode = dry_run, mode
+        self._dry_run, self._mode, self._saved_by = dry_run, mode, saved_by
         self._optimizer_classes = optimizers or {}
         self._path = path
         self._index = index
@@ -256,6 +259,10 @@ class Matching:
         """The name in the checkpoint for each object: its own, or that of the only one of its kind."""
         for adapter in adapters:
             name, here = adapter.name, self._names_here
+            if adapter.entry is not None and not self._key_maps.is_about(adapter):
+                if (of_rank := self._name_on_rank(adapter.entry)) is not None:
+                    yield adapter, of_rank
+                continue
             named = adapter.kind in ("module", "optimizer") and name not in self._kinds
             if named and not self._key_maps.is_about(adapter):
                 alike = [other for other, kind in self._kinds.items() if kind == adapter.kind and other not in here]
@@ -265,6 +272,45 @@ class Matching:
                 elif adapter.kind == "optimizer":
                     self._optimizers[name] = alike
             yield adapter, name
+
+    def _name_on_rank(self, entry: RankEntry) -> str | None:
+        """Return the name in the checkpoint for a value of which each rank has its own; None if the value stays."""
+        own, entries = entry.name_on(entry.rank), self._entries(entry)
+        if not entries:
+            shared = entry.shared_name
+            is_shared = shared in self._index or self._index.has_under(f"{shared}.")
+            if is_shared and entry.world_size > 1:
+                self._warn(f"{self._path} has one value of {shared!r} for all ranks: each rank takes it.")
+            return shared if is_shared else own
+        saved_by = self._saved_by or max(entries) + 1
+        if saved_by == entry.world_size or (saved_by > entry.world_size and not entry.is_position):
+            return own
+        keys = [own + key for key in entries[min(entries)]]
+        self._keys += keys
+        is_kept = entry.is_position or entry.rank not in entries
+        if self._given is None or any(map(self._partial.selects, keys)):
+            line = _about_ranks(entry, saved_by)
+            if self._mode is LoadMode.RESTORE:
+                self._warn(f"{self._path}: {line}. To continue exactly, resume on {saved_by} ranks.")
+            else:
+                self._absent.append(f"{line} with strict=False, or in a resume_or_init. Else load on {saved_by} ranks")
+            self.match.report.missing.extend([own] if is_kept else [])
+        if is_kept:
+            self.match.wanted[own] = Wanted()
+            return None
+        return own
+
+    def _entries(self, entry: RankEntry) -> dict[int, list[str]]:
+        """Return what the checkpoint has of a value of which each rank has its own: by rank, what follows its name."""
+        entries: dict[int, list[str]] = defaultdict(list)
+        steps = entry.above.count(".") + 1
+        for key in self._index.under(f"{entry.above}."):
+            rank = key.removeprefix(f"{entry.above}.").partition(".")[0]
+            if rank.isdecimal() and self._index.path_of(key)[steps : steps + 1] == (rank,):  # no index of a list
+                name = entry.name_on(int(rank))
+                if f"{key}.".startswith(f"{name}."):
+                    entries[int(rank)].append(key.removeprefix(name))
+        return entries
 
     def _want(self, adapter: StateAdapter, name: str) -> tuple[KeyMap, Wanted]:
         key_map = self._key_maps.of(adapter, name)
@@ -547,3 +593,15 @@ class Matching:
 
     def _warn(self, message: str) -> None:
         self.match.warnings.append(message)
+
+
+def _about_ranks(entry: RankEntry, saved_by: int) -> str:
+    """Return a line about a value of which each rank has its own, in a checkpoint of another number of ranks."""
+    name, world_size = entry.shared_name, entry.world_size
+    if entry.is_position:
+        return (
+            f"{name!r} has the positions of {saved_by} ranks in the data, which {world_size} ranks divide otherwise: "
+            f"the data starts at the beginning"
+        )
+    others = "" if world_size == saved_by + 1 else f" to {world_size - 1}"
+    return f"{name!r} has the values of {saved_by} ranks, and none for rank {saved_by}{others}: these keep their own"

@@ -14,7 +14,8 @@ differs between ranks is stored by rank, and the key says for which part of the 
 
 Only a rank with the same part may load it. It is never cut for another layout, since only the optimizer knows what the
 numbers mean. Equal bytes are taken for the same state, except in a tensor that has the shape of the shard on any rank:
-that is the rank's own, also while it is all zeros.
+that is the rank's own, also while it is all zeros. At a first save it compares what all ranks should share, too
+(:mod:`~dcp_plugin.planning.shared_values`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import functools
 import hashlib
 import json
 import re
+import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_rows
 from dcp_plugin.format.payload import hashes_of
+from dcp_plugin.planning.shared_values import about_different, shared_hashes
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, memory_of
@@ -224,9 +227,17 @@ class RankLocal:
     def __init__(self) -> None:
         self._apart: frozenset[str] = frozenset()
         self._doubtful: dict[str, tuple[str, bytes]] = {}
+        self._shared: dict[str, bytes] = {}
 
-    def with_rank_keys(self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int) -> Flat:
-        """The state, with keys of its own for what is known to be this rank's alone; ``paths`` is changed likewise."""
+    def with_rank_keys(
+        self, state: Flat, paths: dict[str, KeyPath], shards: Shards, rank: int, shared: Collection[str] = ()
+    ) -> Flat:
+        """Return the state with keys of its own for what is known to be this rank's alone; change ``paths`` likewise.
+
+        Args:
+            shared: Keys of values that all ranks are expected to share, to be compared.
+        """
+        self._shared = shared_hashes(state, shared)
         found = _slots_of_sharded(state, shards)
         mine = {key: one for key, one in found.items() if key in self._apart}
         evident = {key for key, (_, box) in found.items() if key not in mine and _has_shape_of(state[key], box)}
@@ -243,13 +254,13 @@ class RankLocal:
         return {renamed.get(key, key): value for key, value in state.items()}
 
     def digest(self, rank: int) -> bytes:
-        """A digest of what may differ between ranks; empty where there is nothing of that kind. A tensor of the shape
-        of the shard makes it unlike that of any other rank.
+        """Return a digest of what may differ between ranks; empty where there is nothing of that kind. A tensor of the
+        shape of the shard makes it unlike that of any other rank.
 
         If a slot is the same for all parameters (``step`` mostly is), the parameters do not count: ranks that have
         state for other parameters, but nothing that differs, need not compare at every save.
         """
-        if not self._doubtful:
+        if not self._doubtful and not self._shared:
             return b""
         slots = set(self._doubtful.values())
         told = sorted(slots)
@@ -257,23 +268,30 @@ class RankLocal:
             told = [(f"rank {rank}", b"")]
         elif len({slot for slot, _ in slots}) < len(slots):
             told = sorted((key, each) for key, (_, each) in self._doubtful.items())
+        told += sorted(self._shared.items())
         text = b"".join(name.encode() + each for name, each in told)
         return hashlib.blake2b(text, digest_size=16).digest()
 
     def compare(self, step: str, ranks: Ranks) -> bool:
-        """Remember what differs between ranks; returns whether anything new does. Collective."""
+        """Remember what differs between ranks, and warn on rank 0 of shared values that do. Collective.
 
-        def differing(all_hashes: list[dict[str, bytes]]) -> frozenset[str]:
+        Returns:
+            Whether optimizer state differs that did not before.
+        """
+
+        def differing(of_ranks: list[tuple[dict[str, bytes], dict[str, bytes]]]) -> frozenset[str]:
+            if message := about_different([shared for _, shared in of_ranks]):
+                warnings.warn(message, stacklevel=2)  # here, so that all ranks raise if a warning is an error
             first: dict[str, bytes] = {}
             return frozenset(
                 key
-                for hashes in all_hashes
+                for hashes, _ in of_ranks
                 for key, each in hashes.items()
                 if first.setdefault(key, each) != each or each == _OWN
             )
 
         mine = {key: each for key, (_, each) in self._doubtful.items()}
-        found = ranks.combine(step, lambda: mine, differing)
+        found = ranks.combine(step, lambda: (mine, self._shared), differing)
         self._apart |= found
         return bool(found)
 

@@ -43,7 +43,15 @@ from dcp_plugin.runs.figures import SaveFigures
 from dcp_plugin.saving.base import KeySelection, LeftOut
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
-from dcp_plugin.state.adapters import adapters_of, gather_state, layouts_of, optimizer_classes, shards_in
+from dcp_plugin.state.adapters import (
+    Place,
+    adapters_of,
+    gather_state,
+    layouts_of,
+    optimizer_classes,
+    shards_in,
+    shared_keys,
+)
 from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
@@ -80,6 +88,7 @@ class LiveState:
     kinds: Mapping[str, str]  # which names are state dicts of a ``"module"`` or an ``"optimizer"``
     owners: Sequence[Any]  # modules and optimizers whose state dicts are in ``state`` without themselves
     metrics: Mapping[str, Any] = field(default_factory=dict)  # numbers, or tensors with one
+    compares_ranks: bool = True  # whether the first save warns of data that differs between ranks
 
     def objects(self) -> list[Any]:
         """The modules and optimizers, at any depth."""
@@ -96,6 +105,7 @@ class GatheredState:
     optimizers: Mapping[str, str]  # name of the state -> class of the optimizer, for the summary
     shards: Shards  # the parts of the sharded parameters of each optimizer that this rank has
     metrics: dict[str, float]
+    shared: frozenset[str]  # keys of data that should be the same on all ranks, to be compared
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,7 @@ class StagedState:
     shards: Shards
     layouts: list[str]  # how the tensors are distributed, in words, for the summary
     metrics: dict[str, float]  # of the checkpoint; those of rank 0 count
+    shared: frozenset[str]
     copy_seconds: float = 0.0  # what the copy to host memory took
 
 
@@ -134,7 +145,8 @@ class PlannedState:
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
     layouts = layouts_of(gathered.leaves)
-    of_all = gathered.paths, gathered.kinds, gathered.optimizers, gathered.shards, layouts, gathered.metrics
+    kinds, metrics = (gathered.kinds, gathered.optimizers), (gathered.metrics, gathered.shared)
+    of_all = gathered.paths, *kinds, gathered.shards, layouts, *metrics
     return StagedState(state, *of_all, copy_seconds)
 
 
@@ -203,6 +215,7 @@ class SavePipeline:
         self._config = config
         self.exchange = PlanExchange()
         self._local = RankLocal()
+        self._has_compared = False  # whether data was compared between ranks, at the first save
         self.reuse = Reuse() if config.reuse else None
         self.last_loaded = None if config.base is None else as_path(config.base, config.storage_options)
         """The checkpoint that the run goes on from, if one was loaded or named since a keeper has asked."""
@@ -229,15 +242,18 @@ class SavePipeline:
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
         self.selection.provenance.loaded(encode_state(tensors), names, opened)
 
-    def gather(self, live: LiveState) -> GatheredState:
-        """This rank's part of live objects."""
-        parts = adapters_of(live.state, stock_aliases=bool(self._config.stock_aliases))
+    def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
+        """Return this rank's part of live objects."""
+        parts = adapters_of(live.state, bool(self._config.stock_aliases), Place(ranks.rank, ranks.size))
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = self.selection.without_excluded(leaves)
         shards = shards_in(parts, live.kinds, live.owners)
         classes = optimizer_classes(parts, live.kinds, live.owners)
-        return GatheredState(kept, paths, {**live.kinds, **kinds}, classes, shards, plain_metrics(live.metrics))
+        compares = live.compares_ranks and ranks.size > 1 and not self._has_compared
+        shared = shared_keys(live.state, parts, kept, live.kinds) if compares else frozenset()
+        metrics = plain_metrics(live.metrics)
+        return GatheredState(kept, paths, {**live.kinds, **kinds}, classes, shards, metrics, shared)
 
     def encode(self, leaves: Mapping[str, Any]) -> Flat:
         """Tensors as the chunks on this rank, other values as bytes."""
@@ -311,11 +327,12 @@ class SavePipeline:
             mine = staged.get()
             paths, out = dict(mine.paths), left_out.keys
             state = {key: value for key, value in mine.state.items() if key not in out} if out else mine.state
-            held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank)]
+            held[:] = [self._local.with_rank_keys(state, paths, mine.shards, ranks.rank, mine.shared)]
             return LocalInventory.of_state(held[0], paths)
 
         step = f"plan the save of {request.path}"
         plan, directory = self.exchange.plan(step, ranks, hold, reserve, self._local)
+        self._has_compared = True
         return PlannedState(RankDirectory(ranks.rank, directory), held[0], plan, left_out)
 
     def _write(self, request: SaveRequest, planned: PlannedState, staging_seconds: float) -> WrittenPart:

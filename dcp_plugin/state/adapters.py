@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from dcp_plugin.planning.flatten import (
     with_types_of,
 )
 from dcp_plugin.planning.local_inventory import Box
+from dcp_plugin.planning.shared_values import is_expected_equal
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read
@@ -55,6 +56,7 @@ from dcp_plugin.state.optimizer import (
     shards_of,
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
+from dcp_plugin.state.per_rank import PerRank, RankEntry, is_position
 from dcp_plugin.tensors import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
@@ -88,6 +90,14 @@ class StateAdapter(Protocol):
 
     name: str
     kind: str
+
+    @property
+    def entry(self) -> RankEntry | None:
+        """The place of the object, if each rank has its own."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the object is data that should be the same on all ranks."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -126,7 +136,17 @@ _LEAVES = frozenset({*EXACTLY_TENSORS, bool, int, float, str, bytes, type(None)}
 """The classes of most values, which are no objects with state and no containers: nothing else need be asked."""
 
 
-def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[StateAdapter]:
+class Place(NamedTuple):
+    """This rank among the ranks that save or load together."""
+
+    rank: int
+    world_size: int
+
+
+ALONE = Place(0, 1)
+
+
+def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True, place: Place = ALONE) -> list[StateAdapter]:
     """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
 
     The order of the objects is the same on all ranks, because their methods may communicate: they are sorted by name.
@@ -134,20 +154,22 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
 
     Args:
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
+        place: This rank, for values of which each rank has its own.
 
     Raises:
         TypeError: It is no mapping.
-        CheckpointMismatch: An optimizer's parameters are in no module of the state, or two objects have one name.
+        CheckpointMismatch: An optimizer's parameters are in no module of the state; two objects have one name; or a
+            :class:`~dcp_plugin.PerRank` has a module or an optimizer.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
-    found = [(".".join(map(str, path)), path[-1], owner, value) for path, owner, value in _objects((), state)]
+    found = list(_named_objects(state, place))
     names = [name for name, *_ in found]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
     modules: dict[str, nn.Module] = {}
     adapters: list[StateAdapter] = []
-    objects = [(name, value) for name, _, _, value in found if type(value) not in _LEAVES]
+    objects = [(name, value) for name, _, _, value, _ in found if type(value) not in _LEAVES]
     for kind in (nn.Module, Unapplied, NamesOnly):
         for name, value in objects:
             if isinstance(value, kind):
@@ -157,9 +179,9 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
                     adapters.append(ModuleAdapter(name, modules[name], unapplied))
     for module in modules.values():
         reshard(module)
-    for name, key, owner, value in found:
+    for name, owner, key, value, entry in found:
         if type(value) in _LEAVES:
-            adapters.append(ValueAdapter(name, owner, key))
+            adapters.append(ValueAdapter(name, owner, key, entry))
         elif name in modules:
             continue
         elif isinstance(value, torch.optim.Optimizer):
@@ -167,11 +189,12 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True) -> list[St
             trained = trained_module(name, optimizer, modules, state)
             adapters.append(OptimizerAdapter(name, trained, optimizer, stock_aliases))
         elif is_tensor(value) or not (isinstance(value, Mapping) or _is_stateful(value)):
-            adapters.append(ValueAdapter(name, owner, key))
+            adapters.append(ValueAdapter(name, owner, key, entry))
         elif isinstance(value, Mapping):
-            adapters.append(MappingAdapter(name, value))
+            adapters.append(MappingAdapter(name, value, entry))
         else:
-            adapters.append(StatefulAdapter(name, value))
+            is_of_loader = entry is not None and entry.is_position
+            adapters.append((PositionAdapter if is_of_loader else StatefulAdapter)(name, value, entry))
     _check_patched([(name, value) for name, value in objects if isinstance(value, torch.optim.Optimizer)])
     data = [adapter for adapter in adapters if adapter.kind == "value"]
     return [*sorted((adapter for adapter in adapters if adapter.kind != "value"), key=_turn), *data]
@@ -191,10 +214,12 @@ def _check_patched(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> N
             )
 
 
-def _turn(adapter: StateAdapter) -> tuple[int, bool, str]:
-    """Return the sort key of an object: when its methods are called."""
+def _turn(adapter: StateAdapter) -> tuple[int, bool, bool, str]:
+    """Return the sort key of an object: when its methods are called. Loaders come before other ``Stateful`` objects,
+    which may have random streams, because they draw from these."""
     is_last = isinstance(adapter, StatefulAdapter) and adapter.is_called_last
-    return ("module", "optimizer", "stateful").index(adapter.kind), is_last, adapter.name
+    is_position = isinstance(adapter, PositionAdapter)
+    return ("module", "optimizer", "stateful").index(adapter.kind), is_last, not is_position, adapter.name
 
 
 def gather_state(adapters: list[StateAdapter]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
@@ -267,10 +292,67 @@ def _owned_optimizers(
     return dict(zip(names, optimizers, strict=True)) if len(names) == len(optimizers) else {}
 
 
+def shared_keys(
+    state: Mapping[str, Any], adapters: list[StateAdapter], leaves: Mapping[str, Any], kinds: Mapping[str, str]
+) -> frozenset[str]:
+    """Return the keys of data that should be the same on all ranks.
+
+    The state of a module or an optimizer does not count, as an object or as its state dict: buffers differ between
+    ranks under DDP, and the buffers of rank 0 are meant.
+
+    Args:
+        kinds: Names under which there are state dicts of modules and optimizers.
+    """
+    if _is_state_dict(state):
+        return frozenset()
+    apart = {*kinds, *(adapter.name for adapter in adapters if not adapter.is_shared)}
+    fronts = tuple(f"{name}." for name in apart)
+    return frozenset(
+        key for key, leaf in leaves.items() if is_expected_equal(leaf) and not f"{key}.".startswith(fronts)
+    )
+
+
+def _is_state_dict(value: Any) -> bool:
+    """Whether a mapping is the ``state_dict()`` of a module or an optimizer."""
+    return hasattr(value, "_metadata") or (isinstance(value, Mapping) and value.keys() == {"state", "param_groups"})
+
+
 def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     """How the tensors were distributed, in words for the summary."""
     found = {id(leaf): leaf for leaf in leaves.values() if type(leaf) not in (int, float, bool)}.values()
     return sorted({layout_of(leaf) for leaf in found if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
+
+
+def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Any, Any, Any, RankEntry | None]]:
+    """Yield each object: its name, the mapping that has it and the key there, the object, and its place if each rank
+    has its own.
+
+    Raises:
+        CheckpointMismatch: A :class:`PerRank` has a module or an optimizer.
+    """
+    for path, owner, value in _objects((), state):
+        name = _dotted(path)
+        if type(value) in _LEAVES:
+            yield name, owner, path[-1], value, None
+        elif isinstance(value, PerRank):
+            for (_, *below), holder, part in _objects((), vars(value)):
+                if isinstance(part, (*_LIVE, PerRank)):
+                    raise CheckpointMismatch(
+                        f"{_dotted((name, *below))} is a {type(part).__name__} in a PerRank, which takes tensors, "
+                        f"plain values, objects with a state_dict and mappings of these. Where ranks have modules or "
+                        f"optimizers of their own, give each a name of its own in the state."
+                    )
+                entry = RankEntry(name, _dotted(below), *place, is_position(part))
+                yield entry.name_on(place.rank), holder, below[-1] if below else "value", part, entry
+        elif is_position(value):
+            entry = RankEntry(name, "", *place, is_position=True)
+            yield entry.name_on(place.rank), owner, path[-1], value, entry
+        else:
+            yield name, owner, path[-1], value, None
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))
 
 
 def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
@@ -282,9 +364,12 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
             yield (*path, key), node, value
 
 
+_LIVE = (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied)
+
+
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
-        isinstance(value, (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied))
+        isinstance(value, (*_LIVE, PerRank))
         or (not is_tensor(value) and _is_stateful(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
@@ -299,6 +384,8 @@ def _is_stateful(value: Any) -> bool:
 
 class ModuleAdapter:
     kind = "module"
+    entry: RankEntry | None = None
+    is_shared = False
 
     def __init__(self, name: str, module: nn.Module, unapplied: Unapplied | None = None) -> None:
         self.name, self.module, self._unapplied = name, module, unapplied
@@ -335,6 +422,8 @@ class OptimizerAdapter:
     """An optimizer, without the wrappers of frameworks."""
 
     kind = "optimizer"
+    entry: RankEntry | None = None
+    is_shared = False
 
     def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, stock_aliases: bool) -> None:
         self.name, self.module, self.optimizer = name, module, optimizer
@@ -387,13 +476,19 @@ class TreeAdapter:
     may_grow = False
     """Whether the object can be handed a tensor of another shape than it has."""
 
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, value: Any, entry: RankEntry | None = None) -> None:
         self.name = name
+        self.entry = entry
         self._value = value
         self._paths: dict[str, KeyPath] = {}
         self._empty: dict[str, Any] = {}
         """The empty mappings that the object has now and of which nothing is stored: stock never stores them."""
         self._order: list[str] = []
+
+    @property
+    def is_shared(self) -> bool:
+        """See :class:`StateAdapter`."""
+        return self.entry is None and not _is_state_dict(self._value)
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         raise NotImplementedError
@@ -497,6 +592,32 @@ class StatefulAdapter(TreeAdapter):
         self._value.load_state_dict(with_types_of(self._current, self.tree(filled)))
 
 
+class PositionAdapter(StatefulAdapter):
+    """A loader or a sampler of torchdata.
+
+    A load does not ask for the state that it replaces: ``torchdata.nodes.Loader`` would keep the iterator that its
+    ``state_dict()`` makes, and begin with the first batch. The load asks afterwards, which makes the iterator of the
+    next loop. To make it draws from the random streams, and a training that is not interrupted draws nothing there.
+    """
+
+    def names(self) -> list[str]:
+        return []
+
+    def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
+        return super().want(stored, paths) if stored else Wanted(missing=[""])
+
+    def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+        if walks is walked_by_us:
+            return super().gather(walks)
+        self._current: dict[str, Any] = {}
+        return _flatten_or_empty(self._current, walks)
+
+    def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
+        super().take(filled, read, strict)
+        with torch.random.fork_rng(devices=[]):
+            self._value.state_dict()
+
+
 class MappingAdapter(TreeAdapter):
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         return _flatten_or_empty(self._value, walks)
@@ -549,8 +670,8 @@ def _update(target: MutableMapping[Any, Any], tree: Mapping[Any, Any]) -> None:
 class ValueAdapter(TreeAdapter):
     """A single tensor, filled in place, or a single plain value, replaced in the mapping that holds it."""
 
-    def __init__(self, name: str, owner: Any, key: Any) -> None:
-        super().__init__(name, owner)
+    def __init__(self, name: str, owner: Any, key: Any, entry: RankEntry | None = None) -> None:
+        super().__init__(name, owner, entry)
         self._key = key
 
     @property

@@ -212,6 +212,7 @@ class TrainerAdapter:
     def __init__(self, trainer: DCPTrainerMixin) -> None:
         self._trainer = trainer
         self._checkpointer = Checkpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
+        self._checkpointer.compares_ranks = False
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
         self.loaded: ToLoad | None = None
         self.scratch: str | None = None  # where the Trainer's small files go while a checkpoint is made

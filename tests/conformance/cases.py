@@ -17,6 +17,9 @@ from tests.conformance.known import known_failure
 from tests.conformance.modules import MODULES, NoHook, Small
 from tests.conformance.moments import MOMENTS
 from tests.conformance.optimizers import OPTIMIZERS
+from tests.conformance.per_rank import ENTRIES as PER_RANK
+from tests.conformance.per_rank import WAYS
+from tests.conformance.per_rank import run as run_per_rank
 from tests.conformance.programs import PROGRAMS, run
 from tests.conformance.runs import RUNS
 from tests.conformance.tensors import CAST_IN_SLOTS, TENSORS
@@ -145,6 +148,17 @@ def containers() -> dict[str, Case]:
     }
 
 
+@functools.cache
+def per_rank() -> dict[str, Case]:
+    return {
+        f"{way}-{name}": Case(
+            f"per_rank/{way}-{name}", functools.partial(run_per_rank, entry, way), layout="ddp", oracle="right"
+        )
+        for name, entry in PER_RANK.items()
+        for way in WAYS
+    }
+
+
 CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "modules": modules,
     "optimizers": optimizers,
@@ -154,6 +168,7 @@ CORPORA: dict[str, Callable[[], dict[str, Case]]] = {
     "runs": runs,
     "interchange": interchange,
     "containers": containers,
+    "per_rank": per_rank,
 }
 
 

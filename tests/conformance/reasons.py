@@ -74,6 +74,13 @@ UNKNOWN_URL = """\
 A path such as `nosuch://bucket/run` is a `ValueError`, which names the kinds of URLs that are known. Stock raises
 `RuntimeError: Cannot detect which StorageReader or StorageWriter to use`."""
 
+OWN_PER_RANK = """\
+Under one key stock stores the value of one rank, the one with the least to write, and gives it to all ranks: without a
+word they continue the random state and the data of that rank. Here the loaders and samplers of torchdata keep one
+position for each rank, under `<name>.<rank>`, and so does a value in `PerRank`. Any other value under one key is that
+of the first rank, and the first save warns if it differs between ranks. Numbers, tensors of one element and lists of
+floats differ in every script and do not count, nor does the state of modules and optimizers."""
+
 STRICT = """\
 Stock passes over what a checkpoint has and the model has not. With `strict=True`, the default, we raise
 `CheckpointMismatch` and name it, because it is as often a mistake as it is meant; `strict=False` does what stock
@@ -198,6 +205,7 @@ REASONS = {
     "Objects are called in one order": ONE_ORDER,
     "Integers do not take floating-point numbers": CUTS_NOTHING,
     "A plain value is replaced by whatever was saved": REPLACES,
+    "A value of its own for each rank": OWN_PER_RANK,
     "What the model has not is an error": STRICT,
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,

@@ -106,6 +106,11 @@ def test_containers(case: Case) -> None:
     _check(case, "containers")
 
 
+@pytest.mark.parametrize("case", _parameters("per_rank"))
+def test_per_rank(case: Case) -> None:
+    _check(case, "per_rank")
+
+
 EXAMPLES = int(os.environ.get("CONFORMANCE_EXAMPLES", "0"))
 """Random combinations per world size; in CI the same few each time."""
 

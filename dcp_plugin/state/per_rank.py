@@ -1,0 +1,80 @@
+"""Values of which each rank has its own, under one name of the state.
+
+A value that all ranks share is stored once: all ranks get back the value of the first rank. The random state and the
+position in the data differ between ranks. The entry of a rank is stored under ``<name>.<rank>``, as the packages for
+frameworks store random streams (``extra.rng.<rank>``), and each rank loads its own entry.
+
+The user marks such a value with :class:`PerRank`. The loaders and samplers of torchdata need no mark: their state is
+the position of one rank in the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+
+class PerRank:
+    """A value of the state of which each rank has its own.
+
+    Without this mark all ranks get back the value of rank 0. With it each rank saves and loads its own value, under
+    ``<name>.<rank>``. A rank that the checkpoint has no entry for raises
+    :class:`~dcp_plugin.CheckpointMismatch` in a ``load``, and keeps its value with a warning in a ``resume_or_init``.
+
+    Args:
+        value: A tensor, a plain value, an object with a ``state_dict``, or a mapping of these. Modules and optimizers
+            are refused.
+
+    Example:
+        >>> import dcp_plugin, torch
+        >>> state = {"extra": dcp_plugin.PerRank({"rng": torch.get_rng_state(), "batch": (1, 2)})}
+        >>> dcp_plugin.save(state, "run/step-1")
+        >>> dcp_plugin.inspect("run/step-1").values
+        ['extra.0.batch']
+        >>> state = {"extra": dcp_plugin.PerRank({"rng": torch.get_rng_state(), "batch": None})}
+        >>> _ = dcp_plugin.load(state, "run/step-1")
+        >>> state["extra"].value["batch"]
+        (1, 2)
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        """The value of this rank; after a load, the loaded one. Tensors and objects are filled in place."""
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+@dataclass(frozen=True)
+class RankEntry:
+    """The place of a value of which each rank has its own."""
+
+    above: str
+    """The name under which the entries of all ranks are."""
+    below: str
+    """The name of the object in the value of a rank; empty if the value is the object."""
+    rank: int
+    world_size: int
+    is_position: bool
+    """Whether the value is a position in the data, which has a meaning on the same number of ranks alone."""
+
+    @property
+    def shared_name(self) -> str:
+        """The name of the object in a checkpoint that has one value for all ranks."""
+        return f"{self.above}.{self.below}" if self.below else self.above
+
+    def name_on(self, rank: int) -> str:
+        """The name of the object as ``rank`` has it."""
+        return f"{self.above}.{rank}.{self.below}" if self.below else f"{self.above}.{rank}"
+
+
+def is_position(value: Any) -> bool:
+    """Whether a value is a loader or a sampler of torchdata, whose ``state_dict`` is the position of this rank.
+
+    A subclass with a ``state_dict`` of its own is none: such a class may store all ranks under one name, as that of
+    torchtitan does.
+    """
+    module: str = getattr(getattr(type(value), "state_dict", None), "__module__", None) or ""
+    return module.partition(".")[0] == "torchdata" and isinstance(value, Stateful)
