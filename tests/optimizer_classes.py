@@ -268,8 +268,8 @@ def run_all(
 
 def save_sharded(package: str, name: str, layout: str, path: Path) -> str:
     """Train and save with ours, and with the oracle: full tensors, and which of them were sharded."""
-    model, optimizer = made(package, name, layout, seed=1)
     try:
+        model, optimizer = made(package, name, layout, seed=1)
         train(model, optimizer, 0)
         full = [_full(each.state_dict()) for each in (model, optimizer)]
     except Exception as error:
@@ -279,9 +279,9 @@ def save_sharded(package: str, name: str, layout: str, path: Path) -> str:
     dist.all_gather_object(gathered, plain)
     if any(other != gathered[0] for other in gathered):
         return "skipped: each rank has plain state of its own, which stock does not reshard"
-    dcp_plugin.save({"model": model, "optim": optimizer}, path)
+    dcp_plugin.save({"model": model, "optim": optimizer}, path, allow_pickle=_PICKLED.get(name, ()))
     if dist.get_rank() == 0:
-        torch.save(full, path.with_suffix(".pt"))
+        torch.save(full, path.with_name(f"{path.name}.pt"))
     return ""
 
 
@@ -289,7 +289,7 @@ def load_sharded(package: str, name: str, layout: str, path: Path) -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     try:
         right_model, right = made(package, name, layout, seed=2)
-        of_model, of_optimizer = torch.load(path.with_suffix(".pt"), weights_only=False)
+        of_model, of_optimizer = torch.load(path.with_name(f"{path.name}.pt"), weights_only=False)
         right_model.load_state_dict(_cut(of_model, mesh))
         right.load_state_dict(_cut(of_optimizer, mesh))
         train(right_model, right, STEPS)
@@ -297,7 +297,7 @@ def load_sharded(package: str, name: str, layout: str, path: Path) -> str:
     except Exception as error:
         return f"skipped: {_said(error)}"
     model, optimizer = made(package, name, layout, seed=2)
-    dcp_plugin.load({"model": model, "optim": optimizer}, path)
+    dcp_plugin.load({"model": model, "optim": optimizer}, path, allow_pickle=_PICKLED.get(name, ()))
     train(model, optimizer, STEPS)
     return difference(words(model, optimizer), expected)
 
