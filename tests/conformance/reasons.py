@@ -100,13 +100,13 @@ Stock's planner says `Missing key in checkpoint state_dict` and `Size mismatch`.
 which names all keys at once with both shapes, and the option that loads the rest."""
 
 WORKSPACE_STAYS = """\
-The folder of checkpoints has one more entry, `.dcp_plugin`: checkpoints are made there, and its file `saves.figures` has
-what each save took. A script that lists the folder passes over names that begin with a dot, or that are not its own."""
+The folder of checkpoints has one more entry, `.dcp_plugin`: checkpoints are made there, and its file `saves.figures`
+has what each save took. A script that lists the folder has to pass over names that are not its own."""
 
 OWN_FOLDER = """\
-Our writer refuses a directory that has other files than a checkpoint: a folder of data must not become a checkpoint that
-retention deletes. Stock writes between them. So `torch_save_to_dcp(run/model.pt, run)` needs another target, as
-`run/step-1`."""
+Our writer refuses a directory that has other files than a checkpoint: a folder of data must not become a checkpoint
+that retention deletes. Stock writes between them. So `torch_save_to_dcp("run/model.pt", "run")` needs another target,
+such as `"run/step-1"`."""
 
 EPOCHS = """\
 Lightning resumes a checkpoint that was made between two epochs in four wrong ways: one batch too many with `max_steps`;
