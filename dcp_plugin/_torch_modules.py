@@ -162,6 +162,12 @@ def overrides_load_state_dict(module: nn.Module) -> bool:
     return overrides or overrides_on_instance(module, "load_state_dict")
 
 
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function takes a keyword argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 # ``_patch_model_state_dict`` and ``_patch_optimizer_state_dict`` of torch set ``state_dict`` and ``load_state_dict`` of
 # an instance to functions that return names of parameters and sharded tensors. Our adapters do that with the instance
 # itself. The functions take no further arguments, and FSDP1 gathers nothing from an optimizer that has them.

@@ -144,6 +144,31 @@ def test_an_overridden_load_state_dict_is_called_as_stock_calls_it(tmp_path: Pat
     assert ours.head.bias.item() == 7.0
 
 
+class Partial(nn.Linear):
+    """Saves its weight alone, and returns what torch misses."""
+
+    names = ("weight",)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name in self.names}
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        return super().load_state_dict(state, strict=False)
+
+
+def test_an_override_answers_for_the_keys_of_its_own_state_dict(tmp_path: Path) -> None:
+    saved, target = Partial(2, 2), Partial(2, 2)
+    dcp.save({"model": saved}, tmp_path / "c")
+    for options in ({}, {"strict": False}, {"partial": dcp.PartialLoad(unexpected="ignore")}):
+        nn.init.zeros_(target.weight)
+        report = dcp.load({"model": target}, tmp_path / "c", **options)
+        assert same_bytes(target.weight, saved.weight)
+        assert (report.missing, report.unexpected) == ([], [])
+    target.names = ("weight", "bias")
+    with pytest.raises(dcp.CheckpointMismatch, match=r"model\.bias: missing after the load hooks"):
+        dcp.load({"model": target}, tmp_path / "c")
+
+
 def test_only_what_has_hooks_is_read_into_memory_of_its_own(tmp_path: Path) -> None:
     """BatchNorm and the wrappers of torch have hooks that need nothing; they do not cost a model its fast path."""
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.BatchNorm1d(2), Migrating(), Cached())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,13 @@ from torch.distributed.fsdp import (
 
 from dcp_plugin import _torch_modules
 from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
-from dcp_plugin._torch_modules import Incompatible, checkpointable_parameters, overrides_load_state_dict, unpatched
+from dcp_plugin._torch_modules import (
+    Incompatible,
+    checkpointable_parameters,
+    overrides_load_state_dict,
+    takes_argument,
+    unpatched,
+)
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
 from dcp_plugin.tensors import EXACTLY_TENSORS
@@ -112,22 +118,36 @@ def apply_module(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     clean = CleanNames(module)
     wrapped = {clean(name): name for name in unpatched(module, "state_dict")()}
     given = {wrapped.get(name, name): value for name, value in state.items()}
-    found = call_load_state_dict(module, given, strict) or Incompatible()
+    found = call_load_state_dict(module, given, wrapped.values(), strict) or Incompatible()
     return list(dict.fromkeys(map(clean, found.missing))), list(dict.fromkeys(map(clean, found.unexpected)))
 
 
-def call_load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Incompatible | None:
-    """``module.load_state_dict``; None if it is an override that does not say what was missing and unexpected.
+def call_load_state_dict(
+    module: nn.Module, state: Mapping[str, Any], own: Collection[str], strict: bool
+) -> Incompatible | None:
+    """Call ``module.load_state_dict``.
+
+    An override gets what its ``state_dict`` gave, and decides what becomes of it. ``nn.Module.load_state_dict``, which
+    it calls, misses the parameters that its ``state_dict`` leaves out, and does not expect what its ``state_dict``
+    adds. Neither is an error.
 
     Args:
-        strict: What an override is told. That of torch collects the keys, and does not raise for them.
+        own: The keys of ``module.state_dict()``.
+        strict: Passed to an override that takes it. That of torch collects the keys, and does not raise for them.
+
+    Returns:
+        The keys that were missing and unexpected; None if an override does not return them.
     """
-    lenient = not strict or not overrides_load_state_dict(module)
-    load_state_dict = unpatched(module, "load_state_dict")
+    load_state_dict, is_override = unpatched(module, "load_state_dict"), overrides_load_state_dict(module)
+    lenient = (not strict or not is_override) and takes_argument(load_state_dict, "strict")
     result: Any = load_state_dict(state, **({"strict": False} if lenient else {}))
     if not hasattr(result, "missing_keys"):
         return None
-    return Incompatible(list(result.missing_keys), list(getattr(result, "unexpected_keys", ())))
+    missing, unexpected = list(result.missing_keys), list(getattr(result, "unexpected_keys", ()))
+    if is_override:
+        missing = [key for key in missing if key in own and key not in state]
+        unexpected = [key for key in unexpected if key not in own]
+    return Incompatible(missing, unexpected)
 
 
 def materialise(module: nn.Module) -> list[str]:

@@ -166,6 +166,7 @@ class ModuleLoad:
             extra=extra,
             unmatched=([key for key in values if key not in self._free] or list(values)) if is_unmatched else [],
             undecided=[key for key in absent if key in self._undecided],
+            empty=self._overridden and not values,
         )
 
     def take(self, filled: Mapping[str, Any], read: Read, strict: bool) -> Incompatible:
@@ -188,7 +189,7 @@ class ModuleLoad:
             unsaid = Incompatible([] if strict else [self.state.raw[key] for key in self._undecided])
             state: OrderedDict[str, Any] = self._handed_to("")
             state._metadata = self.state.metadata  # type: ignore[attr-defined]
-            found = call_load_state_dict(self._module, state, strict) or unsaid
+            found = call_load_state_dict(self._module, state, self.state.raw.values(), strict) or unsaid
         else:
             self._walk(self._module, "", None, found)
         clean = self.state.clean

@@ -451,6 +451,114 @@ class OverriddenNested(Small):
         return super().load_state_dict(state["net"], *args, **kwargs)
 
 
+@module("plain", "fsdp2")
+class OverriddenToAPart(Small):
+    """Saves what it trains, and says so after a load; the encoder comes from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp.requires_grad_(False)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        for name in ("weight", "bias"):
+            del state[f"{prefix}inp.{name}"]
+        return state
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        note("load", keys(state))
+        return super().load_state_dict(state, strict=False)
+
+
+@module("plain", "fsdp2")
+class OverriddenToNothing(Small):
+    """As a frozen model, a teacher for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        note("load", keys(state))
+        return super().load_state_dict(state, strict=False)
+
+
+@module("plain", "fsdp2")
+class OverriddenRenames(Small):
+    """A checkpoint with the names of another library."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {key.replace("inp.", "encoder.layer."): value for key, value in super().state_dict().items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        note("load", keys(state))
+        mine = {key.replace("encoder.layer.", "inp."): value for key, value in state.items()}
+        return super().load_state_dict(mine, strict=strict)
+
+
+@module()
+class OverriddenRenamesForItsParent(Small):
+    """The same as a submodule does it. Below DDP stock raises, because only ``state_dict`` is called there."""
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        for key in [key for key in state if key.startswith(f"{prefix}inp.")]:
+            state[key.replace("inp.", "encoder.layer.")] = state.pop(key)
+        return state
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        mine = {key.replace("encoder.layer.", "inp."): value for key, value in state.items()}
+        return super().load_state_dict(mine, strict=strict)
+
+
+@module("plain", "fsdp2")
+class OverriddenWithAPrefix(Small):
+    """The keys that a trainer has put around the model, ``module.`` for one, which is also what DDP inserts."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"module.{key}": value for key, value in super().state_dict().items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        note("load", keys(state))
+        return super().load_state_dict({key.removeprefix("module."): value for key, value in state.items()}, strict)
+
+
+@module("plain", "fsdp2", differs=known.EXTRA_STATES["dict_with_int_keys"])
+class OverriddenWithMore(Small):
+    """Tensors and values that no module has, nested, and keys that are numbers. The load reads them from the state,
+    and torch calls them unexpected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = {"inp": torch.rand(6), "block": [torch.rand(5), {"count": int(torch.randint(100, ()))}]}
+        self.seen = {3: torch.rand(2), 4: 0.5}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = dict(super().state_dict(*args, **kwargs))
+        return state | {"average": self.average, "seen": self.seen, "best": 0.25, "name": ("a", 1)}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        note("load", keys(state), [type(value).__name__ for value in state.values()])
+        self.average, self.seen = state["average"], state["seen"]
+        return super().load_state_dict(state, strict=False)
+
+
+@module("plain", "fsdp2")
+class OverriddenShardsNested(Small):
+    """What is sharded lies in a mapping of its own."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"model": {"encoder": self.inp.state_dict(), "head": self.block.state_dict()}, "version": 2}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]
+        note("load", keys(state), keys(state["model"]), keys(state["model"]["head"]), state["version"])
+        self.inp.load_state_dict(state["model"]["encoder"])
+        self.block.load_state_dict(state["model"]["head"])
+
+
 class OverridingChild(nn.Linear):
     """torch calls a child's state_dict, and not its load_state_dict."""
 

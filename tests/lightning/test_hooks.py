@@ -113,6 +113,43 @@ def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> Non
         apply_model(model, loaded, {}, strict=True)
 
 
+@pytest.mark.parametrize("layouts", [("single",), ("fsdp2",)], ids="+".join)
+def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_save_a_part_and_more, layouts, tmp_path)
+
+
+def _save_a_part_and_more(root: Path, layout: str) -> None:
+    from tests.lightning import training as t
+
+    class Owning(t.Model):
+        handed: Any = None
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            bias = state.pop("net.body.0.bias")
+            return {**state, "renamed": bias, "count": {"of": 3}, "average": torch.arange(3)}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            self.handed = list(state), state["count"], state["average"]
+            mine = {key: value for key, value in state.items() if not key.startswith("net.head.")}
+            return super().load_state_dict({**mine, "net.body.0.bias": state["renamed"]}, strict=False)
+
+    class Hooked(Owning):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["average"] += 1
+
+    first = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
+    first.fit(Owning(layout), t.plain_loader(layout))
+    saved = t.whole_state(first)
+    for kind, added in ((Owning, 0), (Hooked, 1)):
+        model = kind(layout, seed=5)
+        loaded = _resumed(t, layout, str(root / f"{layout}-plain" / "step=3.ckpt"), model)
+        assert same_bytes(loaded["model.renamed"], saved["model.renamed"])
+        names, count, average = model.handed
+        assert set(names) == set(model.state_dict()) and count == {"of": 3}
+        assert same_bytes(full(average), torch.arange(3) + added)
+
+
 @on_one_rank_and_sharded
 def test_strict_loading_decides_about_a_new_parameter(tmp_path: Path, layouts: tuple[str, ...]) -> None:
     _run(_add_a_parameter, layouts, tmp_path)
