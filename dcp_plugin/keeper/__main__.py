@@ -23,9 +23,14 @@ def _is_first(folder: Path) -> bool:
 
 
 if __name__ == "__main__" and _is_first(Path(sys.argv[1])):
+    from dcp_plugin.errors import NoSharedMemory
     from dcp_plugin.keeper.spool import Spool
 
     spool = Spool(Path(sys.argv[1]))
+    try:
+        spool.refuse_other_format()  # the package may have been upgraded under a training, which starts this keeper
+    except NoSharedMemory as error:
+        sys.exit(str(error))
     held = spool.lock()
     if held is not None:
         from dcp_plugin.keeper.process import Keeper

@@ -359,8 +359,13 @@ def settle_before_restart(config: CheckpointConfig, root: Where, ranks: Ranks) -
 
 
 def _settle(spool: Spool, config: CheckpointConfig) -> list[str]:
-    """Wait until a keeper, started in place of one that died, has brought what is in its spool where it is looked for.
-    The tokens of what it has not."""
+    """Wait until a keeper, started in place of one that died, has published the saves in its journal, or completed them
+    in ``local_dir``. The tokens of the others. A journal of another version of this package is left as it is."""
+    try:
+        spool.refuse_other_format()
+    except NoSharedMemory as error:
+        logger.warning("%s", error)
+        return []
     unfinished = [name[:-3] for name in spool.names(".go") if spool.get(f"{name[:-3]}.end") is None]
     if not unfinished and not spool.is_kept():
         return []

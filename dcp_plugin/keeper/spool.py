@@ -4,6 +4,7 @@
 
 ==========================  ===========================================================================================
 ``root``                    the folder of checkpoints
+``format``                  the version of all this: :data:`FORMAT_VERSION`
 ``keeper.lock``             locked by the keeper that is alive; its pid is in it
 ``keeper.sock``             where it answers ranks of this node
 ``keeper.address``          where it answered other nodes, so that its successor does, too
@@ -19,7 +20,8 @@
 ``<token>.end``             how a save has ended
 ==========================  ===========================================================================================
 
-All names appear whole (written aside and renamed). Pickles in it are of this user's own processes.
+All names appear whole (written aside and renamed). Pickles in it are of this user's own processes. A journal of another
+format is neither read nor deleted: its saves are those of a training that another version of this package can resume.
 """
 
 from __future__ import annotations
@@ -64,6 +66,12 @@ try:
 except ImportError:  # not on Linux: whoever wants a keeper is told
     fcntl = None  # type: ignore[assignment]
 
+FORMAT_VERSION = 1
+"""The version of a journal, and of the messages between a rank and its keeper. A change to a message, or to a class in
+a pickle (:class:`RankJob`, :class:`Go`, :class:`Part`, :class:`End` and all that they hold), raises it."""
+_WITHOUT_NUMBER = 1
+"""The version of a journal that has no number."""
+_FORMAT = "format"
 _MEMORY = Path("/dev/shm")
 _MOST_SOCKET_NAME = 100
 """Bytes of the path of a Unix socket."""
@@ -129,17 +137,33 @@ class Spool:
     def enter(self) -> None:
         """Have no keeper remove the folder, or a host copy of this rank, until :meth:`leave` or the end of the process.
 
-        A POSIX lock: processes that are forked from this one do not inherit it, and may live on. Raises NoSharedMemory.
+        A POSIX lock: processes that are forked from this one do not inherit it, and may live on.
+
+        Raises:
+            NoSharedMemory: The folder cannot be used, or another version of this package made it.
         """
         self.client = uuid.uuid4().hex[:12]
         try:
             with _door(self.folder.parent):
                 self.folder.mkdir(mode=0o700, exist_ok=True)
+                if self.get(_FORMAT) is None and self.get("root") is None:  # it is new
+                    self.put(_FORMAT, str(FORMAT_VERSION).encode())
+                self.refuse_other_format()
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 self._held = os.open(self.folder / f"{self.client}{_CLIENT}", flags, 0o600)
                 fcntl.lockf(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise NoSharedMemory(f"{self.folder} cannot be used: {error}") from error
+
+    def refuse_other_format(self) -> None:
+        """Raise NoSharedMemory, which names both versions, if another version of this package made the folder."""
+        found = (self.get(_FORMAT) or str(_WITHOUT_NUMBER).encode()).decode("ascii", "replace")
+        if found != str(FORMAT_VERSION):
+            raise NoSharedMemory(
+                f"{self.folder} is the journal of another version of dcp_plugin (format {found}; this one has format "
+                f"{FORMAT_VERSION}): the saves in it are neither published nor deleted. Resume once with that version, "
+                f"or delete the folder"
+            )
 
     def leave(self) -> None:
         if self._held is not None:
