@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -165,6 +166,7 @@ def train(model: nn.Module, optimizer: Any, first: int) -> None:
         if first == 0 and number == 0 and hasattr(optimizer, "train"):
             optimizer.train()  # schedule-free ones begin so
         torch.manual_seed(number)
+        np.random.seed(number)
         if hasattr(optimizer, "fused_backward"):
             optimizer.zero_grad()
             optimizer.fused_backward(model(inputs).square().mean(), 1e-2)
@@ -178,7 +180,8 @@ _PICKLED = {"Conda": ("*.projector",), "GaLore": ("*.projector",), "ScalableSham
 
 
 def _row_major(value: Any) -> Any:
-    """What DCP stores. A product with a matrix that lies transposed rounds otherwise."""
+    """Return a tensor as DCP stores it. A product with a matrix that lies transposed rounds otherwise. A list is one
+    value, in which tensors keep their strides."""
     return value.contiguous() if type(value) is torch.Tensor else value
 
 
@@ -223,7 +226,8 @@ def resume_case(package: str, name: str, layout: str, path: Path) -> str:
         model, optimizer = made(package, name, layout, seed=1)
         train(model, optimizer, 0)
         buffer = io.BytesIO()
-        torch.save(_mapped((model.state_dict(), optimizer.state_dict()), _row_major), buffer)
+        states = model.state_dict(), optimizer.state_dict()
+        torch.save(tuple(_mapped(state, _row_major, lists=False) for state in states), buffer)
         right_model, right = made(package, name, layout, seed=2)
         of_model, of_optimizer = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
         right_model.load_state_dict(of_model)
@@ -318,7 +322,9 @@ def _cut(tree: Any, mesh: Any) -> Any:
     return _mapped(tree, cut)
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(tree: Any, change: Callable[[Any], Any], lists: bool = True) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    return type(tree)(_mapped(value, change) for value in tree) if type(tree) in (list, tuple) else change(tree)
+        return {key: _mapped(value, change, lists) for key, value in tree.items()}
+    return (
+        type(tree)(_mapped(v, change, lists) for v in tree) if type(tree) in (list, tuple) and lists else change(tree)
+    )
