@@ -40,8 +40,10 @@ SAMPLE: Classes = [
 REFUSED_UNDER_FSDP2 = (
     "torch.LBFGS", "pytorch_optimizer.LBFGS", "pytorch_optimizer.AggMo",  # sharded tensors inside of one value
     "pytorch_optimizer.Nero", "pytorch_optimizer.SGDSaI",  # partial sums, of which each rank has a summand
+    "pytorch_optimizer.AdaShift",  # a queue that each rank has for its own part
+    "pytorch_optimizer.ScheduleFreeWrapper",  # shards that name no parameter
 )  # fmt: skip
-"""What no save takes, with an error that names the key."""
+"""What a save or a load into a fresh object refuses, with an error that names the key."""
 
 
 def _is_there(package: str) -> bool:
