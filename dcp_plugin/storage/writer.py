@@ -213,6 +213,10 @@ class Facts:
     reused: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take defaults for fields that are newer than the keeper's journal that this comes from."""
+        vars(self).update(vars(Facts()) | state)
+
 
 class Publication:
     """One checkpoint in the making. The coordinator reserves its directory, then publishes or discards it; on other
