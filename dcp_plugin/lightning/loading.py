@@ -135,7 +135,8 @@ def load_optimizers(
     _refuse_other_number(path, names, optimizers)
     # The model tells the names of the parameters, also if the checkpoint's have a prefix.
     state: dict[str, Any] = {MODEL: model, **dict(zip(names, optimizers, strict=True))}
-    only = PartialLoad(include=tuple(f"{name}.*" for name in names), cast=True)
+    # An optimizer whose own state dict is empty has one key, its name.
+    only = PartialLoad(include=tuple(f"{name}*" for name in names), cast=True)
     report = checkpointer.restore(state, path, partial=only, strict=False)
     # Another part of the model may be frozen now: that is said, and no error.
     if strict and not set(names) <= {key.partition(".")[0] for key in report.loaded}:
