@@ -85,7 +85,7 @@ def _accelerate(root: Path, dies: bool) -> Any:
     if dies:
         run.accelerator.project_configuration.iteration = 1
         run.train(3, at=dict.fromkeys((1, 2, 3), run.accelerator.save_state))
-        _die(run.attached._checkpointer)
+        _die(run.attached.checkpointer)
     restart = run.attached.resume_or_init()
     assert run.accelerator.project_configuration.iteration == 4
     run.train(3)
