@@ -250,3 +250,83 @@ def test_ranks_that_hold_the_same_keys_ask_each_other_nothing(tmp_path: Path) ->
         dcp.load({**_blank(Stage([0])), "values": {"n": 0}, "box": {"t": torch.zeros(2)}}, tmp_path / "c")
     assert sum("with the state" in step for step in steps) == 1
     assert sum(step.startswith("apply") for step in steps) == 1
+
+
+class Container(torch.optim.Optimizer):
+    """Optimizers of the parts of a model behind flat names, as torchtitan has them. It has no groups of its own."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.names = dict(stage.named_parameters())
+        self.inner = torch.optim.AdamW(self.names.values(), lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        state, (group,) = self.inner.state, self.inner.param_groups
+        flat = {f"param_groups.{name}.lr": group["lr"] for name in self.names}
+        for name, parameter in self.names.items():
+            flat |= {f"state.{name}.{slot}": value for slot, value in state.get(parameter, {}).items()}
+        return flat
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.read = sorted(key for key in state_dict if key.startswith("state."))
+        for name, parameter in self.names.items():
+            slots = ("step", "exp_avg", "exp_avg_sq")
+            self.inner.state[parameter] = {slot: state_dict[f"state.{name}.{slot}"] for slot in slots}
+            self.inner.param_groups[0]["lr"] = state_dict[f"param_groups.{name}.lr"]
+
+
+def _stage_of(mesh: Any, is_sharded: bool, split: str = "halves") -> Stage:
+    stage = Stage(SPLITS[split][mesh.get_local_rank("stage")])
+    return fully_shard(stage, mesh=mesh["shard"]) if is_sharded else stage
+
+
+def _stepped(container: Container) -> Container:
+    for name, parameter in container.names.items():
+        parameter.grad = torch.full_like(parameter, float(name.split(".")[1]) + 1)
+    container.step()
+    return container
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("is_stepped", [False, True])
+@on_ranks()
+def test_a_container_reads_the_moments_of_its_own_stage(
+    tmp_path: Path, is_stepped: bool, restores: bool, world_size: int
+) -> None:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("stage", "shard"))
+    saved = _stage_of(mesh, world_size == 4)
+    dcp.save({"model": saved, "optim": _stepped(Container(saved))}, tmp_path / "c")
+    for split in ("halves", "crossed"):
+        stage = _stage_of(mesh, world_size == 4, split)
+        container = Container(stage)
+        if is_stepped:
+            _stepped(container)
+        state = {"model": stage, "optim": container}
+        if restores:
+            dcp.resume_or_init(state, tmp_path, resume=tmp_path / "c")
+        else:
+            dcp.load(state, tmp_path / "c")
+        mine = {f"state.{name}.{slot}" for name in container.names for slot in ("step", "exp_avg", "exp_avg_sq")}
+        assert set(container.read) == mine
+        for name, parameter in container.names.items():
+            moment, number = container.inner.state[parameter]["exp_avg"], int(name.split(".")[1])
+            assert type(moment) is (DTensor if world_size == 4 else torch.Tensor)
+            torch.testing.assert_close(_local(moment), torch.full_like(_local(moment), 0.1 * (number + 1)))
+
+
+@on_ranks(2)
+def test_a_container_is_handed_what_no_stage_has(tmp_path: Path) -> None:
+    stage = Stage(_mine("halves"))
+    container = Container(stage)
+    state_dict = container.state_dict
+    container.state_dict = lambda: {**state_dict(), "counter": torch.ones(1)}  # type: ignore[method-assign]
+    dcp.save({"model": stage, "optim": _stepped(container)}, tmp_path / "c")
+    fresh, taken = Container(stage), {}
+    fresh.load_state_dict = taken.update  # type: ignore[method-assign]
+    dcp.load({"model": stage, "optim": fresh}, tmp_path / "c")
+    assert taken["counter"] == 1
+    assert "state.layers.3.weight.exp_avg" in taken or dist.get_rank() == 0
+    assert "state.layers.3.weight.exp_avg" not in taken or dist.get_rank() == 1

@@ -180,7 +180,7 @@ class Matching:
                 self._take_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
-                if isinstance(adapter, OptimizerAdapter) and want.targets:
+                if isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra):
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self._at[adapter.name] = key_map
@@ -343,7 +343,7 @@ class Matching:
             f"{name!r} has the state of {recorded or 'another class of optimizers'}, which cannot serve "
             f"{adapter.name!r}, of {mine}: it lacks {some(lacking, 4)}"
         )
-        for keys in (want.targets, want.missing, want.unexpected, want.lost):
+        for keys in (want.targets, want.extra, want.missing, want.unexpected, want.lost):
             keys.clear()
         if self._strict and self._partial.missing == "error":
             way_out = f'PartialLoad(exclude="{adapter.name}.*"), or strict=False, leaves the optimizer as it is'
@@ -467,7 +467,7 @@ class Matching:
 
     def _is_handed(self, adapter: StateAdapter, stored: str, has_room: bool) -> bool:
         """Whether an object is handed what it does not have and the checkpoint has under its name."""
-        if adapter.kind == "module" or self._mode is LoadMode.RESTORE or has_room:
+        if adapter.kind in ("module", "optimizer") or self._mode is LoadMode.RESTORE or has_room:
             return stored not in self._union.owned
         judges = adapter.kind == "stateful" and self._strict and self._partial.unexpected == "error"
         return judges and stored not in self._union.taken

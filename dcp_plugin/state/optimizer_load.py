@@ -31,6 +31,7 @@ from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import is_empty_mapping, unflatten, walked_as_stored, with_keys_of, with_types_of
 from dcp_plugin.planning.local_inventory import LocalSlot
 from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
+from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
 from dcp_plugin.state.optimizer import (
     BESIDE,
@@ -373,12 +374,21 @@ class OwnLayoutLoad:
         return self._current.keys().isdisjoint(self._stored)
 
     def targets(self) -> dict[str, Any]:
-        """Return a tensor to fill, or None for another value, by relative key."""
+        """Return a tensor to fill, or None for another value, by relative key.
+
+        These are the keys that the optimizer has, and those that name a parameter of this rank. All other keys are
+        extra: they may be those of another pipeline stage.
+        """
         memory = Memory(self._module, self.wanted.refused)
         for key, entry in self._stored.items():
-            self.wanted.targets[key] = (
-                memory.of(key, entry, self._current.get(key)) if isinstance(entry, StoredTensor) else None
-            )
+            if key not in self._current and not memory.names_parameter(key):
+                self.wanted.extra[key] = Deferred(entry) if isinstance(entry, StoredTensor) else None
+                if isinstance(entry, StoredTensor) and (reason := memory.refusal(entry)):
+                    self.wanted.refused[key] = reason
+            elif isinstance(entry, StoredTensor):
+                self.wanted.targets[key] = memory.of(key, entry, self._current.get(key))
+            else:
+                self.wanted.targets[key] = None
         return self.wanted.targets
 
     def lacks(self, recorded: str) -> list[str]:
@@ -439,14 +449,24 @@ class Memory:
         fqn = self._named_in(key)
         if fqn is not None and sharded_value(self._layouts[fqn]).shape == entry.shape:
             return _empty_like(self._layouts[fqn], entry.dtype)
+        if reason := self.refusal(entry):
+            self._refused[key] = reason
+        return torch.empty(entry.shape, dtype=entry.dtype)
+
+    def names_parameter(self, key: str) -> bool:
+        """Return whether a key contains the name of a parameter of this rank."""
+        return self._named_in(key) is not None
+
+    def refusal(self, entry: StoredTensor) -> str:
+        """Return why a tensor cannot get memory that is not like a parameter's; empty if it can."""
         if entry.stored_whole:
-            self._refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
-        elif self._is_sharded and len(entry.chunks) > 1:
-            self._refused[key] = (
+            return f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
+        if self._is_sharded and len(entry.chunks) > 1:
+            return (
                 f"stored in {len(entry.chunks)} shards, and names no parameter of its shape that would tell how to "
                 f"shard it here; the optimizer does not have it yet: {_HAVE_STATE}"
             )
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return ""
 
     def _named_in(self, key: str) -> str | None:
         """Return the longest FQN that the steps of a key contain."""
