@@ -103,7 +103,7 @@ def _gsam(cls: Any, model: nn.Module) -> Any:
 
 SPECIAL: dict[str, Callable[[Any, nn.Module], Any]] = {
     **dict.fromkeys(
-        ("Muon", "AdaMuon", "AdaGO", "NorMuon", "DistributedMuon", "SpectralSphere"),
+        ("Muon", "AdaMuon", "AdaGO", "NorMuon", "DistributedMuon", "MuonClip"),
         lambda cls, model: cls(_groups(model, use_muon=True)),
     ),
     "SpectralSphere": lambda cls, model: cls([p for p in model.parameters() if p.dim() == 2]),
@@ -157,11 +157,12 @@ def train(model: nn.Module, optimizer: Any, first: int) -> None:
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
 
         @torch.enable_grad()
-        def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+        def closure(inputs: torch.Tensor = inputs) -> Any:
             optimizer.zero_grad()
-            loss = model(inputs).square().mean()
+            outputs = model(inputs)
+            loss = outputs.square().mean()
             loss.backward(create_graph=type(optimizer).__name__ in ("AdaHessian", "Adahessian", "SophiaH"))
-            return loss  # type: ignore[no-any-return]
+            return (outputs, loss) if type(optimizer).__name__ == "GSAM" else loss
 
         if first == 0 and number == 0 and hasattr(optimizer, "train"):
             optimizer.train()  # schedule-free ones begin so

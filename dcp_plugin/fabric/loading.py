@@ -228,13 +228,14 @@ def _streams(adapter: FabricAdapter, found: Contents) -> dict[str, Any]:
 
 def _nested(value: Any, is_optimizer: bool) -> Any:
     """An optimizer's state dict as Fabric would have it; any other value as it is."""
-    if (
-        not is_optimizer
-        or not isinstance(value, dict)
-        or not any(key.startswith(("state.", "param_groups.")) for key in value)
-    ):
+    if not is_optimizer or not isinstance(value, dict) or not any(map(_is_flat, value)):
         return value
     return unflatten_optimizer({key: item for key, item in value.items() if key != GROUPS})
+
+
+def _is_flat(key: Any) -> bool:
+    """Return whether a key is one of an optimizer in torch's layout: a layout of its own may have any keys."""
+    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
 
 
 def _load_made_by_fabric(

@@ -108,6 +108,18 @@ Our writer refuses a directory that has other files than a checkpoint: a folder 
 that retention deletes. Stock writes between them. So `torch_save_to_dcp("run/model.pt", "run")` needs another target,
 such as `"run/step-1"`."""
 
+FLAT_KEYS = """\
+Keys of an optimizer are stored flat (`state.<FQN>.<slot>`). `_load_state_dict_from_keys("optimizer")` of torch, a private
+function, returns them under these names, and `"optimizer.state"` selects none of them."""
+
+IN_PLACE = """\
+A nested mapping is filled in place. Stock assigns it to its key once more, so that a `__setitem__` of the user's own
+class of mappings is called; a load of ours calls none."""
+
+SHARDS_IN_VALUES = """\
+Under FSDP2 an optimizer whose slot is a dict or a queue of sharded tensors (AggMo and AdaShift of `pytorch_optimizer`)
+is refused with an error that names the key. Stock stores each tensor in it under a key of its own."""
+
 EPOCHS = """\
 Lightning resumes a checkpoint that was made between two epochs in four wrong ways: one batch too many with `max_steps`;
 the next epoch skipped, if it was made after the last batch with a stateful dataloader or in `on_train_epoch_start`; and
@@ -210,6 +222,9 @@ REASONS = {
     "A failure on one rank is a failure on all": OWN_ERRORS,
     "What is registered is asked for its state first": ASKED_FOR_ITS_KEYS,
     "Automatic names go on": NAMES_GO_ON,
+    "Keys of an optimizer are flat": FLAT_KEYS,
+    "A nested mapping is filled in place": IN_PLACE,
+    "Sharded tensors inside of one slot of an optimizer are refused": SHARDS_IN_VALUES,
     "Errors can be caught": STOCK_ERRORS,
     "Errors have words of their own": OTHER_WORDS,
     "A folder .dcp_plugin is beside the checkpoints": WORKSPACE_STAYS,

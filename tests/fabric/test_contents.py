@@ -241,6 +241,22 @@ def test_a_load_returns_the_remainder_that_fabric_returns(place: Where) -> None:
     assert torch.equal(wholes[0]["optimizer"]["state"][0]["exp_avg"], optimizer["state"]["body.0.weight"]["exp_avg"])
 
 
+class _Numbered(torch.optim.SGD):
+    """An optimizer whose state dict has a layout of its own, with numbers for keys."""
+
+    def state_dict(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {0: {"steps": 3}, 1: {"steps": 5}}
+
+
+@on_ranks(1)
+def test_the_remainder_has_an_optimizer_in_its_own_layout(tmp_path: Path) -> None:
+    fabric = _attached("single")
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = fabric.setup(model, _Numbered(model.parameters(), lr=0.1))
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    assert fabric.load(tmp_path / "saved")["optimizer"] == {0: {"steps": 3}, 1: {"steps": 5}}
+
+
 @on_ranks(2)
 def test_no_rank_gets_full_models_in_the_remainder_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     """Where ranks keep shards, no rank gets whole models, as with Fabric itself."""
