@@ -109,8 +109,8 @@ that retention deletes. Stock writes between them. So `torch_save_to_dcp("run/mo
 such as `"run/step-1"`."""
 
 FLAT_KEYS = """\
-Keys of an optimizer are stored flat (`state.<FQN>.<slot>`). `_load_state_dict_from_keys("optimizer")` of torch, a private
-function, returns them under these names, and `"optimizer.state"` selects none of them."""
+Keys of an optimizer are stored flat (`state.<FQN>.<slot>`). `_load_state_dict_from_keys("optimizer")` of torch, a
+private function, returns them under these names, and `"optimizer.state"` selects none of them."""
 
 IN_PLACE = """\
 A nested mapping is filled in place. Stock assigns it to its key once more, so that a `__setitem__` of the user's own
