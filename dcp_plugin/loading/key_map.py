@@ -245,9 +245,11 @@ class OverlappingNames:
 
     def __init__(self, adapters: Iterable[StateAdapter]) -> None:
         adapters = list(adapters)
-        outer = [a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)]  # those with keys below
-        inner = {name: [a.name for a in adapters if a.name.startswith(f"{name}.")] for name in outer}
-        overlapping = {name for outer, names in inner.items() if names for name in (outer, *names)}
+        outer = {a.name for a in adapters if not (isinstance(a, ValueAdapter) and a.is_leaf)}  # those with keys below
+        overlapping: set[str] = set()
+        for name in (adapter.name for adapter in adapters if outer):  # there may be thousands
+            if above := outer.intersection(name[:at] for at, letter in enumerate(name) if letter == "."):
+                overlapping |= {name, *above}
         self._names = {a.name: frozenset(a.names()) for a in adapters if a.name in overlapping}
 
     def __contains__(self, name: str) -> bool:
