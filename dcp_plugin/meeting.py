@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dcp_plugin import calls
 from dcp_plugin._torch import default_store
-from dcp_plugin.calls import Call, current_call
+from dcp_plugin.calls import current_call
 from dcp_plugin.errors import RankFailure, some
 
 _ALL = b"all"
@@ -50,8 +50,7 @@ def meet(timeout: float) -> None:
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"
     number = _held[world] = _held.get(world, 0) + 1
-    key, call = f"dcp_plugin/meeting/{number}", current_call("save or load")
-    meeting = _Meeting(default_store(), key, dist.get_rank(), dist.get_world_size(), timeout, call)
+    meeting = _Meeting(default_store(), f"dcp_plugin/meeting/{number}", dist.get_rank(), dist.get_world_size(), timeout)
     # In a thread, as requests of a store whose host hangs never return, and Ctrl-C comes only between two of them.
     failure: list[BaseException | None] = []
     ended = threading.Event()
@@ -89,9 +88,9 @@ _HOST = "The process that hosts it, which is rank 0 unless a launcher does,"
 class _Meeting:
     """One meeting, as one rank attends it."""
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float, call: Call | None = None) -> None:
+    def __init__(self, store: Any, key: str, rank: int, size: int, timeout: float) -> None:
         self._store, self._key, self._size, self._timeout = store, key, size, timeout
-        self._call = call or current_call("save or load")
+        self._call = current_call("save or load")  # here, since the thread that attends has no current call
         self.rank = rank
         self.has_come = False
         """Whether the store has answered this rank."""

@@ -166,7 +166,7 @@ class KeyMap:
         for here, there in self._rules_in_use():
             for full in _under(index, there):
                 key, path = here + full.removeprefix(there), index.path_of(full)
-                if not key or (renamed and (self._by_prefix(key) != full or belongs(key, self._special))):
+                if not key or (renamed and (self._by_prefix(key) != full or _belongs(key, self._special))):
                     continue
                 if self._optimizer and here and any(isinstance(step, int) for step in path):
                     self.unnamed_groups = True
@@ -205,7 +205,7 @@ class KeyMap:
     def _without_second_names(self, found: Mapping[str, str]) -> dict[str, str]:
         """What is stored once may be found under several of our names. Those that exist keep it; else only what it was
         renamed to does."""
-        existing = {key for key in found if belongs(key, self._names)}
+        existing = {key for key in found if _belongs(key, self._names)}
         claimed = {found[key] for key in existing}
         renamed = {full for key, full in found.items() if full != join(self.name, key)}
         return {
@@ -215,7 +215,7 @@ class KeyMap:
         }
 
 
-def belongs(key: str, names: Collection[str]) -> bool:
+def _belongs(key: str, names: Collection[str]) -> bool:
     """Return whether a key is one of the names, or lies under one that ends with a dot."""
     return key in names or any(key[: at + 1] in names for at, letter in enumerate(key) if letter == ".")
 
@@ -237,10 +237,10 @@ def _below(here: str, there: str, path: KeyPath) -> KeyPath | None:
 
 
 class OverlappingNames:
-    """Objects of which one's name begins with another's, as ``a`` and ``a.b``, and whose keys begin alike therefore.
+    """Objects whose names overlap: one name begins with the other, as ``a.b`` begins with ``a``.
 
-    A key of the checkpoint belongs to the objects that have it now. If none has it, it belongs to the object with the
-    longest name that the key begins with. Making one is collective if a module among them contains FSDP1.
+    A key of the checkpoint belongs to the objects that have it now. If no object has it, it belongs to the object with
+    the longest name that the key begins with. Making one is collective if a module among the objects contains FSDP1.
     """
 
     def __init__(self, adapters: Iterable[StateAdapter]) -> None:
@@ -257,11 +257,11 @@ class OverlappingNames:
 
     def is_of_another(self, name: str, key: str) -> bool:
         """Return whether a key, given relative to the object ``name``, belongs to another object."""
-        if belongs(key, self._names[name]):
+        if _belongs(key, self._names[name]):
             return False
         full = join(name, key)
         rivals = [other for other in self._names if other != name and f"{full}.".startswith(f"{other}.")]
-        return any(len(o) > len(name) or belongs(full[len(o) + 1 :], self._names[o]) for o in rivals)
+        return any(len(o) > len(name) or _belongs(full[len(o) + 1 :], self._names[o]) for o in rivals)
 
 
 class KeyMaps:

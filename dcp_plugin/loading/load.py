@@ -334,7 +334,7 @@ class Loading:
                 if self._mode is LoadMode.FILL:
                     filled |= want.lacking
                 incompatible = adapter.take(filled, partial(self._read_deferred, adapter.name, match), strict)
-                if incompatible not in (None, Incompatible()):
+                if incompatible is not None and incompatible != Incompatible():
                     found[adapter.name] = incompatible
         return found
 

@@ -149,7 +149,7 @@ class PartialLoad:
         return _matches(key, self.include) and not _matches(key, self.exclude)
 
     def idle(self, keys: Iterable[str]) -> list[str]:
-        """Return the globs that match none of these keys. ``*`` matches whatever there is, if it is nothing."""
+        """Return the globs that match none of these keys. ``*`` is never one of them, even where there are no keys."""
         keys = list(keys)
         globs = (glob for glob in (*self.include, *self.exclude) if glob != "*")
         return [glob for glob in globs if not any(fnmatchcase(key, glob) for key in keys)]

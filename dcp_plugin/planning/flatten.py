@@ -21,6 +21,7 @@ import numpy as np
 
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.format.columns import default_path
 from dcp_plugin.types import KeyPath
 
 Walks = Callable[[str, Any], bool]
@@ -127,6 +128,26 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
         mine if isinstance(mine, tuple) and mine[0] == "k" and part == str(mine[1]) else part
         for mine, part in zip(current, path, strict=True)
     )
+
+
+def paths_as_stored(
+    keys: Iterable[str], current: Mapping[str, KeyPath], stored: Mapping[str, KeyPath]
+) -> dict[str, KeyPath]:
+    """Return the path of each stored key: as it is stored, with the keys of the current state (:func:`with_keys_of`).
+
+    Args:
+        current: The paths of the current state.
+        stored: The paths in the checkpoint, as far as it has them.
+    """
+    return {
+        key: with_keys_of(current.get(key), stored[key]) if key in stored else current.get(key, default_path(key))
+        for key in keys
+    }
+
+
+def has_keys_below(key: str, stored: Iterable[str]) -> bool:
+    """Return whether a stored key lies below ``key``; every key lies below the empty one."""
+    return any(not key or other.startswith(f"{key}.") for other in stored)
 
 
 def step_of(part: Any) -> Any:

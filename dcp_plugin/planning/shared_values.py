@@ -55,8 +55,8 @@ def shared_hashes(state: Flat, keys: Collection[str]) -> dict[str, bytes]:
 
 
 def about_different(hashes_of_ranks: list[Mapping[str, bytes]]) -> str:
-    """Return a warning that names the keys that differ, and for each two ranks; empty if none does. Keys that only some
-    ranks have are compared among these."""
+    """Return a warning that names each key that differs, with two ranks; empty if no key differs. A key that only some
+    ranks have is compared among those ranks."""
     first: dict[str, tuple[int, bytes]] = {}
     different: dict[str, tuple[int, int]] = {}
     for rank, hashes in enumerate(hashes_of_ranks):

@@ -144,10 +144,17 @@ class PlannedState:
 
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
-    layouts = layouts_of(gathered.leaves)
-    kinds, metrics = (gathered.kinds, gathered.optimizers), (gathered.metrics, gathered.shared)
-    of_all = gathered.paths, *kinds, gathered.shards, layouts, *metrics
-    return StagedState(state, *of_all, copy_seconds)
+    return StagedState(
+        state,
+        paths=gathered.paths,
+        kinds=gathered.kinds,
+        optimizers=gathered.optimizers,
+        shards=gathered.shards,
+        layouts=layouts_of(gathered.leaves),
+        metrics=gathered.metrics,
+        shared=gathered.shared,
+        copy_seconds=copy_seconds,
+    )
 
 
 class HostCopy:

@@ -23,18 +23,18 @@ from dcp_plugin._torch import is_meta, is_tensor, shape_of, with_memory
 from dcp_plugin._torch_modules import Incompatible, patched_together, unwrapped_optimizer
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
-from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import (
     Walks,
     flatten,
+    has_keys_below,
     is_empty_mapping,
     join,
+    paths_as_stored,
     step_of,
     unflatten,
     walked_as_stored,
     walked_by_us,
-    with_keys_of,
     with_types_of,
 )
 from dcp_plugin.planning.local_inventory import Box
@@ -336,7 +336,7 @@ def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[tuple[str
             yield name, owner, path[-1], value, None
         elif isinstance(value, PerRank):
             for (_, *below), holder, part in _objects((), vars(value)):
-                if isinstance(part, (*_LIVE, PerRank)):
+                if isinstance(part, _LIVE):
                     raise CheckpointMismatch(
                         f"{_dotted((name, *below))} is a {type(part).__name__} in a PerRank, which takes tensors, "
                         f"plain values, objects with a state_dict and mappings of these. Where ranks have modules or "
@@ -364,12 +364,13 @@ def _objects(path: tuple[Any, ...], node: Mapping[Any, Any]) -> Iterator[tuple[t
             yield (*path, key), node, value
 
 
-_LIVE = (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied)
+_LIVE = (nn.Module, torch.optim.Optimizer, NamesOnly, Unapplied, PerRank)
+"""The classes of objects that are found in mappings at any depth, beside objects with a state dict."""
 
 
 def _holds_objects(node: Mapping[str, Any]) -> bool:
     return any(
-        isinstance(value, (*_LIVE, PerRank))
+        isinstance(value, _LIVE)
         or (not is_tensor(value) and _is_stateful(value))
         or (isinstance(value, Mapping) and _holds_objects(value))
         for value in node.values()
@@ -502,9 +503,7 @@ class TreeAdapter:
         self._order = list(current)
         wanted = Wanted(missing=self.missing(needed, stored), empty=not needed and not stored)
         self._empty = {
-            key: value
-            for key, value in current.items()
-            if key not in needed and not any(not key or other.startswith(f"{key}.") for other in stored)
+            key: value for key, value in current.items() if key not in needed and not has_keys_below(key, stored)
         }
         for key, entry in stored.items():
             mine = current.get(key)
@@ -520,14 +519,12 @@ class TreeAdapter:
                     wanted.in_room.add(key)
             if made is not mine and is_tensor(mine) and shape_of(mine) not in (None, entry.shape):
                 wanted.resized[key] = with_memory(mine)
-            if entry.stored_whole and (made is None or (made is not mine and type(made) is torch.Tensor)):
+            is_new = made is None or (made is not mine and type(made) is torch.Tensor)
+            if is_new and entry.stored_whole:  # in this order: the entry decodes the places of its chunks for it
                 wanted.refused[key] = f"{OF_ITS_OWN_CLASS}: have one there to load into"
         if not wanted.missing:
             wanted.lacking = {key: value for key, value in needed.items() if key not in stored and is_tensor(value)}
-        self._paths = {
-            key: with_keys_of(mine_at.get(key), paths[key]) if key in paths else mine_at.get(key, default_path(key))
-            for key in stored
-        }
+        self._paths = paths_as_stored(stored, mine_at, paths)
         self._paths |= {key: mine_at[key] for key in (*self._empty, *wanted.lacking)}
         return wanted
 
@@ -685,8 +682,7 @@ class ValueAdapter(TreeAdapter):
         return type(self.leaf) in _LEAVES
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        leaves, paths = flatten({"it": self._value[self._key]}, lambda key, value: walks(key[3:], value))
-        return {key[3:]: leaf for key, leaf in leaves.items()}, {key[3:]: path[1:] for key, path in paths.items()}
+        return flatten_tree(self._value[self._key], walks)
 
     @property
     def value(self) -> Any:

@@ -283,14 +283,15 @@ def _loading_too(optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]) ->
     if not extras:
         yield
         return
-    load, before = unpatched(optimizer, "load_state_dict"), dict(vars(optimizer))
+    load, on_instance = unpatched(optimizer, "load_state_dict"), vars(optimizer).get("load_state_dict")
     optimizer.load_state_dict = lambda state_dict: load({**state_dict, **extras})  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del vars(optimizer)["load_state_dict"]
-        if "load_state_dict" in before:
-            vars(optimizer)["load_state_dict"] = before["load_state_dict"]
+        if on_instance is None:
+            del vars(optimizer)["load_state_dict"]
+        else:
+            vars(optimizer)["load_state_dict"] = on_instance
 
 
 def _any_rank_has_state(module: nn.Module, state: Mapping[Any, Any]) -> bool:

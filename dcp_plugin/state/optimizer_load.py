@@ -7,7 +7,7 @@ to the optimizer, so a load that fails before leaves no trace.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,15 @@ from dcp_plugin._torch import (
 )
 from dcp_plugin._torch_modules import is_of_torch, slots_of_torch, unpatched
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.index import Entry, StoredTensor
-from dcp_plugin.planning.flatten import is_empty_mapping, unflatten, walked_as_stored, with_keys_of, with_types_of
+from dcp_plugin.planning.flatten import (
+    has_keys_below,
+    is_empty_mapping,
+    paths_as_stored,
+    unflatten,
+    walked_as_stored,
+    with_types_of,
+)
 from dcp_plugin.planning.local_inventory import LocalSlot
 from dcp_plugin.state.module import apply_fsdp1_optimizer, gather_fsdp1_module, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.module_load import Deferred
@@ -360,12 +366,7 @@ class OwnLayoutLoad:
     ) -> None:
         self._module, self._optimizer, self._tree, self._stored = module, optimizer, tree, stored
         self._current, self._paths = flatten_tree(tree, walked_as_stored(stored))
-        self._paths |= {
-            key: with_keys_of(self._paths.get(key), paths[key])
-            if key in paths
-            else self._paths.get(key, default_path(key))
-            for key in stored
-        }
+        self._paths |= paths_as_stored(stored, self._paths, paths)
         self.wanted = Wanted(missing=[] if stored else [""])
         """Without targets, until they are made."""
 
@@ -395,7 +396,7 @@ class OwnLayoutLoad:
         """Return what the optimizer has and the state of another class does not, as :meth:`OptimizerLoad.lacks`."""
         if not recorded or not may_be_another(self._optimizer, recorded):
             return []
-        return [key for key in self._current if key not in self._stored and not _any_below(key, self._stored)]
+        return [key for key in self._current if key not in self._stored and not has_keys_below(key, self._stored)]
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Any value is fine."""
@@ -406,7 +407,7 @@ class OwnLayoutLoad:
         kept = {
             key: value
             for key, value in self._current.items()
-            if key in self._stored or (is_empty_mapping(value) and not _any_below(key, self._stored))
+            if key in self._stored or (is_empty_mapping(value) and not has_keys_below(key, self._stored))
         }
         leaves = {**kept, **filled}
         tree = unflatten(leaves, {key: ("it", *self._paths[key]) for key in leaves})["it"]
@@ -484,10 +485,6 @@ def _empty_like(like: Any, dtype: torch.dtype) -> Any:
     if isinstance(like, ShardedTensor):
         return sharded_like(like, [torch.empty_like(shard.tensor, dtype=dtype) for shard in like.local_shards()])
     return laid_out_like(torch.empty_like(like.detach(), dtype=dtype, requires_grad=False), like)
-
-
-def _any_below(key: str, stored: Collection[str]) -> bool:
-    return any(not key or other.startswith(f"{key}.") for other in stored)
 
 
 def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any]:
