@@ -38,8 +38,6 @@ SAMPLE: Classes = [
 
 
 REFUSED_UNDER_FSDP2 = (
-    # Sharded tensors inside of one value. Stock saves LBFGS and cannot load it; it loads AggMo.
-    "torch.LBFGS", "pytorch_optimizer.LBFGS", "pytorch_optimizer.AggMo",
     "pytorch_optimizer.Nero", "pytorch_optimizer.SGDSaI",  # partial sums; stock cannot save them either
     "pytorch_optimizer.AdaShift",  # a queue that each rank has for its own part; stock loads it
     "pytorch_optimizer.ScheduleFreeWrapper",  # shards that name no parameter; stock cannot save it either

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 from torch import nn, optim
 
 import dcp_plugin
 from dcp_plugin import CheckpointMismatch, PartialLoad
 from dcp_plugin._torch_modules import slots_of_torch, unwrapped_optimizer
 from tests import launch
-from tests.conformance.optimizers import Hybrid, ListOfStateDicts, MergedGroups, Several, SlowWeights
+from tests.conformance.optimizers import Hybrid, ListOfStateDicts, MergedGroups, Several, SlotsOfTensors, SlowWeights
 from tests.launch import on_ranks
 from tests.layouts import build
 
@@ -108,6 +109,41 @@ def test_a_state_that_serves_another_class_is_loaded_with_one_warning(tmp_path: 
         dcp_plugin.load({"model": model, "optim": optimizer}, path)
     assert len(caught) == 1
     assert all(optimizer.state[parameter]["step"] == 2 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [Several, ListOfStateDicts, Hybrid])
+def test_a_layout_of_its_own_is_refused_by_a_plain_optimizer(tmp_path: Path, kind: Any) -> None:
+    path, model = _saved(tmp_path / "ck", kind), _model()
+    expected = f"{kind.__name__}, which cannot serve 'optim', of torch.optim.adamw.AdamW: it lacks the state and param_"
+    with pytest.raises(CheckpointMismatch, match=re.escape(expected)):
+        dcp_plugin.load({"model": model, "optim": _adamw(model)}, path)
+
+
+def _stock_with_slots_of_tensors(path: Path) -> None:
+    model = _model()
+    optimizer = SlotsOfTensors(model.parameters())
+    _train(model, optimizer)
+    names, params = [name for name, _ in model.named_parameters()], list(model.parameters())
+    state = {name: optimizer.state[p] for name, p in zip(names, params, strict=True)}
+    group = {**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": names}
+    stock.save(
+        {"model": model.state_dict(), "optim": {"state": state, "param_groups": [group]}},
+        checkpoint_id=path,
+        no_dist=True,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_slots_that_stock_has_stored_in_parts_become_mappings_and_lists_again(tmp_path: Path) -> None:
+    _stock_with_slots_of_tensors(tmp_path / "ck")
+    model = _model()
+    optimizer = SlotsOfTensors(model.parameters())
+    dcp_plugin.load({"model": model, "optim": optimizer}, tmp_path / "ck")
+    slots = optimizer.state[model[1].weight]
+    assert slots["moments"].keys() == {"slow", "fast"} and torch.equal(
+        slots["moments"]["slow"], torch.full((2, 4), 2.25)
+    )
+    assert [part.shape for part in slots["past"]] == [(2, 4), (2, 4)] and slots["step"] == 2
 
 
 def test_an_unknown_class_is_refused_until_its_slots_are_known(tmp_path: Path) -> None:

@@ -760,12 +760,20 @@ def test_slots_with_dots_in_their_names_and_nested_plain_slots(tmp_path: Path) -
 
 
 @on_ranks(2)
-def test_sharded_tensors_inside_of_a_slots_list_are_refused_and_not_lost(tmp_path: Path) -> None:
+def test_sharded_tensors_inside_of_a_slots_list_come_back_and_those_in_a_set_are_refused(tmp_path: Path) -> None:
     model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
     optimizer = Slots(model.parameters(), lr=0.1)
-    optimizer.put(history=lambda p: [torch.ones_like(p.detach())])
-    with pytest.raises(dcp.CheckpointMismatch, match=r"history is a list with sharded tensors inside"):
-        dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    optimizer.put(history=lambda p: [p.detach() * 2, (p.detach() + 1,)])
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    fresh = Slots(model.parameters(), lr=0.1)
+    dcp.load({"model": model, "optim": fresh}, tmp_path / "ck")
+    for parameter in model.parameters():
+        first, (second,) = fresh.state[parameter]["history"]
+        assert same_bytes(first.to_local(), parameter.to_local() * 2)
+        assert same_bytes(second.to_local(), parameter.to_local() + 1)
+    optimizer.put(history=lambda p: {torch.ones_like(p.detach())})
+    with pytest.raises(dcp.CheckpointMismatch, match=r"history is a set with sharded tensors inside"):
+        dcp.save({"model": model, "optim": optimizer}, tmp_path / "other")
 
 
 def test_groups_that_do_not_fit_are_found_before_a_weight_is_overwritten(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ class Matching:
                 self._take_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
-                if isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra):
+                if isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self._at[adapter.name] = key_map
@@ -336,7 +336,7 @@ class Matching:
             return
         lacking = adapter.lacks(recorded)
         if not lacking:
-            if recorded:
+            if recorded and want.targets:
                 self._warn(f"{self._path} has {name!r} as the state of {recorded}; it is loaded into {mine}.")
             return
         line = (

@@ -90,7 +90,10 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
         for part in above:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise CheckpointMismatch(f"{key} lies inside of another value")
+                raise CheckpointMismatch(
+                    f"{key} lies below {name_of(above)}, which is a value of its own: ranks saved different kinds of "
+                    f"values under one name. Save the same kind on every rank; PerRank marks a value on all ranks."
+                )
         node[last] = _Leaf(leaf)
     return {(part[1] if isinstance(part, tuple) else str(part)): _restore(node) for part, node in root.items()}
 

@@ -185,7 +185,7 @@ def encode_state(leaves: Mapping[str, Any], allow_pickle: tuple[str, ...] = ()) 
             if holds_sharded(leaf):
                 raise CheckpointMismatch(
                     f"{key} is a {type(leaf).__name__} with sharded tensors inside; only one rank's part of them would "
-                    f"be stored. Keep sharded tensors in dicts or lists of the state, or directly in optimizer slots."
+                    f"be stored. Keep sharded tensors in dicts, lists or tuples."
                 )
             notes: list[str] = []
             try:

@@ -46,9 +46,9 @@ from dcp_plugin.state.names import trained_module
 from dcp_plugin.state.optimizer import (
     OwnLayout,
     class_name,
-    flatten_beside,
     flatten_optimizer,
     flatten_tree,
+    flatten_trees,
     gather_optimizer,
     group_list,
     group_names,
@@ -436,7 +436,7 @@ class OptimizerAdapter:
         if isinstance(nested, OwnLayout):
             self._has_own_layout = True
             return flatten_tree(nested)
-        state, unusual = flatten_beside(mark_slots(self.module, self.optimizer, flatten_optimizer(nested)))
+        state, unusual = flatten_trees(mark_slots(self.module, self.optimizer, flatten_optimizer(nested)))
         if self._stock_aliases:
             listed, paths = group_list(nested)
             if not listed.keys() & state.keys():  # a parameter may really be called "0"

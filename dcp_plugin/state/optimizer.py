@@ -3,7 +3,8 @@
 An optimizer knows its parameters by identity and by their order. Neither survives another wrapper or world size, so
 state and hyper-parameters are keyed by the FQN of the parameter:
 
-- ``state.<FQN>.<slot>`` (``state.layer.weight.exp_avg``),
+- ``state.<FQN>.<slot>`` (``state.layer.weight.exp_avg``); ``state.<FQN>.<slot>.<step>`` for a slot that is a mapping
+  or a list of sharded tensors,
 - ``param_groups.<FQN>.<field>`` (``param_groups.layer.weight.lr``): per parameter, since the groups of the saving
   and the loading optimizer need not be the same,
 - ``global_state.<key>.…``: the optimizer's state under a key that is no parameter,
@@ -33,7 +34,7 @@ from torch import nn
 from dcp_plugin._torch import laid_out_like, shard_of
 from dcp_plugin._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
 from dcp_plugin.errors import CheckpointMismatch, some
-from dcp_plugin.planning.flatten import Walks, flatten, walked_by_us, with_types_of
+from dcp_plugin.planning.flatten import Walks, flatten, holds_sharded, walked_by_us, with_types_of
 from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
@@ -188,13 +189,21 @@ def _keys(kind: str, names: tuple[str, ...], fields: tuple[str, ...]) -> list[st
     return [f"{kind}.{name}.{field}" for name in names for field in fields]
 
 
-def flatten_beside(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Flatten the state that is of no parameter in what :func:`flatten_optimizer` returns, and return its paths too."""
-    beside = {name: flat[name] for name in BESIDE if name in flat}
-    if not beside:
+def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Flatten the trees in a result of :func:`flatten_optimizer`, and return the paths of their leaves too.
+
+    Trees are the state that is of no parameter, and slots with sharded tensors in a mapping or a list: a slot that is
+    stored as one value would have only one rank's shards.
+    """
+    trees = {
+        key: value
+        for key, value in flat.items()
+        if key in BESIDE or (isinstance(value, (dict, list, tuple)) and holds_sharded(value))
+    }
+    if not trees:
         return flat, {}
-    leaves, paths = flatten(beside)
-    return {key: value for key, value in flat.items() if key not in beside} | leaves, paths
+    leaves, paths = flatten(trees)
+    return {key: value for key, value in flat.items() if key not in trees} | leaves, paths
 
 
 def group_list(nested: Nested) -> tuple[dict[str, Any], dict[str, KeyPath]]:

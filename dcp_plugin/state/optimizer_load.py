@@ -30,6 +30,7 @@ from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import (
     has_keys_below,
     is_empty_mapping,
+    name_of,
     paths_as_stored,
     unflatten,
     walked_as_stored,
@@ -126,13 +127,17 @@ class OptimizerLoad:
         self._groups = group_names(module, optimizer)
         self._here = {fqn for names in self._groups for fqn in names}
         self._slots: dict[str, dict[str, Entry]] = defaultdict(dict)
+        self._parts: dict[str, KeyPath] = {}
+        """The steps to each part of a slot that is stored in parts: the key of the slot, and those below it."""
         self._hyper: dict[str, dict[str, Entry]] = defaultdict(dict)
         self._group_list: dict[str, Entry] = {}
+        self._has_other_layout = False
         self._local: dict[tuple[str, str], list[tuple[LocalSlot, str]]] = defaultdict(list)
         self.wanted = Wanted()
         """Without targets, until they are made."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
+            self._has_other_layout |= kind not in ("state", GROUPS, *BESIDE)
             if kind in BESIDE:
                 if kind == GLOBAL or own is not None:
                     self._beside[key] = entry
@@ -140,6 +145,8 @@ class OptimizerLoad:
                 self._local[fqn, local.slot].append((local, key))
             elif kind == "state":
                 self._slots[fqn][name] = entry
+                if (path := self._path_in_slot(key, fqn))[1:]:
+                    self._parts[key] = path
             elif any(isinstance(part, int) for part in (paths or {}).get(key, ())):
                 self._group_list[key] = entry
             else:
@@ -156,6 +163,17 @@ class OptimizerLoad:
             self.wanted.tolerated = _OTHERS_ARE_TRAINED
         if self._hyper:
             self._group_list = {}
+
+    def _path_in_slot(self, key: str, fqn: str) -> KeyPath:
+        """Return the key of the slot that a stored key belongs to, and the steps from that slot to the value.
+
+        Stock's paths have ``state`` and the FQN as steps of their own: ``("state", fqn, slot, step)``.
+        """
+        path = self._paths.get(key, (key,))
+        for length in range(1, len(path)):
+            if len(name_of(path[:length])) > len(f"state.{fqn}"):
+                return name_of(path[:length]), *path[length:]
+        return (key,)
 
     def _take_local(self, fqn: str, slot: str, found: list[tuple[LocalSlot, str]], stored: Mapping[str, Entry]) -> None:
         """What this rank itself had for its part of a parameter, else what another rank had for the same part."""
@@ -204,6 +222,8 @@ class OptimizerLoad:
         """
         if not may_be_another(self._optimizer, recorded):
             return []
+        if self._has_other_layout:
+            return ["the state and param_groups of torch's layout"]
         stored = {name for fields in self._hyper.values() for name in fields}
         stored |= {key.rpartition(".")[2] for key in self._group_list}
         defaults = getattr(self._optimizer, "defaults", {})
@@ -213,8 +233,12 @@ class OptimizerLoad:
         if slots is None:
             is_known = not recorded or recorded.rpartition(".")[2] == type(self._optimizer).__name__
             return lacking if is_known or not self._slots else [*lacking, f"slots that are not known: {_HAVE_STATE}"]
-        of_all = [set(self._slots[fqn]) for fqn in self._here if self._slots.get(fqn)]
+        of_all = [self._slots_stored(fqn) for fqn in self._here if self._slots.get(fqn)]
         return lacking + [f"the slot {slot!r}" for slot in sorted(slots) if any(slot not in each for each in of_all)]
+
+    def _slots_stored(self, fqn: str) -> set[str]:
+        keys = (f"state.{fqn}.{name}" for name in self._slots[fqn])
+        return {self._split(str(self._parts.get(key, (key,))[0]))[2] for key in keys}
 
     def _slots_needed(self) -> set[str] | None:
         """Return the slots that the optimizer has of every parameter; None if that is not known yet."""
@@ -259,7 +283,7 @@ class OptimizerLoad:
         slots: dict[str, dict[str, Any] | None] = {}
         for fqn in touched & self._here:
             if fqn in state:
-                kept = {} if self._is_complete(fqn, state[fqn]) else self._live.slots.get(fqn, {})
+                kept = {} if self._is_complete(fqn, filled) else self._live.slots.get(fqn, {})
                 slots[fqn] = {**kept, **state[fqn]}
             elif fqn not in self._slots:  # it never got a gradient before the checkpoint
                 slots[fqn] = None
@@ -267,10 +291,10 @@ class OptimizerLoad:
         extras = self._trees_of(filled, EXTRA_STATE, self._live.extras)
         self._live.load(self._optimizer, slots, others, extras, groups)
 
-    def _is_complete(self, fqn: str, slots: Mapping[str, Any]) -> bool:
-        """Whether this is all that the checkpoint has of a parameter's state."""
+    def _is_complete(self, fqn: str, filled: Mapping[str, Any]) -> bool:
+        """Return whether this is all that the checkpoint has of a parameter's state."""
         lost = any(key.startswith(f"state.{fqn}.") for key in self.wanted.lost)
-        return slots.keys() == self._slots[fqn].keys() and not lost
+        return all(f"state.{fqn}.{name}" in filled for name in self._slots[fqn]) and not lost
 
     def _trees_of(self, filled: Mapping[str, Any], name: str, current: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the state of no parameter that is stored under a name, with what was not read as it is."""
@@ -286,7 +310,9 @@ class OptimizerLoad:
         state: dict[str, dict[str, Any]] = defaultdict(dict)
         fields: dict[str, dict[str, Any]] = defaultdict(dict)
         listed: dict[str, dict[str, Any]] = defaultdict(dict)
-        for key, value in filled.items():
+        parts = {key: value for key, value in filled.items() if key in self._parts}
+        slots = {key: value for key, value in filled.items() if key not in self._parts}
+        for key, value in {**slots, **unflatten(parts, self._parts)}.items():
             kind, fqn, name = self._split(key)
             if kind in BESIDE:
                 continue

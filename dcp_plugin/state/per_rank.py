@@ -20,7 +20,7 @@ class PerRank:
     """A value of the state of which each rank has its own.
 
     Without this mark all ranks get back the value of rank 0. With it each rank saves and loads its own value, under
-    ``<name>.<rank>``. A rank that the checkpoint has no entry for raises
+    ``<name>.<rank>``. Every rank has to mark the value. A rank that the checkpoint has no entry for raises
     :class:`~dcp_plugin.CheckpointMismatch` in a ``load``, and keeps its value with a warning in a ``resume_or_init``.
 
     Args:

@@ -194,6 +194,17 @@ class PlainValues(Custom):
         }  # fmt: skip
 
 
+class SlotsOfTensors(Custom):
+    """As AggMo: a slot with a moment for each decay; and one with a list of them."""
+
+    def slots(self, step: int, place: int, parameter: torch.Tensor) -> dict[str, Any]:
+        decays = {name: torch.full_like(parameter, step / 8 + place) for name in ("slow", "fast")}
+        return {"step": step, "moments": decays, "past": [parameter.detach() * step, parameter.detach() + step]}
+
+    def factor(self, slots: dict[str, Any]) -> float:
+        return 1.0 / (slots["step"] + len(slots["moments"]) + len(slots["past"]))
+
+
 class NoTensors(Custom):
     def slots(self, step: int, place: int, parameter: torch.Tensor) -> dict[str, Any]:
         return {"step": step}
@@ -457,6 +468,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "OverridesBoth": OptimizerEntry(over_all(OverridesBoth, lr=0.1, momentum=0.9), differs=known.EXTRAS_TRAVEL),
     "PlainValues": OptimizerEntry(over_all(PlainValues), differs=known.UNCAST_SLOTS),
     "NoTensors": OptimizerEntry(over_all(NoTensors)),
+    "SlotsOfTensors": OptimizerEntry(over_all(SlotsOfTensors), ("plain", "fsdp2", "fsdp2@3")),
     "Grows": OptimizerEntry(over_all(Grows)),
     # Not under DDP, where rank 0's state is that of all: stock mixes the ranks' tensors. See tests/test_rank_local.py.
     "PerRank": OptimizerEntry(over_all(PerRank), oracle="right"),
