@@ -190,25 +190,30 @@ class Loading:
         return difference
 
     def _fit(self) -> Match:
-        """Match and plan; raise everything that does not fit, in one error. Collective."""
+        """Match and plan; raise everything that does not fit, in one error. Collective.
+
+        A rank with no question for other ranks plans at once. Usually that is every rank, and one small collective is
+        all. A rank with questions, or with a plan that failed, has all ranks answer. Then the ranks with questions
+        plan, and each failure is raised on all ranks.
+        """
         step = f"compare {self._path} with the state"
         matching = self._matching()
-        planned: Attempt[None] | None = None
+        planned_at_once: Attempt[None] | None = None
 
         def match() -> list[str] | None:
-            nonlocal planned
+            nonlocal planned_at_once
             for adapter in self._adapters:
                 if adapter.kind == "module" and adapter.module is not None:
                     self._waiting += [join(adapter.name, key) for key in materialise(adapter.module)]
             matching.run(self._adapters)
             if matching.questions is not None:
                 return matching.questions
-            planned = Attempt.of(partial(self._judge_and_plan, matching, Union()))  # as usual: no other rank matters
-            return None if planned.failure is None else []
+            planned_at_once = Attempt.of(partial(self._judge_and_plan, matching, Union()))
+            return None if planned_at_once.failure is None else []
 
         def judge(union: Union) -> list[str]:
-            if planned is not None:
-                planned.get()
+            if planned_at_once is not None:
+                planned_at_once.get()
             else:
                 self._judge_and_plan(matching, union)
             return matching.match.warnings
