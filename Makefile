@@ -2,14 +2,14 @@
 # make test    all tests, but for those that take minutes each: make test-long
 # make test-faults   faults at every call of a save, every state after a loss of power, damage to files (half an hour)
 # make lint    ruff and mypy          make demo    the demonstration
-# make docs    the site of docs/, into outputs/site; warnings are errors
+# make docs    the site of docs/, into outputs/site, and its tests; warnings are errors
 # make bench   every benchmark        make clean   remove what these made
 # make bench-report   the benchmarks of benchmarks/RESULTS.md, and that page anew (25 minutes on a quiet machine)
 # make matrix  the wheel with pairs of Python and torch, as far as they are here; the table of docs/versions.md
 # make release DRY_RUN=1   build and check what would be released; without DRY_RUN, tag it as well
 # make bench-cuda     tests and benchmarks that need a GPU (ten minutes)
 #
-# Each makes .venv first, unless it is up to date, with the versions of constraints.txt. Settings:
+# Each first installs what it needs into .venv, with the versions of constraints.txt. Settings:
 #   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
 #   PIP_ARGS="..."              more arguments for pip, say another index
 #   ARGS="-k resume -x"         more arguments for pytest, bench-report or bench-cuda (--only save, --from-json)
@@ -19,7 +19,11 @@ PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+
+# The extras of pyproject.toml that a target needs. $(VENV)/.test is made once `make test` has installed its own.
+EXTRAS_demo := examples
+EXTRAS_test := dev,examples,hf,cli,objects,bench
+EXTRAS_docs := docs,lightning,hf,cli
 
 .PHONY: help check test test-long test-faults lint docs demo bench bench-report bench-cuda matrix release clean
 
@@ -34,58 +38,59 @@ check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not ranks" $(FAST) $(ARGS)
 
 # Four files of tests at a time, on two cores too: ranks wait for each other, and for the disk, most of the time.
-test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(ARGS)
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 4 --dist loadfile --ignore=tests/test_site.py $(ARGS)
 
-test-long: $(READY)
+test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long $(ARGS)
 
-test-faults: $(READY)
+test-faults: $(VENV)/.test
 	$(BIN)/python -m tests.faults $(ARGS)
 	$(BIN)/python -m tests.faults flips
 
-lint: $(READY)
+lint: $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 # docs/llms.txt is the list of its pages, for whoever reads them as text.
-docs: $(READY)
+docs: $(VENV)/.docs
 	@$(BIN)/python docs/llms.py
-	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs outputs/site $(ARGS)
+	@$(BIN)/python -m pytest --quiet --no-header tests/test_site.py $(ARGS)
 	@echo "outputs/site/index.html"
 
-demo: $(READY)
+demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
 
 # A file of benchmarks/ is one benchmark, but for those that start with an underscore.
-bench: $(READY)
+bench: $(VENV)/.test
 	@for file in benchmarks/[!_]*.py; do \
 		name=$$(basename "$$file" .py); echo "== $$name"; $(BIN)/python -m benchmarks "$$name" || exit 1; \
 	done
 
-bench-report: $(READY)
+bench-report: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.report $(ARGS)
 
-bench-cuda: $(READY)
+bench-cuda: $(VENV)/.test
 	@$(BIN)/python -m benchmarks cuda $(ARGS)
 
 matrix:
 	@$(PYTHON) tests/versions/matrix.py $(ARGS)
 
-release: $(READY)
+release: $(VENV)/.test
 	@$(BIN)/python -m tests.release $(if $(DRY_RUN),--dry-run) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt
+$(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV) (once; this takes a few minutes) ..."
+	@echo "Installing into $(VENV) what \`make $*\` needs: dcp-plugin[$(EXTRAS_$*)]."
+	@echo "torch alone has some hundred megabytes, so the first time takes minutes. pip says where it is:"
 	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
-		-c $(VENV)/constraints.txt -e ".[dev,docs,examples,hf,cli,bench,objects]"
+	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) \
+		-c $(VENV)/constraints.txt -e ".[$(EXTRAS_$*)]"
 	@touch $@

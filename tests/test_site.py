@@ -1,4 +1,7 @@
-"""The site of docs/: built without a warning, with a place for every public name and an anchor for every error."""
+"""The site of docs/: built without a warning, with a place for every public name and an anchor for every error.
+
+``make docs`` runs this file, and ``make test`` does not: the first test builds the site into ``outputs/site``.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ MODULES = ["dcp_plugin", "dcp_plugin.lightning", "dcp_plugin.fabric", "dcp_plugi
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
+def site() -> Path:
+    out = ROOT / "outputs" / "site"
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "docs", str(out)]
     ran = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
