@@ -12,6 +12,7 @@ import pytest
 from dcp_plugin.paths import Where, as_path
 from tests import object_server
 from tests.faults.proxy import Proxy
+from tests.limits import HANG
 
 # Several test processes share the cores: threads of torch that wait for each other in turns take a fifth of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        item.add_marker(pytest.mark.timeout(2 * HANG))
         if isinstance(item, pytest.Function) and "launch" in item.function.__code__.co_names:
             item.add_marker("ranks")
 

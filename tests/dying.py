@@ -18,6 +18,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dcp_plugin import events
+from tests.limits import HANG
 
 
 def die_after(step: int, how: str) -> None:
@@ -30,7 +31,7 @@ def die_after(step: int, how: str) -> None:
 
     def die(*_: Any) -> None:
         if next(steps) > step:
-            assert saved.wait(60)
+            assert saved.wait(HANG)
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             Path(how).write_text("now")

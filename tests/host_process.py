@@ -27,6 +27,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG
+
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, host name, IPC, PIDs, network
 _SUBREAPER = 36
 _SWITCH = "10.77.0.254"
@@ -41,7 +43,7 @@ class Process:
         self.pid = int(re.findall(r"Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{descriptor}").read_text())[0])
         self.returncode: int | None = None
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = HANG) -> int:
         """Its exit code when it has ended; negative is the signal. It is killed where that takes too long.
 
         Raises:
@@ -65,7 +67,7 @@ class Process:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def result(self, timeout: float = 60.0) -> Any:
+    def result(self, timeout: float = HANG) -> Any:
         """What its function has returned; AssertionError with what it has printed if it has not ended well."""
         code = self.wait(timeout)
         assert code == 0, f"{self.log.name}, exit code {code}:\n{self.log.read_text()}"
@@ -75,7 +77,7 @@ class Process:
 class Ranks(list[Process]):
     """The processes of one launch, in the order of ranks."""
 
-    def results(self, timeout: float = 60.0) -> list[Any]:
+    def results(self, timeout: float = HANG) -> list[Any]:
         return [rank.result(timeout) for rank in self]
 
 

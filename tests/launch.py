@@ -34,6 +34,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import HANG
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = [
     "torch._dynamo",
@@ -54,7 +56,7 @@ preload("tests.layouts")
 
 
 def on_ranks(
-    *world_sizes: int, of: Callable[..., int] | None = None, timeout: float = 120.0
+    *world_sizes: int, of: Callable[..., int] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test whose body runs on every rank of a new process group. It fails with the traceback of each failing rank.
 
@@ -65,7 +67,6 @@ def on_ranks(
         world_sizes: The number of ranks. For several the test runs once with each, and has to have a parameter
             ``world_size``. For none, this parameter says how many.
         of: Gives the number of ranks by parameters of the test that it names, instead of ``world_sizes``.
-        timeout: Seconds after which a rank that has not ended has failed.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +79,7 @@ def on_ranks(
                 world_size = of(**{name: arguments[name] for name in wanted})
             else:
                 world_size = world_sizes[0] if len(world_sizes) == 1 else arguments["world_size"]
-            run(_Body(test, arguments), world_size, timeout=timeout)
+            run(_Body(test, arguments), world_size)
 
         test = pytest.mark.ranks(test)
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
@@ -106,13 +107,13 @@ class Outcome:
     exit_code: int | None = None
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """``function(*args)`` on every rank of a new process group; the results in the order of ranks.
 
     Raises:
         AssertionError: A rank raised, died, or did not end in time; with its traceback.
     """
-    outcomes = outcomes_of(function, world_size, *args, timeout=timeout)
+    outcomes = outcomes_of(function, world_size, *args)
     failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.traceback or outcome.exit_code != 0}
     if failed:
         told = [f"rank {r}, exit code {o.exit_code}:\n{o.traceback or '(no traceback)'}" for r, o in failed.items()]
@@ -120,22 +121,22 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     return [outcome.result for outcome in outcomes]
 
 
-def outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Outcome]:
+def outcomes_of(function: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
     """Like :func:`run` for tests in which ranks are meant to raise or to be killed.
 
     On a busy machine ranks may fail to meet before the function is called. They try again.
     """
     for _ in range(2):
-        outcomes = _outcomes_of(function, world_size, *args, timeout=timeout)
+        outcomes = _outcomes_of(function, world_size, *args)
         if not any(outcome.traceback.startswith(_NOT_MET) for outcome in outcomes):
             return outcomes
-    return _outcomes_of(function, world_size, *args, timeout=timeout)
+    return _outcomes_of(function, world_size, *args)
 
 
 _NOT_MET = "The ranks did not meet.\n"
 
 
-def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float) -> list[Outcome]:
+def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
     port = free_port()
     ranks = []
     for rank in range(world_size):
@@ -146,7 +147,7 @@ def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, time
         process.start()
         theirs.close()
         ranks.append((process, ours))
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + HANG
     outcomes = []
     for process, pipe in ranks:
         result, said = None, ""
@@ -154,7 +155,7 @@ def _outcomes_of(function: Callable[..., Any], world_size: int, *args: Any, time
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 result, said = pipe.recv()
             elif process.is_alive():
-                said = f"did not end within {timeout} s; where it was is on stderr"
+                said = f"did not end within {HANG} s; where it was is on stderr"
                 os.kill(process.pid, signal.SIGUSR1)
         except EOFError:
             pass
@@ -198,7 +199,7 @@ def _rank(
     faulthandler.register(signal.SIGUSR1)  # tells where a rank hangs
     met = False
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=HANG))
         met = True
         pipe.send((function(*args), ""))
     except BaseException:

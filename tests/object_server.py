@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from tests.limits import HANG
+
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _LOOPBACK = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
@@ -67,7 +69,7 @@ class Server:
     def ask(self, method: str, path: str, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of the answer. Moto checks no signature."""
         request = urllib.request.Request(f"{self.url}/{path}", method=method, headers=dict(headers or {}))
-        with _NO_PROXY.open(request, timeout=60) as answer:
+        with _NO_PROXY.open(request, timeout=HANG) as answer:
             return bytes(answer.read())
 
 

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.limits import HANG
+
 ROOT = Path(__file__).parent.parent
 TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")
 LIGHTNING = (*TORCH, "lightning.pytorch")
@@ -34,7 +36,7 @@ def run(
     imported: Sequence[str] = TORCH,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = HANG,
 ) -> subprocess.CompletedProcess[str]:
     """``python *arguments`` to its end: ``"-c", code``, ``"-m", module`` or a file, and what follows."""
     program = Program(*arguments, imported=imported, cwd=cwd, env=env)
@@ -76,7 +78,7 @@ class Program:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = HANG) -> tuple[str, str]:
         """Wait for its end, and kill it where that takes too long; what it has said."""
         streams = [stream for stream in (self.stdout, self.stderr) if stream]
         with ThreadPoolExecutor(len(streams)) as readers, self._told:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dcp_plugin import events
 from dcp_plugin.staging import snapshot
+from tests.limits import HANG
 
 
 @contextmanager
@@ -62,7 +63,7 @@ class Gate:
         self.close, self.open = self._open.clear, self._open.set
 
     def __call__(self) -> None:
-        assert self._open.wait(30)
+        assert self._open.wait(HANG)
 
 
 class RankGate:

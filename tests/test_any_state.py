@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import load as stock_load
 
 import dcp_plugin as dcp
 from tests.compare import assert_same
+from tests.limits import HANG
 from tests.slowness import slow_copies
 
 MIB = 1 << 20
@@ -152,7 +153,7 @@ def test_a_checkpoint_is_the_state_at_its_call_whatever_that_is_and_whatever_fol
         loose = _tensor(chance, torch.float32)
         expected.append(_tensors(model, optimizer, loose))
         copying = threading.Event()
-        with slow_copies(lambda copying=copying: copying.wait(30)):
+        with slow_copies(lambda copying=copying: copying.wait(HANG)):
             state = {"model": model, "optim": optimizer, "loose": {"x": loose}}
             handle = ours.save(state, tmp_path / str(number))
             for change in _change(chance, model, optimizer, loose) if number != 1 else []:

@@ -26,6 +26,7 @@ from tests import launch, programs
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+from tests.limits import HANG
 from tests.memory import extra_peak
 from tests.places import names_in
 from tests.slowness import Gate, slow_writes
@@ -37,7 +38,7 @@ def test_each_background_save_equals_the_state_at_its_call(place: Where) -> None
 
     def slow(event: events.Event) -> None:
         if isinstance(event, events.BytesWritten):
-            assert gates[event.path.name].wait(30)
+            assert gates[event.path.name].wait(HANG)
 
     unsubscribe = events.subscribe(slow)
     ours = dcp.Checkpointer(async_save=True)
@@ -166,11 +167,11 @@ def test_a_second_thread_is_told_and_changes_nothing(tmp_path: Path) -> None:
 
     def hold(directory: Path) -> None:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(HANG)
 
     first = threading.Thread(target=ours.save, args=({"n": 1}, tmp_path / "first"), kwargs={"files": hold})
     first.start()
-    assert entered.wait(30)
+    assert entered.wait(HANG)
     for call in (lambda: ours.save({"n": 2}, tmp_path / "second"), ours.wait, ours.close):
         with pytest.raises(dcp.CheckpointError, match="another thread is in a call of the same Checkpointer"):
             call()
@@ -201,7 +202,7 @@ def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path
     refused: list[str] = []
 
     def call_back(event: events.Event) -> None:
-        assert begun.wait(30)
+        assert begun.wait(HANG)
         calls = {
             "save": lambda: ours.save({"n": 2}, tmp_path / "inner"),
             "load": lambda: ours.load({"n": 0}, tmp_path / "old"),
@@ -218,7 +219,7 @@ def test_a_subscriber_that_would_wait_for_its_own_save_is_refused(tmp_path: Path
     unsubscribe = events.subscribe(call_back)
     handle = ours.save({"t": torch.ones(10)}, tmp_path / "ck")
     begun.set()
-    handle.wait(30)
+    handle.wait(HANG)
     unsubscribe()
     ours.close()
     assert len(refused) == 3 * 6, "at the start, at the bytes and at the end"
@@ -233,7 +234,7 @@ def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: P
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
         if thread.name == queue.THREAD:
-            assert begun.wait(30)
+            assert begun.wait(HANG)
             raise KeyboardInterrupt
 
     begun = threading.Event()
@@ -260,7 +261,7 @@ def test_a_save_interrupted_as_its_thread_starts_keeps_its_host_copy(tmp_path: P
 def test_a_copied_checkpointer_has_no_saves_in_flight(tmp_path: Path) -> None:
     ours = dcp.Checkpointer(async_save=True)
     handle = ours.save({"n": 1}, tmp_path / "ck")
-    handle.wait(30)
+    handle.wait(HANG)
     copied = copy.deepcopy(dcp.Checkpointer(async_save=True))
     copied.save({"n": 1}, tmp_path / "copied")
     copied.close()
@@ -326,7 +327,7 @@ def test_a_forked_process_is_told_that_the_save_is_its_parents(tmp_path: Path) -
         fork = multiprocessing.get_context("fork")
         child = fork.Process(target=_in_the_child, args=(ours, handle, tmp_path, said := fork.SimpleQueue()))
         child.start()
-        child.join(20)
+        child.join(HANG)
         child.kill()
         gate.open()
         ours.close()

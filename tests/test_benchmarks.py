@@ -18,14 +18,11 @@ from benchmarks import names
 from benchmarks.report.figures import tables_of
 from tests import launch
 
-_SECONDS = 600  # for all of them; on a busy machine the first test waits that long
-pytestmark = pytest.mark.timeout(_SECONDS + 60)
-
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each failed with. One process runs all of them: alone, each would take a second, and four for imports."""
-    (found,) = launch.run(_run_all, 1, tmp_path_factory.mktemp("benchmarks"), timeout=_SECONDS)
+    (found,) = launch.run(_run_all, 1, tmp_path_factory.mktemp("benchmarks"))
     return found  # type: ignore[no-any-return]
 
 

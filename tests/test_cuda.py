@@ -63,7 +63,7 @@ def _use_nccl() -> None:
     warnings.simplefilter("ignore")
 
 
-@on_ranks(1, timeout=170)
+@on_ranks(1)
 def test_every_wrapper_on_a_gpu_loads_what_any_other_saved(tmp_path: Path) -> None:
     _use_nccl()
     saved = {}

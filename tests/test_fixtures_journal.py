@@ -26,6 +26,7 @@ from dcp_plugin.paths import resolved
 from tests import programs
 from tests.compare import assert_same
 from tests.fixtures import FROZEN, flat, tiers
+from tests.limits import HANG
 from tests.object_server import Bucket
 
 OTHER = FORMAT_VERSION + 98
@@ -56,7 +57,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder) / f"dcp_plugin-{os.geteuid()}"
         for keeper in client._started:
             if str(folder) in str(keeper.args):
-                keeper.wait(60)
+                keeper.wait(HANG)
 
 
 def _files(folder: Path) -> dict[str, bytes]:

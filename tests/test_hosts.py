@@ -253,7 +253,7 @@ with hosts(2, Path(sys.argv[1])) as h:
     while len(h[0].processes()) < 2:
         assert started.pid in h[0].processes()
     print(*h[0].processes(), *(host.shell.pid for host in h), h.switch.pid, flush=True)
-    started.wait(1000)
+    started.wait(HANG)
 """
 
 

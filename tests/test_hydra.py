@@ -26,6 +26,7 @@ import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.paths import Where
 from tests import launch, programs
+from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.programs import TORCH
 
@@ -173,7 +174,7 @@ def test_every_option_of_every_group_is_made_in_an_application_with_the_wheel(in
     overrides = ("dcp_plugin/checkpoint@trainer.checkpoint=lazy", "trainer.checkpoint.keep_last=3")
     env = {**os.environ, "PYTHONPATH": str(installed), "USER": "me"}
     line = [sys.executable, "every.py", *overrides]
-    ran = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG)
     assert ran.returncode == 0, ran.stderr
     made = json.loads(ran.stdout)
     assert {Path(file).is_relative_to(installed) for file in made["files"]} == {True}

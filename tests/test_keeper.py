@@ -29,8 +29,7 @@ from dcp_plugin.keeper.spool import End, Go, Spool
 from dcp_plugin.tiers.steps import new_token
 from dcp_plugin.tiers.wire import Channel
 from tests.compare import same_bytes
-
-_SECONDS = 100.0
+from tests.limits import HANG
 
 _TRAINING = """
 import os, signal, sys, torch, dcp_plugin as dcp
@@ -69,7 +68,7 @@ def _weights(path: Path) -> torch.Tensor:
 
 
 def _wait(reached: object, what: str) -> None:
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + HANG
     while not reached():  # type: ignore[operator]
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -82,7 +81,7 @@ def _killed_training(tmp_path: Path, local: str, dies_at: str = "") -> Spool:
     root = tmp_path / "run"
     with (tmp_path / "said").open("w+") as said:
         ended = subprocess.run(
-            [sys.executable, str(script), str(root), local, dies_at], stdout=said, stderr=said, timeout=_SECONDS
+            [sys.executable, str(script), str(root), local, dies_at], stdout=said, stderr=said, timeout=HANG
         )
         said.seek(0)
         lines = said.read()
@@ -216,7 +215,7 @@ def _coordinator(spool: Spool) -> tuple[Coordinator, Node, list[str]]:
 
 
 def _ended(node: Node, token: str) -> End:
-    end = node.wait(token, "end", _SECONDS)
+    end = node.wait(token, "end", HANG)
     assert isinstance(end, End), f"{token} has not ended"
     return end
 
@@ -307,7 +306,7 @@ def test_what_cannot_be_read_ends_and_keeps_nobody_waiting(handed_over: _HandedO
     assert isinstance(end.error, SaveFailed) and not end.published
     assert node.in_flight() == []
     with pytest.raises(SaveFailed, match="nothing is known"):
-        node.wait("f" * 24, "end", _SECONDS)
+        node.wait("f" * 24, "end", HANG)
 
 
 def test_a_save_that_kills_its_keepers_is_given_up(handed_over: _HandedOver) -> None:
@@ -338,7 +337,7 @@ def test_a_keeper_whose_spool_somebody_has_deleted_ends(handed_over: _HandedOver
     _wait(lambda: (handed_over.spool.folder / "keeper.sock").exists(), "no keeper has come")
     # At once, as the keeper deletes what nobody uses in the same moment.
     shutil.rmtree(handed_over.spool.folder.rename(tmp_path / "deleted"))
-    assert process.wait(_SECONDS) == 0
+    assert process.wait(HANG) == 0
 
 
 def test_the_parts_of_all_nodes_in_one_folder_are_a_checkpoint(handed_over: _HandedOver, tmp_path: Path) -> None:
@@ -346,7 +345,7 @@ def test_the_parts_of_all_nodes_in_one_folder_are_a_checkpoint(handed_over: _Han
     handed_over.alone()
     coordinator, node, _ = _coordinator(handed_over.spool)
     coordinator.begin()
-    assert node.wait(token, "local", _SECONDS)
+    assert node.wait(token, "local", HANG)
     folder = node.steps(node.job(token, 0)).folder_of(token)
     assert torch.equal(_weights(folder), handed_over.state["weights"])
     assert _ended(node, token).published

@@ -151,10 +151,10 @@ def test_torchrun_itself_with_and_without_the_process_group(tmp_path: Path) -> N
     script.write_text(GROUP + TRAIN + "torch.distributed.destroy_process_group()\n")
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     for how in ("fresh", "resumed"):
-        ended = programs.run(*run, script, tmp_path / "run", 1, timeout=300)
+        ended = programs.run(*run, script, tmp_path / "run", 1)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count(how) == 2 and "UserWarning" not in ended.stderr
-    ended = programs.run(*run, forgets, tmp_path / "other", 3, timeout=300)
+    ended = programs.run(*run, forgets, tmp_path / "other", 3)
     assert ended.returncode != 0 and FORGOT in ended.stderr
     launch = json.loads((tmp_path / "run" / "step-2" / "dcp_plugin.json").read_text())["launch"]
     assert launch["launcher"] == "torchrun" and launch["rank"] == 0 and launch["world_size"] == 2

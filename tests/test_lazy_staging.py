@@ -30,6 +30,7 @@ from dcp_plugin.types import ShardedValue
 from tests.compare import assert_same
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+from tests.limits import HANG
 from tests.object_server import Bucket
 from tests.slowness import at_random, slow_copies, slow_writes
 
@@ -70,8 +71,8 @@ def _every_step(root: Where, layout: str, staging: str, steps: int) -> None:
         assert_same(_tensors(_saved(root / str(step))), _tensors(expected[step]))
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
-@on_ranks(2, timeout=600)
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.long)])
+@on_ranks(2)
 def test_saves_one_per_step_equal_the_state_at_their_call_and_change_no_loss(tmp_path: Path, steps: int) -> None:
     warnings.simplefilter("ignore")
     for layout, staging, part in (
@@ -93,7 +94,7 @@ class _Held:
         self._open = threading.Event()
 
     def __call__(self) -> None:
-        assert self._open.wait(30)
+        assert self._open.wait(HANG)
 
     def open(self) -> None:
         self._open.set()
@@ -397,7 +398,7 @@ def test_a_forked_child_waits_for_no_copy(tmp_path: Path) -> None:
         ours.save({"model": model, "optim": optimizer}, tmp_path / "ck")
         child = multiprocessing.get_context("fork").Process(target=optimizer.step)
         child.start()
-        child.join(20)
+        child.join(HANG)
         assert child.exitcode == 0
         held.open()
     ours.close()
@@ -496,7 +497,7 @@ def test_the_later_copy_starts_no_threads_that_compete_with_those_of_the_trainin
         [sys.executable, "-c", _TASKS, str(tmp_path / "ck")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         env={**environment, "PYTHONPATH": os.getcwd()},
     )
     assert ended.returncode == 0, ended.stderr

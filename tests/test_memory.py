@@ -48,7 +48,7 @@ def _save_directly(state: dict[str, dict[str, torch.Tensor]], path: Path) -> Non
         dcp.save(state, path, direct_io=True)
 
 
-@on_ranks(1, timeout=170)
+@on_ranks(1)
 def test_no_way_to_save_or_load_needs_more_than_the_page_on_memory_says(tmp_path: Path) -> None:
     state, target = {"model": _state(1.0)}, {"model": _state(0.0)}
     dcp.save({"model": {"x": torch.ones(1000)}}, tmp_path / "warm-up")

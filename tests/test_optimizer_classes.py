@@ -65,22 +65,20 @@ def _judge(outcomes: dict[str, str], at_least: int) -> None:
 
 @pytest.mark.parametrize(("layout", "ranks"), [("plain", 1), ("ddp", 2)])
 def test_a_sample_of_classes_resumes_as_with_torch_save(tmp_path: Path, layout: str, ranks: int) -> None:
-    _judge(launch.run(run_all, ranks, SAMPLE, layout, tmp_path, timeout=300)[0], at_least=len(SAMPLE))
+    _judge(launch.run(run_all, ranks, SAMPLE, layout, tmp_path)[0], at_least=len(SAMPLE))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("layout", "ranks"), [("plain", 1), ("ddp", 2)])
 def test_every_class_resumes_as_with_torch_save(tmp_path: Path, layout: str, ranks: int) -> None:
-    _judge(launch.run(run_all, ranks, _all(), layout, tmp_path, timeout=1500)[0], at_least=140)
+    _judge(launch.run(run_all, ranks, _all(), layout, tmp_path)[0], at_least=140)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_every_class_that_runs_under_fsdp2_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    saved = launch.run(run_all, 2, _all(), "fsdp2", tmp_path, save_sharded, timeout=1500)[0]
+    saved = launch.run(run_all, 2, _all(), "fsdp2", tmp_path, save_sharded)[0]
     rest = [case for case in _all() if not saved[".".join(case)]]
-    loaded = launch.run(run_all, 3, rest, "fsdp2", tmp_path, load_sharded, timeout=1500)[0]
+    loaded = launch.run(run_all, 3, rest, "fsdp2", tmp_path, load_sharded)[0]
     found = saved | loaded
     for name in REFUSED_UNDER_FSDP2:
         assert found.pop(name, "CheckpointMismatch").startswith("CheckpointMismatch"), name

@@ -39,7 +39,7 @@ class Together:
         assert len(set(lengths)) == 1, f"ranks called different objects: {lengths}"
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_stateful_objects_are_called_in_one_order(tmp_path: Path) -> None:
     def state() -> dict[str, Together]:
         return {name: Together(number) for number, name in enumerate(("c", "a", "b"), 1)}
@@ -62,7 +62,7 @@ def _save_asynchronously(state: dict[str, Any], path: Path) -> None:
         checkpointer.save(state, path).wait()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_two_fsdp1_models_and_their_optimizers_in_reversed_order(tmp_path: Path) -> None:
     def both(seed: int) -> dict[str, Any]:
         (g, opt_g), (d, opt_d) = build("fsdp1", seed), build("fsdp1", seed + 1)
@@ -78,7 +78,7 @@ def test_two_fsdp1_models_and_their_optimizers_in_reversed_order(tmp_path: Path)
         assert_same(*map(full_state, pair))
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_fsdp1_models_inside_of_stateful_objects_in_reversed_order(tmp_path: Path) -> None:
     """As the tutorial's AppState: ``state_dict`` gathers, ``load_state_dict`` scatters."""
 

@@ -24,6 +24,7 @@ from dcp_plugin.runs import figures
 from dcp_plugin.tools.report import collect
 from dcp_plugin.tools.report.collect import _SMALLEST_SHARE, heat_saves, modules_of
 from dcp_plugin.types import TensorInfo
+from tests.limits import HANG
 
 HOSTILE = "</script><script>document.title='HACKED'</script><img src=x onerror=\"document.title='HACKED'\">%{x}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -174,7 +175,7 @@ def test_a_browser_draws_all_charts_fetches_nothing_and_says_no_error(tmp_path: 
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--log-net-log={log}"]
     flags += [f"--user-data-dir={tmp_path / 'browser'}", "--disable-background-networking", "--no-first-run"]
     flags += [f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=5000", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([CHROMIUM, *flags, page.as_uri()], capture_output=True, text=True, timeout=HANG, check=True)
     assert 'data-drawn="5"' in done.stdout and "HACKED</title>" not in done.stdout
     drawn = re.findall(r'<div class="chart[^"]*" id="(\w+)"[^>]*>(?:(?!<section).)*?<svg', done.stdout, re.DOTALL)
     assert drawn == ["metrics", "seconds", "ranks", "reuse", "modules"]

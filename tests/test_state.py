@@ -506,7 +506,7 @@ def test_a_meta_buffer_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None
     assert other.head.weight is other.embed.weight
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_load_without_meta_tensors_gathers_no_full_model_under_fsdp1(tmp_path: Path) -> None:
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     if torch.distributed.get_rank() == 0:
@@ -730,10 +730,10 @@ def test_a_trainable_part_that_lies_on_one_fsdp1_rank_hangs_nobody(tmp_path: Pat
     model(torch.randn(4, 16, generator=torch.Generator().manual_seed(0))).sum().backward()
     optimizer.step()
     states = [len(optimizer.state)]
-    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck", timeout=30)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck")
     assert states == [len(optimizer.state)], "a save changes nothing"
     other, fresh = make(1)
-    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck", timeout=30)
+    dcp.load({"model": other, "optim": fresh}, tmp_path / "ck")
     assert_same(whole_state(other, fresh), whole_state(model, optimizer))
 
 

@@ -305,7 +305,7 @@ def _trusting(load: str) -> AbstractContextManager[Any]:
     return torch.serialization.safe_globals(classes) if "stock reader" in load or load == "stock" else nullcontext()
 
 
-@on_ranks(1, timeout=300)
+@on_ranks(1)
 def test_every_kind_comes_back_through_every_door(tmp_path: Path) -> None:
     _quiet()
     for save, load in itertools.product(SAVES, LOADS):
@@ -332,7 +332,7 @@ def _any_of(cls: type[Exception]) -> tuple[type[BaseException], ...]:
     return cls, stock.CheckpointException
 
 
-@on_ranks(1, timeout=300)
+@on_ranks(1)
 def test_what_has_nothing_to_store_is_refused_by_name_with_the_way_out(tmp_path: Path) -> None:
     """Each by name, at every save and as a target; and all at once."""
     _quiet()
@@ -630,7 +630,7 @@ def _sealed_columns() -> _Sealed:
     return _Sealed(_numbers(1, 8, 3, dtype=torch.int8), _numbers(1, 4), 8)
 
 
-@on_ranks(2, timeout=300)
+@on_ranks(2)
 def test_sharded_kinds_come_back_through_every_door_and_in_other_layouts(tmp_path: Path) -> None:
     _quiet()
     rank = dist.get_rank()

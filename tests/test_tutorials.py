@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.limits import HANG
 from tests.programs import LIGHTNING, TORCH
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +56,7 @@ def _output_of(command: str, cwd: Path, imported: tuple[str, ...]) -> str:
         ran = programs.run("-m", "dcp_plugin", *arguments, imported=imported, cwd=cwd, env=env)
     else:
         line = [sys.executable, "-m", "torch.distributed.run"] if name == "torchrun" else [name]
-        ran = subprocess.run([*line, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+        ran = subprocess.run([*line, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG)
     assert ran.returncode in (0, -signal.SIGKILL), f"$ {command}\n{ran.stdout}{ran.stderr[-3000:]}"
     return ran.stdout.replace(str(cwd), "/data") + ("Killed\n" if ran.returncode else "")
 

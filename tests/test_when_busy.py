@@ -19,6 +19,7 @@ from dcp_plugin import events
 from tests.compare import assert_same, assert_saved
 from tests.launch import on_ranks
 from tests.layouts import build, train, whole_state
+from tests.limits import HANG
 from tests.places import names_in
 from tests.programs import Program
 from tests.slowness import Gate, at_random, pause, slow_copies, slow_writes
@@ -210,7 +211,7 @@ def test_sigterm_finishes_the_save_in_flight_and_then_ends_the_process_as_before
     began = {process.stdout.readline() for _ in range(2)}
     assert began == {"saving\n", "worker 7\n" if handler == "own" else "worker -15\n"}
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     finished = handler != "not asked"
     said = [line for line in err.splitlines() if "SIGTERM" in line or "the program ends" in line]
     first, last = f"finishing the save of {tmp_path / 'ck'} first, for at most 1800 s", f"{tmp_path / 'ck'} is saved"
@@ -500,9 +501,9 @@ def test_a_save_that_something_ends_by_an_exit_has_failed_and_is_said_to(tmp_pat
         with slowly(leave):
             handle = ours.save({"model": model}, tmp_path / "ck")
             with pytest.raises(dcp.SaveFailed, match="SystemExit"):
-                handle.wait(20)
+                handle.wait(HANG)
         optimizer.step()  # nothing waits for a copy that nobody makes
-    ours.save({"model": model}, tmp_path / "ck").wait(20)
+    ours.save({"model": model}, tmp_path / "ck").wait(HANG)
     ours.close()
 
 
@@ -517,5 +518,5 @@ def test_a_save_whose_thread_cannot_start_is_not_waited_for(tmp_path: Path, monk
         with pytest.raises(RuntimeError, match="new thread"):
             ours.save({"n": 1}, tmp_path / "ck")
     ours.wait()
-    ours.save({"n": 1}, tmp_path / "ck").wait(20)
+    ours.save({"n": 1}, tmp_path / "ck").wait(HANG)
     ours.close()

@@ -16,9 +16,6 @@ from tests.conformance.known import KNOWN, known_failure
 from tests.conformance.moments import MOMENTS
 from tests.conformance.verdict import Verdict
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a corpus runs it all
-
-
 ONE_OF = {"modules": 12, "optimizers": 12, "tensors": 6, "interchange": 3, "programs": 4}
 """Large corpora. Of what they have that declares no difference, ``make test`` runs one case of so many, and
 ``make test-long`` the rest."""

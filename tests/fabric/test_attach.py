@@ -13,6 +13,7 @@ import pytest
 
 import dcp_plugin as dcp
 from tests.launch import on_ranks
+from tests.limits import HANG
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")
 
@@ -208,6 +209,6 @@ def test_ranks_that_launch_spawns_after_attach_save_together(tmp_path: Path) -> 
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "ck")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert dcp.inspect(tmp_path / "ck").world_size == 2

@@ -15,6 +15,7 @@ import dcp_plugin as dcp
 from dcp_plugin.paths import Where
 from tests.compare import assert_same
 from tests.launch import on_ranks
+from tests.limits import HANG
 from tests.programs import LIGHTNING, Program
 
 
@@ -126,7 +127,7 @@ def test_lazy_copies_run_beside_forward_and_backward_and_hold_what_was_saved(tmp
             return loss
 
     def wait_for_forward() -> None:
-        assert forward.wait(20), "the optimizer's step waits for the copy before it runs the closure"
+        assert forward.wait(HANG), "the optimizer's step waits for the copy before it runs the closure"
 
     class Saving(t.Callback):  # type: ignore[name-defined, misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -155,7 +156,7 @@ def test_sigterm_finishes_the_save_in_flight_before_lightning_ends_the_training(
     training = Program("-c", _PREEMPTED, tmp_path, imported=LIGHTNING)
     assert "saving" in training.stdout.readline()
     training.send_signal(signal.SIGTERM)
-    out, _ = training.communicate(timeout=90)
+    out, _ = training.communicate(timeout=HANG)
     assert "trained to the end" not in out and "ended by SIGTERM" in out
     newest = dcp.latest(tmp_path)
     assert newest is not None and dcp.verify(newest).ok

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from tests import launch
 from tests.compare import assert_same, same_bytes
 from tests.launch import on_ranks
+from tests.limits import HANG
 from tests.places import names_in
 
 
@@ -452,7 +453,7 @@ def test_trap_14_loggers_are_told_of_a_checkpoint_when_it_is_there(tmp_path: Pat
 
     class SlowIO(TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            told.wait(10)
+            told.wait(HANG)
             super().save_checkpoint(*args, **kwargs)
 
     class Told(CSVLogger):
