@@ -212,11 +212,13 @@ def _write_applications_of_the_page(folder: Path) -> None:
 def test_the_applications_on_the_page_go_on_where_they_were(tmp_path: Path) -> None:
     _write_applications_of_the_page(tmp_path)
     assert run(tmp_path / "app.py").stdout == "lr 0.1: from step 0\n"
-    assert run(tmp_path / "app.py", "steps=5").stdout == "lr 0.1: from step 4\n"
+    again = run(tmp_path / "app.py", "steps=5")
+    said = f"resuming from {tmp_path}/outputs/app/step-4, saved with another configuration: steps 4 -> 5"
+    assert _warnings(again) == [said] and again.stdout.endswith(f"{said}\nlr 0.1: from step 4\n")
     dcp.save({"model": torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8)}), "step": 9}, tmp_path / "pretrained")
     tune = (tmp_path / "finetune.py", f"init_from={tmp_path}/pretrained")
     assert run(*tune).stdout == "warm-started at step 0\n"
-    assert run(*tune, "steps=3").stdout == "resumed at step 2\n"
+    assert run(*tune, "steps=3").stdout.endswith(": steps 2 -> 3\nresumed at step 2\n")
 
 
 def test_a_job_that_is_killed_resumes_when_it_is_started_again(app: Path) -> None:
@@ -226,6 +228,36 @@ def test_a_job_that_is_killed_resumes_when_it_is_started_again(app: Path) -> Non
     assert again.returncode == 0 and "lr 0.1 starts at 2" in again.stdout
     must = run(app, "steps=5", "dcp_plugin/resume=must")
     assert must.returncode == 0 and "lr 0.1 starts at 4" in must.stdout
+
+
+def _warnings(ran: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"\[dcp_plugin\]\[WARNING\] - (.*)", ran.stdout)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TRAIN.replace("  - dcp_plugin/directory: of_job\n", ""),
+        TRAIN.replace("  - _self_\n", "  - hydra: default\n  - _self_\n") + "folder: logs/${now:%Y-%m-%d}\n",
+    ],
+    ids=["no directory", "replaced by a later group"],
+)
+def test_a_run_whose_directory_has_the_time_in_its_name_says_that_it_cannot_resume(app: Path, config: str) -> None:
+    (app.parent / "train.yaml").write_text(config)
+    (app.parent / "hydra").mkdir()
+    (app.parent / "hydra" / "default.yaml").write_text("run: {dir: '${folder}/run'}\n")
+    ran = run(app)
+    (said,) = _warnings(ran)
+    assert said.startswith("no later start can resume this run") and "'dcp_plugin/directory: of_job'" in said
+    assert "starts at 0" in ran.stdout
+
+
+def test_the_row_of_the_readme_goes_on_where_it_was(app: Path) -> None:
+    (row,) = re.findall(r"^\| \[Hydra\].*`defaults: \[(.*)\]` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (app.parent / "train.yaml").write_text(f"defaults: [{row}, _self_]\n" + TRAIN.partition("_self_\n")[2])
+    for begin in (0, 2):
+        ran = run(app)
+        assert f"starts at {begin}" in ran.stdout and _warnings(ran) == [], ran.stderr
 
 
 def test_each_job_of_a_sweep_has_checkpoints_of_its_own_and_finds_them_again(app: Path) -> None:
@@ -339,6 +371,42 @@ def test_what_makes_another_job_of_it(as_job: Callable[..., None], tmp_path: Pat
     for steps in (2, 3):
         as_job("+presume=1", f"+steps={steps}", beside)
         assert dcp.resolve_resume("auto", tmp_path / "extended") is None
+
+
+@pytest.fixture
+def starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., list[str]]]:
+    """Starts a run with this configuration in this process, as Hydra does: what is logged when it looks for its own."""
+
+    def start(config: str, resume: str = "auto") -> list[str]:
+        (tmp_path / "started.yaml").write_text(config)
+        with hydra.initialize_config_dir(str(tmp_path), version_base=None):
+            HydraConfig.instance().set_config(hydra.compose("started", return_hydra_config=True))
+        caplog.clear()
+        dcp.resolve_resume(resume, tmp_path / "run")
+        return [record.getMessage() for record in caplog.records]
+
+    yield start
+    HydraConfig.instance().cfg = None
+
+
+def test_a_run_that_goes_on_with_other_settings_says_which(starts: Callable[..., list[str]], tmp_path: Path) -> None:
+    first = "lr: 0.1\noptim: {betas: [0.9, 0.99], eps: 1}\ndcp_plugin: {resume: {resume: auto}}"
+    other = "lr: 0.5\noptim: {betas: [0.9, 0.95]}\nseed: ${lr}\ndcp_plugin: {resume: {resume: must}}"
+    assert starts(first) == []
+    dcp.save({"n": 1}, tmp_path / "run" / "step-1", step=1)
+    assert starts(first, "must") == []
+    for _ in range(2):  # the first of these starts saves nothing: the checkpoint is that of the run before
+        (line,) = starts(other)
+        said, _, changes = line.partition(": ")
+        assert said == f"resuming from {tmp_path}/run/step-1, saved with another configuration"
+        assert sorted(changes.split(", ")) == [
+            "lr 0.1 -> 0.5", "optim.betas.1 0.99 -> 0.95", "optim.eps 1 -> (absent)", "seed (absent) -> ${lr}"
+        ]  # fmt: skip
+    dcp.save({"n": 2}, tmp_path / "run" / "step-2", step=2)
+    assert starts(other) == []
+    assert starts(first, "never") == []
+    dcp.save({"n": 3}, tmp_path / "run" / "step-3", step=3)
+    assert starts(first) == []
 
 
 def _starts_beside_another(root: Path) -> list[bool]:

@@ -26,7 +26,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.runs import damage, sweep
+from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import CheckpointState, LoadReport
@@ -99,7 +99,12 @@ class StartOptions:
             tools: Whose checkpoints the integration resumes from, besides those of this package.
             without: What has turned out to be damaged.
         """
-        sweep.keep_apart(root, self.resume, self.storage_options)
+        hydra_jobs.keep_apart(root, self.resume, self.storage_options)
+        found = self._find(root, tools, without)
+        hydra_jobs.compare(root, self.resume, found, self.storage_options)
+        return found
+
+    def _find(self, root: PathLike, tools: Collection[str], without: Collection[Where]) -> Where | None:
         if self.resume == "never":
             return None
         if self.resume in ("auto", "must"):
