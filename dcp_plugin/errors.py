@@ -37,10 +37,13 @@ class CheckpointError(Exception):
         self.__notes__ = [one for one in self.__notes__ if one != last] + [last]
 
     @classmethod
+    def public_class(cls) -> type[CheckpointError]:
+        """The class of this module that an error is of, or derives from."""
+        return next(one for one in cls.__mro__ if one.__module__ == __name__)
+
+    @classmethod
     def _where_explained(cls) -> str:
-        """For a class of others that derives from one of these, that one."""
-        ours = next(one for one in cls.__mro__ if one.__module__ == __name__)
-        return f"See {EXPLAINED}#{ours.__name__.lower()}"
+        return f"See {EXPLAINED}#{cls.public_class().__name__.lower()}"
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
@@ -63,7 +66,8 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointUnreadable(CheckpointCorrupt):
-    """The file system failed while the checkpoint was read (an I/O error, a lost mount). Its bytes may be intact.
+    """The checkpoint cannot be read, and its bytes may be intact: the file system failed (an I/O error, a lost mount),
+    or a newer version of this package has saved it.
 
     A ``CheckpointCorrupt`` too: what was loaded into may be half filled. But nothing is known to be damaged.
     """

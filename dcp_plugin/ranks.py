@@ -67,7 +67,7 @@ class _Failure:
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         if isinstance(error, CheckpointError):
-            return cls(type(error).__name__, str(error))
+            return cls(error.public_class().__name__, str(error))
         return cls("", f"{type(error).__name__}: {error}")
 
     def to_error(self, step: str) -> CheckpointError:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.format import index_file
 from dcp_plugin.media import WORKSPACE, medium_of
 from dcp_plugin.media.disk import commit
 from dcp_plugin.paths import Where
@@ -179,6 +180,43 @@ def test_what_plain_pytorch_cannot_restore_says_the_way_out(tmp_path: Path) -> N
     assert (start.how, model["w"].tolist()) == ("warm-started", [0, 0, 0])
 
 
+def test_one_warning_names_all_that_other_tools_have_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = _save(tmp_path / "step-1", 1)
+    for name in ("a.pt", "b.pt"):
+        torch.save({"model": WEIGHTS, "optimizer": OPTIMIZER}, tmp_path / name)
+        _at(tmp_path / name, 2**33)
+    assert dcp.resolve_resume("auto", tmp_path) == ours
+    (said,) = (record.getMessage() for record in caplog.records if "passing over" in record.getMessage())
+    assert "a.pt" in said and "b.pt" in said
+
+
+@pytest.mark.parametrize("file", ["dcp_plugin.json", "dcp_plugin.index"])
+def test_no_resume_goes_back_behind_a_checkpoint_of_a_newer_version(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = _save(tmp_path / "step-1", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(index_file, "FORMAT_VERSION", 9 if file == "dcp_plugin.index" else index_file.FORMAT_VERSION)
+        newer = _save(tmp_path / "step-2", 2)
+    if file == "dcp_plugin.json":
+        change_summary(newer, format_version=9, versions={"dcp_plugin": "4.2"})
+    for look in (
+        lambda: dcp.resolve_resume("auto", tmp_path),
+        lambda: dcp.resume_or_init({"n": 0}, tmp_path, resume="must"),
+        lambda: dcp.latest(tmp_path),
+        lambda: dcp.load({"n": 0}, newer),
+    ):
+        with pytest.raises(dcp.CheckpointUnreadable, match=rf"{newer}/{file} is of format version 9.*pip install"):
+            look()
+    (run,) = dcp.list_runs(tmp_path)
+    assert [(one.path, one.state) for one in run.checkpoints] == [(older, "whole"), (newer, "newer format")]
+    assert run.resumes is None
+    assert dcp.prune(tmp_path, keep_last=1, damaged=True, dry_run=True).checkpoints[1].deleted is False
+    assert dcp.resolve_resume(older, tmp_path) == older
+    newest = _save(tmp_path / "step-3", 3)
+    assert dcp.resolve_resume("auto", tmp_path) == newest
+
+
 def test_weights_alone_are_no_resume(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     torch.save(WEIGHTS, tmp_path / "pretrained.pt")
     torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "best.pth")
@@ -189,27 +227,38 @@ def test_weights_alone_are_no_resume(tmp_path: Path, recwarn: pytest.WarningsRec
 
 
 def test_what_looks_like_a_resume_and_is_none_is_named(tmp_path: Path) -> None:
-    """Each alone, with the reason; and none of them hides an older one that is good."""
+    """Each alone, with the reason; and none of them hides an older one that is good. Beside a checkpoint that is
+    complete no run starts fresh."""
     torch.save(LIGHTNING, tmp_path / "weights.ckpt")
-    torch.save({"model": WEIGHTS, "optimizer": OPTIMIZER}, tmp_path / "mine.pt")
-    cut = _lightning(tmp_path / "cut.ckpt")
-    os.truncate(cut, cut.stat().st_size - 100)
     _folder(tmp_path / "export", "model.safetensors", "trainer_state.json")
     _folder(tmp_path / "no state", "model.safetensors", "optimizer.pt")
     _folder(tmp_path / "no random states", "model.safetensors", "optimizer.bin")
-    lost = _trainer(tmp_path / "lost")
-    os.truncate(lost / "model.safetensors", 50)
-    said = _said(tmp_path)
-    for name, reason in {
+    reasons = {
         "weights.ckpt": "no optimizer to go on with",
-        "mine.pt": "only a program that knows its form",
-        "cut.ckpt": "truncated",
         "export": "no optimizer to go on with",
         "no state": "no trainer_state.json",
         "no random states": "no random_states_0.pkl",
-        "lost": "model.safetensors is truncated",
-    }.items():
+    }
+    said = _said(tmp_path)
+    for name, reason in reasons.items():
         assert re.search(rf"{tmp_path}/{name} \([^)]*{reason}", said), name
+    torch.save({"model": WEIGHTS, "optimizer": OPTIMIZER}, tmp_path / "mine.pt")
+    cut = _lightning(tmp_path / "cut.ckpt")
+    os.truncate(cut, cut.stat().st_size - 100)
+    lost = _trainer(tmp_path / "lost")
+    os.truncate(lost / "model.safetensors", 50)
+    reasons |= {
+        "mine.pt": "only a program that knows its form",
+        "cut.ckpt": "truncated",
+        "lost": "model.safetensors is truncated",
+    }
+    with pytest.raises(dcp.CheckpointCorrupt, match="none that can be loaded") as refused:
+        dcp.resolve_resume("auto", tmp_path)
+    for name, reason in reasons.items():
+        assert re.search(rf"{tmp_path}/{name} \([^)]*{reason}", str(refused.value)), name
+    source = _save(tmp_path.parent / f"{tmp_path.name}-source", 1)
+    with pytest.warns(UserWarning, match=r"mine\.pt"):
+        assert dcp.resume_or_init({}, tmp_path, init_from=source).how == "warm-started"
     with pytest.raises(dcp.CheckpointNotFound, match=r"Passed over: .*cut\.ckpt"):
         dcp.resolve_resume("must", tmp_path)
 
@@ -239,7 +288,8 @@ def test_to_look_for_checkpoints_executes_nothing(tmp_path: Path) -> None:
         found = dcp.resolve_resume("must", tmp_path)
         assert found is not None
         shutil.rmtree(found) if found.is_dir() else found.unlink()
-    assert "b.pt" in _said(tmp_path)
+    with pytest.raises(dcp.CheckpointCorrupt, match=r"b\.pt"):
+        dcp.resolve_resume("auto", tmp_path)
     assert not (tmp_path / "executed").exists()
 
 

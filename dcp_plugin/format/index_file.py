@@ -39,7 +39,7 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import LARGEST_BLOCK
-from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.format.summary import NewerFormat, fingerprint
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
@@ -109,15 +109,21 @@ def _decoded(data: bytes, where: str) -> CheckpointIndex:
         columns = load_columns(data)  # validates the header
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = header.get("__metadata__", {})
-        if about.get("format") != "dcp_plugin" or int(about["format_version"]) != FORMAT_VERSION:
-            raise CheckpointCorrupt(
-                f"{where} is of format {about.get('format')!r} version {about.get('format_version')}; this version "
-                f"of dcp_plugin reads version {FORMAT_VERSION}. Upgrade dcp_plugin if it is older, or delete the "
-                f"file and dcp_plugin.json to read the checkpoint as a stock one."
-            )
+        _check_version(about, where)
         index = _checked(columns, about)
         index.validate(posixpath.dirname(where))
     return index
+
+
+def _check_version(about: dict[str, str], where: str) -> None:
+    if about.get("format") == "dcp_plugin" and int(about["format_version"]) > FORMAT_VERSION:
+        raise NewerFormat.of(where, int(about["format_version"]), FORMAT_VERSION)
+    if about.get("format") != "dcp_plugin" or int(about["format_version"]) != FORMAT_VERSION:
+        raise CheckpointCorrupt(
+            f"{where} is of format {about.get('format')!r} version {about.get('format_version')}; this version of "
+            f"dcp_plugin reads version {FORMAT_VERSION}. Delete the file and dcp_plugin.json to read the checkpoint as "
+            f"a stock one."
+        )
 
 
 def sizes_listed(file: BinaryIO, where: str) -> dict[str, int]:
@@ -128,13 +134,15 @@ def sizes_listed(file: BinaryIO, where: str) -> dict[str, int]:
         where: What messages call the file.
 
     Raises:
-        CheckpointCorrupt: It has no such header.
+        CheckpointCorrupt: It has no such header, or one of another format.
     """
     with damage_in(where):
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER:
             raise ValueError(f"a header of {length} bytes")
-        files = json.loads(json.loads(file.read(length))["__metadata__"]["files"])
+        about = json.loads(file.read(length))["__metadata__"]
+        _check_version(about, where)
+        files = json.loads(about["files"])
         return {str(name): int(size) for name, size in files.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dcp_plugin.errors import CheckpointCorrupt, SaveFailed
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed
 from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import VERSION
@@ -36,6 +36,19 @@ MOST_METRICS, _LONGEST_METRIC = 1000, 256
 _NOT_FINITE = ("nan", "inf", "-inf")
 """JSON has no numbers for these: as ``str`` has them."""
 _MOST_FLOAT = sys.float_info.max
+
+
+class NewerFormat(CheckpointUnreadable):
+    """A newer version of this package has saved the checkpoint in a format that this version does not read."""
+
+    @classmethod
+    def of(cls, where: str, version: int, readable: int, saved_by: object = None) -> NewerFormat:
+        """The error for a file ``where`` whose format is ``version``, where ``readable`` is the newest known."""
+        written = f" of dcp-plugin {saved_by}" if isinstance(saved_by, str) else ""
+        return cls(
+            f"{where} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads up to "
+            f"{readable}. Nothing is damaged. Upgrade: pip install --upgrade dcp-plugin."
+        )
 
 
 @dataclass(frozen=True)
@@ -108,10 +121,13 @@ class Summary:
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Summary:
-        """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary."""
+        """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary; NewerFormat."""
         try:
             said = json.loads(data)
             _check_hash(data, said, cls.__dataclass_fields__)
+            if said["format"] == "dcp_plugin" and said["format_version"] > FORMAT_VERSION:
+                saved_by = said.get("versions", {}).get("dcp_plugin")
+                raise NewerFormat.of(where, said["format_version"], FORMAT_VERSION, saved_by)
             known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
             summary = cls(**known | {"metrics": decode_metrics(said.get("metrics", {}))})
             float(summary.time), int(summary.world_size), int(summary.step or 0), dict(summary.versions)

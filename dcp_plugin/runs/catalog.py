@@ -33,7 +33,7 @@ from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredValue
-from dcp_plugin.format.summary import Base
+from dcp_plugin.format.summary import Base, NewerFormat
 from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.launcher import Launch
 from dcp_plugin.media import WORKSPACE, Listed, Medium, medium_of
@@ -78,6 +78,7 @@ def latest(
 
     Raises:
         OSError: The store of a URL cannot be reached.
+        CheckpointUnreadable: A newer version of this package has saved the newest.
 
     Example:
         >>> import dcp_plugin
@@ -102,9 +103,17 @@ def reason_to_pass_over(path: PathLike) -> str:
 
 
 def _damage_of(path: Where) -> str:
-    """Why a checkpoint cannot be resumed from. Raises CheckpointNotFound if it is not there, or not any more."""
+    """Why a checkpoint cannot be resumed from.
+
+    Raises:
+        CheckpointNotFound: It is not there, or not any more.
+        NewerFormat: It is good, and only a newer version of this package can tell what is in it.
+    """
     try:
         open_alone(path, check=True).close()  # compares all files with their sizes
+    except NewerFormat as error:
+        error.add_note("To go on from an older checkpoint all the same, name it: resume=PATH.")
+        raise
     except CheckpointNotFound:
         raise
     except CheckpointError as error:
@@ -181,11 +190,16 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
 
     Returns:
         That, and the errors with which it refused the paths before.
+
+    Raises:
+        NewerFormat: Of ``examine``: an older checkpoint is not what a run is to go on from.
     """
     refused: list[CheckpointError] = []
     for path in paths:
         try:
             return examine(path), refused
+        except NewerFormat:
+            raise
         except CheckpointError as error:
             refused.append(error)
     return None, refused
@@ -388,9 +402,12 @@ def find_newest(
         found, complete = _newest_of(scan, tools, source, without, local)
         if complete and (found.path is not None or scan.is_current()):  # else something newer may have come meanwhile
             break
-    for one in found.passed_over:  # not a save in flight, nor an export of weights
-        if found.path is not None and not one.export if isinstance(one, Saved) else was_published(one):
-            logger.warning("passing over %s: %s", one.path, one.reason)
+    ours = [one for one in found.passed_over if isinstance(one, CheckpointState) and was_published(one)]
+    others = [one for one in found.passed_over if isinstance(one, Saved) and not one.export]
+    for one in ours:
+        logger.warning("passing over %s: %s", one.path, one.reason)
+    if found.path is not None and others:
+        logger.warning("passing over what other tools have saved: %s", Newest(None, [*others]).said())
     return found
 
 
@@ -447,9 +464,9 @@ def _age(one: CheckpointState | Saved) -> tuple[float, int, list[int]]:
 
 
 def was_published(state: CheckpointState | Saved) -> bool:
-    """Whether this was a checkpoint of ours once, and not only a save that was interrupted."""
+    """Whether this was a checkpoint once, and not only a save that was interrupted or an export of weights."""
     if isinstance(state, Saved):
-        return False
+        return not (state.interrupted or state.export)
     in_flight = state.path.parent.name == WORKSPACE and state.path.suffix != ".aside"
     if state.committed or in_flight:
         return state.committed

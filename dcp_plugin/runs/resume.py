@@ -113,10 +113,12 @@ class StartOptions:
             if found.path is None and self.resume == "must":
                 reasons = f" Passed over: {found.said()}." if found.said() else ""
                 raise CheckpointNotFound(f"resume=must, but there is no committed checkpoint below {root}.{reasons}")
-            if found.path is None and any(map(was_published, found.passed_over)):
+            # Beside what other tools have saved, a run may still begin with the weights of init_from.
+            lost = [one for one in found.passed_over if self.init_from is None or isinstance(one, CheckpointState)]
+            if found.path is None and any(map(was_published, lost)):
                 raise CheckpointCorrupt(
                     f"there are checkpoints below {root}, but none that can be loaded: {found.said()}. To start "
-                    "without them, say resume=never."
+                    "without them, say resume=never; to start with the weights of one, name it as init_from, too."
                 )
             found.warn(root)
             if self.resume == "auto" and found.path is not None:
@@ -237,8 +239,9 @@ def resolve_resume(
     Raises:
         CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
         CheckpointIncomplete: The path is a torn checkpoint.
-        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged. A save that was interrupted is not
-            damage: a run that never completed one starts anew.
+        CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged, or only another tool can load it. A
+            save that was interrupted is not damage: a run that never completed one starts anew.
+        CheckpointUnreadable: ``"auto"`` or ``"must"``, and a newer version of this package has saved the newest.
         CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
             another job.
 

@@ -14,6 +14,7 @@ from typing import Any
 from dcp_plugin.errors import CheckpointCorrupt, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
+from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import WORKSPACE, Listed, Readable, medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.storage.open import in_one_view, summary_in
@@ -42,7 +43,7 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
     written = files.modified("")
     step, metrics = None, dict[str, float]()
     try:
-        with damage_in(path):
+        with suppress(NewerFormat), damage_in(path):
             if not reason and (summary := summary_in(files)) is not None:
                 written, step, metrics = summary.time, summary.step, dict(summary.metrics)
     except CheckpointCorrupt as error:

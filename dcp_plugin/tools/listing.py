@@ -16,7 +16,7 @@ from typing import Any, Literal
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from dcp_plugin.format import DAMAGED, INDEX, SUMMARY, exists, index_file, opened, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, in_order
-from dcp_plugin.format.summary import Base, Summary
+from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.media import WORKSPACE, Medium, Readable, Usage
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.catalog import local_below, newest_among
@@ -34,11 +34,12 @@ class ListedCheckpoint:
     """A checkpoint, or what pretends to be one, as :func:`list_runs` has it."""
 
     path: Where
-    state: Literal["whole", "torn", "damaged", "foreign"]
+    state: Literal["whole", "torn", "damaged", "newer format", "foreign"]
     """``"whole"``: of this package, with all its files. ``"torn"``: its save or a copy was interrupted, or is in
-    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"foreign"``: another tool's."""
+    flight. ``"damaged"``: files are cut or lost, or a load has found it damaged. ``"newer format"``: a newer version of
+    this package saved it. ``"foreign"``: another tool's."""
     reason: str
-    """Why it is torn or damaged, or cannot be resumed from; else empty."""
+    """Why it is torn or damaged, or cannot be read or resumed from; else empty."""
     format: str
     """``"dcp_plugin"``, ``"stock"`` (another writer of DCP), ``"Lightning"``, ``"Accelerate"``, ``"transformers"`` or
     ``"torch.save"``; empty where nothing tells."""
@@ -149,8 +150,10 @@ class _Looked:
 
 
 def _run(folder: Where, members: list[_Looked]) -> Run:
-    usable = [one.found for one in members if one.listed.state in ("whole", "foreign")]
-    newest = newest_among(usable)[0].path
+    usable = [one.found for one in members if one.listed.state in ("whole", "foreign", "newer format")]
+    newest = None
+    with suppress(NewerFormat):  # no automatic resume goes on with an older one
+        newest = newest_among(usable)[0].path
     listed = [replace(one.listed, resumes=one.listed.path == newest) for one in members]
     return Run(folder, listed, Usage.of_all(one.usage for one in members).nbytes)
 
@@ -192,7 +195,7 @@ def _look_into(one: CheckpointState, medium: Medium) -> _Looked:
 def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
     names = [name.rstrip("/") for name in files.names()]
     reason = uncommitted_reason(names)
-    state: Literal["whole", "torn", "damaged", "foreign"] = "torn"
+    state: Literal["whole", "torn", "damaged", "newer format", "foreign"] = "torn"
     summary: Summary | None = None
     if reason:
         state = "damaged" if DAMAGED in names else "torn"
@@ -207,7 +210,8 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
         except CheckpointError as error:
             if files.moved():
                 raise FileNotFoundError(f"{one.path} was replaced") from error
-            state, reason = "damaged", str(error).removeprefix(f"{one.path}: ")
+            state = "newer format" if isinstance(error, NewerFormat) else "damaged"
+            reason = str(error).removeprefix(f"{one.path}: ")
     kind = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
     listed = ListedCheckpoint(one.path, state, reason, kind, one.step, one.time, 0, 0)
     if summary is None:

@@ -254,6 +254,8 @@ def _why_kept(run: Run, rules: Rules, damaged: bool) -> dict[Where, list[str]]:
             why[one.path] += ["the newest of its run"] if one.path == newest or one.resumes else []
         elif one.state == "damaged" and one.format == OURS:
             why[one.path] = [] if damaged and _was_published(one.path) else [f"damaged: {one.reason}"]
+        elif one.state == "newer format":
+            why[one.path] = [one.reason]
         elif one.state == "torn":
             why[one.path] = [f"it is being saved, or its save was interrupted: {one.reason}"]
         else:

@@ -176,6 +176,8 @@ class Saved:
     """Why it cannot be resumed from, as far as names of files tell that."""
     export: bool = False
     """It has weights and no state of a training. What is below it may be something else."""
+    interrupted: bool = False
+    """Its save has not ended."""
 
     @property
     def path(self) -> Where:
@@ -249,7 +251,7 @@ def _number(one: Saved) -> int:
 
 def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool = False) -> Saved | None:
     try:
-        return Saved(files, "", files.modified(last), tool, reason, export)
+        return Saved(files, "", files.modified(last), tool, reason, export, bool(reason) and not export)
     except OSError:  # deleted while we looked
         return None
 
