@@ -11,7 +11,7 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, Where, as_path
-from dcp_plugin.runs.catalog import refuse_other_ranks
+from dcp_plugin.runs.catalog import parts_beside, refuse_other_ranks
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 from dcp_plugin.storage.open import read_summary
 from dcp_plugin.types import LoadReport
@@ -177,7 +177,14 @@ def _resume(checkpointer: Checkpointer, state: Mapping[str, Any], path: Where, s
     try:
         return checkpointer.restore(state, path, strict=strict)
     except CheckpointMismatch as error:
-        if medium_of(path).kind(path) == "file" or read_summary(path) is None:
+        if len(parts := parts_beside(path)) > 1:
+            error.add_note(
+                f"{path} is one of {len(parts)} parts of {path.parent}, each a checkpoint of its own: "
+                f"{', '.join(part.name for part in parts)}. Load each into what it was saved from: "
+                + ", ".join(f"dcp_plugin.load({{...}}, {str(part)!r})" for part in parts)
+                + "."
+            )
+        elif medium_of(path).kind(path) == "file" or read_summary(path) is None:
             error.add_note(
                 f"Another tool has saved {path}. What only that tool restores, such as an optimizer whose "
                 "parameters have numbers, is resumed there. To take the weights alone: "

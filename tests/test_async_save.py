@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import multiprocessing
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 import dcp_plugin as dcp
 from dcp_plugin import events
 from dcp_plugin.media import medium_of
+from dcp_plugin.media.disk import LocalDisk
 from dcp_plugin.paths import Where
 from dcp_plugin.saving import queue
 from tests import launch, programs
@@ -419,6 +422,24 @@ def test_callbacks_of_a_handle_follow_the_publish_in_order_and_come_before_the_e
     handle.on_published(note("at once"))
     assert told[-1] == "at once 5 True True"
     ours.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("a fault")], ids=str)
+def test_the_traceback_of_a_failed_save_shows_where_it_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail_to_create(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(LocalDisk, "create", fail_to_create)
+    with closing(dcp.Checkpointer(async_save=True)) as checkpointer:
+        checkpointer.save({"x": torch.ones(3)}, tmp_path / "step-1")
+        with pytest.raises(dcp.CheckpointError) as raised:
+            checkpointer.wait()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "test_the_traceback_of_a_failed_save" in shown
+    assert "saving/job.py" not in "".join(traceback.format_tb(raised.value.__traceback__))
+    assert ("fail_to_create" in shown) == isinstance(error, RuntimeError), "a fault has its own frames"
 
 
 def test_nothing_follows_a_save_that_failed(tmp_path: Path) -> None:

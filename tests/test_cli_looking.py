@@ -87,6 +87,14 @@ def test_a_list_is_grouped_by_run_and_marks_what_a_resume_loads(place: Where) ->
     assert sorted(one["state"] for one in runs[0]["checkpoints"]) == ["torn", "whole", "whole"]
 
 
+def test_a_list_shows_a_few_metrics_and_its_document_all(tmp_path: Path) -> None:
+    metrics = {f"m{number}": number for number in range(10)}
+    dcp.save({"n": 1}, tmp_path / "step-1", step=1, metrics=metrics)
+    assert _text(_run("ls", tmp_path))[2].endswith("whole  m0 0, m1 1, m2 2, and 7 more")
+    (run,) = _json("list", tmp_path)["runs"]
+    assert run["checkpoints"][0]["metrics"] == metrics
+
+
 def test_inspect_folds_layers_that_are_alike(tmp_path: Path) -> None:
     dcp.save({"model": Net(), "epoch": 3}, tmp_path / "ck", step=7)
     lines = _text(_run("inspect", tmp_path / "ck"))

@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin import events
+from dcp_plugin.media import medium_of
 from dcp_plugin.media.disk import commit, posix
+from dcp_plugin.paths import Where
 from tests import launch
 from tests.compare import assert_same
 from tests.layouts import build, train, whole_state
-from tests.places import is_tidy
+from tests.places import is_tidy, save_file
 
 KILLED = -signal.SIGKILL
 
@@ -197,6 +199,19 @@ def test_saving_over_something_that_is_no_checkpoint_is_refused(tmp_path: Path) 
     with pytest.raises(dcp.SaveFailed, match="other things"):
         dcp.save({"n": 1}, tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "three years"
+
+
+def test_both_ways_out_that_the_refusal_names_keep_the_files(place: Where) -> None:
+    save_file({"position": 3}, place / "step-1" / "dataloader" / "rank_0.pt")
+    with pytest.raises(dcp.SaveFailed, match=r"\(dataloader\).* Save first .* such as .*/step-1/checkpoint\."):
+        dcp.save({"n": 1}, place / "step-1")
+    dcp.save({"n": 1}, place / "step-1" / "checkpoint")
+    for n in (1, 2):
+        dcp.save({"n": n}, place / "step-2")
+        save_file({"position": n}, place / "step-2" / "dataloader" / f"rank_{n}.pt")
+    dcp.save({"n": 3}, place / "step-2")
+    for checkpoint, names in (("step-1", ["rank_0.pt"]), ("step-2", ["rank_1.pt", "rank_2.pt"])):
+        assert [one.path.name for one in medium_of(place).entries(place / checkpoint / "dataloader")] == names
 
 
 def test_files_that_somebody_added_to_a_checkpoint_survive_an_overwrite(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import dcp_plugin as dcp
 from dcp_plugin.media import WORKSPACE, medium_of
@@ -125,6 +126,37 @@ def test_a_save_that_was_interrupted_is_torn(place: Where) -> None:
     (torn,) = (one for one in run.checkpoints if one.state == "torn")
     assert torn.path.parent == place / WORKSPACE and "a save of step-1" in torn.reason
     assert run.resumes is not None and run.resumes.path == place / "step-1"
+
+
+def test_files_in_numbered_folders_are_one_run_with_the_steps_that_they_have(tmp_path: Path) -> None:
+    for step in (5, 10):
+        (tmp_path / f"step-{step:08d}").mkdir()
+        state = {"model": WEIGHTS, "optimizer": OPTIMIZER, "iter_num": 4 * step, "step_count": step}
+        torch.save(state, tmp_path / f"step-{step:08d}" / "lit_model.pth")
+    (run,) = dcp.list_runs(tmp_path)
+    assert run.folder == tmp_path
+    assert [(one.path.parent.name, one.step, one.state) for one in run.checkpoints] == [
+        ("step-00000005", 5, "foreign"), ("step-00000010", 10, "foreign")
+    ]  # fmt: skip
+
+
+def test_parts_of_a_checkpoint_are_listed_together_and_the_resume_that_finds_one_names_all(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (10, 20):
+        dcp.save(get_model_state_dict(model), tmp_path / f"checkpoint-{step}" / "model")
+        dcp.save(get_optimizer_state_dict(model, optimizer), tmp_path / f"checkpoint-{step}" / "optimizer")
+    (run,) = dcp.list_runs(tmp_path)
+    parts = [(f"checkpoint-{step}/{part}", step) for step in (10, 20) for part in ("model", "optimizer")]
+    assert [(str(one.path.relative_to(tmp_path)), one.step) for one in run.checkpoints] == parts
+    assert run.resumes is not None and run.resumes.path == dcp.latest(tmp_path) == tmp_path / "checkpoint-20/optimizer"
+    with pytest.raises(dcp.CheckpointMismatch) as raised:
+        dcp.resume_or_init({"model": model, "optimizer": optimizer}, tmp_path)
+    said = raised.value.__notes__[0]
+    assert f"2 parts of {tmp_path}/checkpoint-20, each a checkpoint of its own: model, optimizer" in said
+    for part in ("model", "optimizer"):
+        assert f"dcp_plugin.load({{...}}, '{tmp_path}/checkpoint-20/{part}')" in said
+    assert not any(one.deleted for one in dcp.prune(tmp_path, keep_last=1).checkpoints)
 
 
 def test_a_checkpoint_says_which_base_it_needs(place: Where) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.listing import ListedCheckpoint, Run
 
 _AUTO = "*"
+_MOST_METRICS = 3
 
 
 def list_command(
@@ -71,7 +72,7 @@ def _print(run: Run) -> None:
     now = time.time()
     columns: dict[str, Callable[[ListedCheckpoint], str]] = {
         "": lambda one: _AUTO if one.resumes else "",
-        "checkpoint": lambda one: str(one.path)[len(str(run.folder)) :].lstrip("/"),
+        "checkpoint": lambda one: _name(run, one),
         "step": lambda one: "" if one.step is None else str(one.step),
         "age": lambda one: _age(now - one.time),
         "size": lambda one: size(one.nbytes),
@@ -79,7 +80,7 @@ def _print(run: Run) -> None:
         "ranks": lambda one: "" if one.world_size is None else str(one.world_size),
         "layout": lambda one: ", ".join(one.layouts[:2]) + (", …" if len(one.layouts) > 2 else ""),
         "state": _state,
-        "metrics": lambda one: ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()),
+        "metrics": _metrics,
     }
     rows = [[show_it(one) for show_it in columns.values()] for one in run.checkpoints]
     shown = [number for number, name in enumerate(columns) if name != "metrics" or any(row[number] for row in rows)]
@@ -93,6 +94,16 @@ def _print(run: Run) -> None:
         typer.echo(f"  {line}")
 
 
+def _name(run: Run, one: ListedCheckpoint) -> str:
+    return str(one.path)[len(str(run.folder)) :].lstrip("/")
+
+
+def _metrics(one: ListedCheckpoint) -> str:
+    metrics = [f"{name} {value:g}" for name, value in one.metrics.items()]
+    more = len(metrics) - _MOST_METRICS
+    return ", ".join(metrics[:_MOST_METRICS]) + (f", and {more} more" if more > 0 else "")
+
+
 def _state(one: ListedCheckpoint) -> str:
     by = {"dcp_plugin": "", "": "", "stock": "stock DCP"}.get(one.format, one.format)
     said = f"foreign: {by}" if one.state == "foreign" else f"{one.state} ({by})" if by else one.state
@@ -102,9 +113,9 @@ def _state(one: ListedCheckpoint) -> str:
 def _notes(run: Run) -> Iterator[str]:
     for one in run.checkpoints:
         if one.reason:
-            yield f"{one.path.name}: {one.reason}"
+            yield f"{_name(run, one)}: {one.reason}"
         if one.base is not None:
-            yield f"{one.path.name}: what it leaves out is in {one.base}"
+            yield f"{_name(run, one)}: what it leaves out is in {one.base}"
 
 
 def _age(seconds: float) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
+from dcp_plugin.errors import SaveFailed, some
 from dcp_plugin.format import Files
 from dcp_plugin.paths import ObjectPath, Where
 
@@ -35,6 +36,15 @@ def workspace_of(final: P) -> P:
     project: Accelerate takes every entry of that folder for one of them."""
     numbered = _ACCELERATE_NUMBERED.fullmatch(f"{final.parent.name}/{final.name}")
     return (final.parent.parent if numbered else final.parent) / WORKSPACE
+
+
+def other_things(final: Where, names: Iterable[str]) -> SaveFailed:
+    """The error for a save to a directory with these entries, none of which is of a checkpoint."""
+    return SaveFailed(
+        f"cannot save to {final}: it has other things in it than a checkpoint ({some(sorted(names))}), and a "
+        f"checkpoint is replaced and deleted as a whole. Save first and write these afterwards: then they stay, also "
+        f"when a later save replaces the checkpoint. Or save to a folder below, such as {final / 'checkpoint'}."
+    )
 
 
 def is_target(name: object) -> bool:

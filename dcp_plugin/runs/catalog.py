@@ -185,6 +185,30 @@ def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
     )
 
 
+_STEP_IN_NAME = re.compile(r"(?:step|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})$", re.IGNORECASE)
+
+
+def step_in_name(path: Where) -> int | None:
+    """The step in the name of a folder, such as ``step-100`` or ``checkpoint_100``; None if it has none."""
+    match = _STEP_IN_NAME.search(path.name)
+    return int(match[1]) if match else None
+
+
+def parts_beside(path: Where) -> list[Where]:
+    """The parts of a checkpoint that was saved in several calls, such as ``checkpoint-100/model`` and ``…/optimizer``.
+
+    Parts are checkpoints without a step of their own, directly below a folder whose name has one.
+
+    Returns:
+        The parts in the folder of ``path``, sorted; empty if ``path`` is no part.
+    """
+    if step_in_name(path.parent) is None:
+        return []
+    states = Scan(path.parent, read_all=True).states.values()
+    parts = [one.path for one in states if one.committed and one.step is None and one.path.parent == path.parent]
+    return sorted(parts, key=str) if path in parts else []
+
+
 def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | None, list[CheckpointError]]:
     """What ``examine`` returns for the first path that it accepts; None if it accepts none.
 

@@ -323,6 +323,8 @@ class SaveQueue:
             except BaseException as error:  # nobody else would end what others wait for
                 failure = _as_exception(error, handle.path)
                 logger.error("the background save of %s failed: %s", handle.path, failure)
+                logger.debug("the background save failed here:", exc_info=failure)
+                _without_our_frames(failure)
                 handle.set_failed(failure)
 
         thread = threading.Thread(target=run, name=THREAD, daemon=in_keeper)  # what is to wait is in wait_at_exit
@@ -403,6 +405,15 @@ def _as_exception(error: BaseException, path: Where) -> Exception:
     failure = SaveFailed(f"cannot save {path}: {type(error).__name__} was raised in the thread that saves ({error})")
     failure.__cause__ = error
     return failure
+
+
+def _without_our_frames(failure: Exception) -> None:
+    """Drop the frames of the thread from errors whose message tells all, so that a traceback shows where they are
+    raised to the caller. Those of a cause that is not ours stay."""
+    error: BaseException | None = failure
+    while isinstance(error, (CheckpointError, OSError)):
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _let_training_go_first() -> None:

@@ -11,6 +11,7 @@ Two items on one rank that are the same memory or the same bytes (tied weights, 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_plugin._torch import settled
-from dcp_plugin.errors import CheckpointMismatch, SaveFailed, UnsafeCheckpoint
+from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
@@ -43,6 +44,8 @@ from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
 from dcp_plugin.types import memory_of
+
+logger = logging.getLogger("dcp_plugin")
 
 
 @dataclass(frozen=True)
@@ -436,8 +439,12 @@ class ShardedWriter(StorageWriter):
         return [replace(plan, storage_data=RankDirectory(rank, directory)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
-        written = replace(self._options, path=self.path).write(items, self._destination(plan))
+        try:
+            items = [_new_item(item, planner.resolve_data(item)) for item in plan.items]
+            written = replace(self._options, path=self.path).write(items, self._destination(plan))
+        except CheckpointError as error:  # stock puts it behind the tracebacks of all ranks
+            logger.error("%s", error)
+            raise
         self.bytes_written = written.nbytes
         done: Future[list[WriteResult]] = Future()
         located = zip(plan.items, map(written.places.location, range(len(plan.items))), strict=True)

@@ -15,16 +15,19 @@ from typing import Any, Literal
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from dcp_plugin.format import DAMAGED, INDEX, SUMMARY, exists, index_file, opened, uncommitted_reason
+from dcp_plugin.format.foreign import torch_file
 from dcp_plugin.format.foreign.frameworks import Saved, in_order
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.media import WORKSPACE, Medium, Readable, Usage
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
-from dcp_plugin.runs.catalog import local_below, newest_among
+from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import check_sizes, in_one_view, summary_in, summary_of
 from dcp_plugin.types import CheckpointState
 
 OURS, STOCK = "dcp_plugin", "stock"
+_STEPS = ("global_step", "step", "step_count", "iter_num", "iteration")
+"""What programs call the step in a file of ``torch.save``'s."""
 _AT_ONCE = 16
 """Checkpoints of a store that are looked into at the same time: each takes two or three requests."""
 
@@ -65,7 +68,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """The checkpoints that are beside each other in one folder."""
+    """The checkpoints that are beside each other in one folder, with files and parts in it (``step-100/model``)."""
 
     folder: Where
     checkpoints: list[ListedCheckpoint]
@@ -146,15 +149,27 @@ class _Looked:
     @property
     def folder(self) -> Where:
         above = self.listed.path.parent
-        return above.parent if above.name == WORKSPACE else above
+        return above.parent if above.name == WORKSPACE or self.is_part else above
+
+    @property
+    def step(self) -> int | None:
+        """Its own; of a part without one, that of the folder above."""
+        is_named = self.is_part and self.listed.step is None
+        return step_in_name(self.listed.path.parent) if is_named else self.listed.step
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the folder above has the name of a checkpoint, of which this is a file or a part."""
+        without_step = self.found.name != "" if isinstance(self.found, Saved) else self.found.step is None
+        return without_step and step_in_name(self.listed.path.parent) is not None
 
 
 def _run(folder: Where, members: list[_Looked]) -> Run:
     usable = [one.found for one in members if one.listed.state in ("whole", "foreign", "newer format")]
-    newest = None
+    newest: Where | None = None
     with suppress(NewerFormat):  # no automatic resume goes on with an older one
         newest = newest_among(usable)[0].path
-    listed = [replace(one.listed, resumes=one.listed.path == newest) for one in members]
+    listed = [replace(one.listed, resumes=one.listed.path == newest, step=one.step) for one in members]
     return Run(folder, listed, Usage.of_all(one.usage for one in members).nbytes)
 
 
@@ -182,8 +197,16 @@ def _look_into_saved(one: Saved, medium: Medium) -> _Looked | None:
     if examined.reason and not examined.export:
         state = "torn" if one.reason else "damaged"
     usage = medium.usage(one.path)
-    reason, tool = examined.reason, examined.tool
-    return _Looked(ListedCheckpoint(one.path, state, reason, tool, None, one.time, usage.nbytes, usage.own), usage, one)
+    reason, tool, step = examined.reason, examined.tool, _step_in(one)
+    return _Looked(ListedCheckpoint(one.path, state, reason, tool, step, one.time, usage.nbytes, usage.own), usage, one)
+
+
+def _step_in(one: Saved) -> int | None:
+    """The step that a file of ``torch.save``'s has among its values."""
+    values: dict[str, Any] = {}
+    with suppress(CheckpointError):
+        values = torch_file.read_file(one.files, one.name).values if one.name else {}
+    return next((values[name] for name in _STEPS if type(values.get(name)) is int), None)
 
 
 def _look_into(one: CheckpointState, medium: Medium) -> _Looked:

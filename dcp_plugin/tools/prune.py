@@ -246,7 +246,7 @@ def _decided(found: Found, rules: Rules, damaged: bool, root: Where, in_flight: 
 
 
 def _why_kept(run: Run, rules: Rules, damaged: bool) -> dict[Where, list[str]]:
-    ours = [one for one in run.checkpoints if _may_go(one)]
+    ours = [one for one in run.checkpoints if _may_go(one) and one.path.parent == run.folder]
     why = rules.kept(ours)
     newest = ours[-1].path if ours else None
     for one in run.checkpoints:
@@ -256,6 +256,8 @@ def _why_kept(run: Run, rules: Rules, damaged: bool) -> dict[Where, list[str]]:
             why[one.path] = [] if damaged and _was_published(one.path) else [f"damaged: {one.reason}"]
         elif one.state == "newer format":
             why[one.path] = [one.reason]
+        elif one.state == "whole" and one.tier == "durable":
+            why[one.path] = [f"a part of {one.path.parent}, which no rule judges"]
         elif one.state == "torn":
             why[one.path] = [f"it is being saved, or its save was interrupted: {one.reason}"]
         else:

@@ -1,8 +1,8 @@
 """`TorchTrainer` of Ray Train: a worker that dies is started again by Ray, and goes on from the newest checkpoint.
 
 The lines that are added are `resume_or_init` in place of `train.get_checkpoint()` and a `torch.load`, and `save` in
-place of `torch.save`. All workers save together into the run's directory, `storage_path/name`: Ray Train takes a
-checkpoint that is in there as it is (`NO_UPLOAD`), and refuses one that is not.
+place of `torch.save`. All workers save together into the run's directory, `storage_path/name`: with `NO_UPLOAD` Ray
+Train takes a checkpoint that is in there as it is. Without it, Ray Train uploads a copy from any path.
 
     pip install "ray[train]"
     python examples/with_others/ray_train.py out
@@ -26,8 +26,10 @@ def train_loop(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     numbers = {"step": 0}
     state = {"model": model, "optimizer": optimizer, "numbers": numbers}
-    print(dcp_plugin.resume_or_init(state, config["out_dir"]))  # added
+    start = dcp_plugin.resume_or_init(state, config["out_dir"])  # added
     rank = train.get_context().get_world_rank()
+    if rank == 0:
+        print(start)
     while numbers["step"] < 10:
         data = torch.Generator().manual_seed(100 * numbers["step"] + rank)
         x = torch.randn(16, 8, generator=data)

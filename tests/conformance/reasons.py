@@ -197,6 +197,12 @@ once in each process, and raise `CheckpointMismatch` as soon as a rank meets a c
 another rank of the same launch. Trainings with a root of their own go on. A launch is known by `TORCHELASTIC_RUN_ID`,
 `MASTER_ADDR` and `MASTER_PORT`, by `SLURM_JOB_ID` and `SLURM_STEP_ID`, or by mpirun's `PMIX_NAMESPACE`."""
 
+OTHER_FILES = """\
+Stock saves into any directory. We raise `SaveFailed`, and change nothing, if a directory has files and none of them is
+of a checkpoint, because a checkpoint is replaced and deleted as a whole, by `keep_last` for one. prime-rl, for example,
+writes `path/dataloader/rank_N.pt` and then calls `dcp.save(path)`. Save first, and write the files afterwards: then
+they stay, also when a later save replaces the checkpoint. Or save to a folder below, such as `path/model`."""
+
 SAME_CALLS = """\
 Stock does not compare what ranks do: where one saves a step and another a later step to the same path, the checkpoint
 has parts of both. With ours all ranks make the same call, with the same path and the same `step`, or all of them raise
@@ -243,5 +249,6 @@ REASONS = {
     "With local_dir, what is not at its path yet is not linked or deleted": NOT_AT_ITS_PATH,
     "Ranks of a launcher without a process group": WITHOUT_GROUP,
     "Ranks that make different calls": SAME_CALLS,
+    "A directory that has other files": OTHER_FILES,
     "What stock cannot save or load": BETTER,
 }

@@ -41,7 +41,7 @@ from typing import Any
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.hard_links import usage_of
 
@@ -423,11 +423,8 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
             f"cannot save to {final}: there is a file of that name that is no checkpoint, and replacing it would "
             f"delete it. Save to a new name."
         )
-    if final.is_dir() and os.listdir(final) and not (looks_like_checkpoint(final) or among_other_files):
-        raise SaveFailed(
-            f"cannot save to {final}: the directory has other things in it than a checkpoint, and replacing it would "
-            f"delete them. Save to a new name, for example {final / 'checkpoint'}."
-        )
+    if final.is_dir() and (names := os.listdir(final)) and not (looks_like_checkpoint(final) or among_other_files):
+        raise other_things(final, names)
 
 
 def _refuse_working_directory(final: Path) -> None:

@@ -43,7 +43,7 @@ from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
@@ -258,11 +258,9 @@ def _refuse_to_replace_other_things(
     client: Client, final: ObjectPath, names: list[str], among_other_files: bool
 ) -> bool:
     """Whether there is an object that has the name itself, and is a checkpoint in one file."""
-    if names and not (has_traces([name.rstrip("/").rpartition("/")[2] for name in names]) or among_other_files):
-        raise SaveFailed(
-            f"cannot save to {final}: there are other things below it than a checkpoint. Save to a new name, for "
-            f"example {final / 'checkpoint'}."
-        )
+    last = [name.rstrip("/").rpartition("/")[2] for name in names]
+    if names and not (has_traces(last) or among_other_files):
+        raise other_things(final, last)
     if not names and (there := client.head(final.key)) is not None and there.size:
         first = bytearray(len(MAGIC))
         client.read(final.key, 0, [memoryview(first)], None)
