@@ -37,13 +37,10 @@ class CheckpointError(Exception):
         self.__notes__ = [one for one in self.__notes__ if one != last] + [last]
 
     @classmethod
-    def public_class(cls) -> type[CheckpointError]:
-        """The class of this module that an error is of, or derives from."""
-        return next(one for one in cls.__mro__ if one.__module__ == __name__)
-
-    @classmethod
     def _where_explained(cls) -> str:
-        return f"See {EXPLAINED}#{cls.public_class().__name__.lower()}"
+        """For a class of others that derives from one of these, that one."""
+        ours = next(one for one in cls.__mro__ if one.__module__ == __name__)
+        return f"See {EXPLAINED}#{ours.__name__.lower()}"
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):

@@ -67,7 +67,8 @@ class _Failure:
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         if isinstance(error, CheckpointError):
-            return cls(error.public_class().__name__, str(error))
+            known = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+            return cls(known.__name__, str(error))
         return cls("", f"{type(error).__name__}: {error}")
 
     def to_error(self, step: str) -> CheckpointError:

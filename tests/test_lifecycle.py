@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 from torch import nn
@@ -25,6 +26,7 @@ from dcp_plugin.paths import Where
 from dcp_plugin.runs import catalog
 from tests import launch
 from tests.forge import change_summary
+from tests.launch import on_ranks
 from tests.places import delete_file, is_tidy, names_in, stock_writer
 
 
@@ -215,6 +217,16 @@ def test_no_resume_goes_back_behind_a_checkpoint_of_a_newer_version(
     assert dcp.resolve_resume(older, tmp_path) == older
     newest = _save(tmp_path / "step-3", 3)
     assert dcp.resolve_resume("auto", tmp_path) == newest
+
+
+@on_ranks(2)
+def test_all_ranks_refuse_a_checkpoint_of_a_newer_version_alike(tmp_path: Path) -> None:
+    newer = _save(tmp_path / "step-1", 1)
+    if dist.get_rank() == 0:
+        change_summary(newer, format_version=9)
+    dist.barrier()
+    with pytest.raises(dcp.CheckpointUnreadable, match="is of format version 9"):
+        dcp.resume_or_init({"n": 0}, tmp_path)
 
 
 def test_weights_alone_are_no_resume(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -121,7 +121,10 @@ class Summary:
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Summary:
-        """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary; NewerFormat."""
+        """Raises CheckpointCorrupt, which calls the file ``where``, if it is no summary.
+
+        Raises NewerFormat if it is one of a later version.
+        """
         try:
             said = json.loads(data)
             _check_hash(data, said, cls.__dataclass_fields__)

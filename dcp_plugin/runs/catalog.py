@@ -185,12 +185,12 @@ def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
     )
 
 
-_STEP_IN_NAME = re.compile(r"(?:step|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})$", re.IGNORECASE)
+_STEP_IN_NAME = re.compile(r"(?:global_?)?(?:step|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})")
 
 
 def step_in_name(path: Where) -> int | None:
     """The step in the name of a folder, such as ``step-100`` or ``checkpoint_100``; None if it has none."""
-    match = _STEP_IN_NAME.search(path.name)
+    match = _STEP_IN_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
