@@ -40,6 +40,7 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import LARGEST_BLOCK
 from dcp_plugin.format.summary import NewerFormat, fingerprint
+from dcp_plugin.format.values import MAPPING_CLASSES
 from dcp_plugin.types import KeyPath
 
 FORMAT_VERSION = 2
@@ -227,10 +228,14 @@ def _path_from_json(parts: Any) -> KeyPath:
     path = tuple(_tuples(part) for part in parts)
     for part in path:
         match part:
-            case str() | int() | ("t" | "k", str() | int() | float()):
+            case str() | int() | ("t", str() | int()):
                 pass
-            case ("k", tuple(steps)) if all(isinstance(step, (str, int, float)) for step in steps):
+            case (str(kind), key) if (kind == "k" or kind in MAPPING_CLASSES) and _is_key(key):
                 pass
             case _:
                 raise ValueError(f"key path {parts!r}")
     return path
+
+
+def _is_key(key: Any) -> bool:
+    return all(map(_is_key, key)) if isinstance(key, tuple) else isinstance(key, (str, int, float, type(None)))

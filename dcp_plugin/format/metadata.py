@@ -64,7 +64,7 @@ def metadata_of(index: CheckpointIndex, storage_meta: StorageMeta | None = None)
             storage[MetadataIndex(key)] = storage_info(entry.location)
         else:
             storage |= {MetadataIndex(key, torch.Size(c.offsets)): storage_info(c.location) for c in entry.chunks}
-    said = index.planner_data[0] if index.planner_data else {key: index.path_of(key) for key in state}
+    said = index.planner_data[0] if index.planner_data else {key: stock_path(index.path_of(key)) for key in state}
     return Metadata(state, said, storage, storage_meta or StorageMeta(), index.version)
 
 

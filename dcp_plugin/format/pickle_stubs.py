@@ -149,9 +149,9 @@ class _Rebuilding:
         if isinstance(value, Described):
             return self._object(value, hashed)
         if isinstance(value, type) and issubclass(value, Described):  # a class is a value as a defaultdict's factory
-            if value.of not in _FACTORIES:
+            if value.of not in FACTORIES:
                 raise Refused(value.of)
-            return _FACTORIES[value.of]
+            return FACTORIES[value.of]
         if kind in (tuple, set):
             made = [self.of(child, hashed or kind is set) for child in value]
             return value if all(map(operator.is_, made, value)) else kind(made)
@@ -363,8 +363,8 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
 
 _ALIGNED = 0x80  # of a dtype's flags
 _INT = (int, type(None))
-_FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
-_FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
+FACTORIES: dict[str, type] = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, set)}
+FACTORIES |= {"builtins.tuple": tuple, "numpy.ndarray": np.ndarray}
 _MAKERS: dict[str, Callable[[Any, Any], Any]] = {
     "builtins.bytes": _called(bytes),  # b"", in the protocol of torch.save
     "builtins.frozenset": _called(frozenset, list),

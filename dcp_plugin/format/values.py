@@ -10,7 +10,9 @@ import copy
 import io
 import os
 import pickle
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -19,9 +21,17 @@ import torch
 
 from dcp_plugin._torch import load_bytes
 from dcp_plugin.errors import UnsafeCheckpoint
-from dcp_plugin.format.pickle_stubs import Described, load_with_stand_ins, rebuilt
+from dcp_plugin.format.pickle_stubs import FACTORIES, Described, load_with_stand_ins, rebuilt
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import ObjectPath
+
+MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+    **{f"defaultdict of {name}": partial(defaultdict, factory) for name, factory in FACTORIES.items()},
+}
+"""The classes of mappings that come back when the items of a mapping are stored one by one, by name."""
 
 _SMALL = 4096
 """Bytes up to which the values of items are remembered."""
@@ -88,6 +98,17 @@ def on_devices_of(target: Any, value: Any) -> Any:
     if type(value) is type(target) and type(value) in (list, tuple) and len(value) == len(target):
         return type(value)(map(on_devices_of, target, value))
     return value
+
+
+def mapping_class(mapping: Mapping[Any, Any]) -> str:
+    """Return the name in :data:`MAPPING_CLASSES` of the class of a mapping; empty if it has none of these classes.
+
+    The state dict of a module is an ``OrderedDict`` for reasons of history, and counts as a plain ``dict``.
+    """
+    if type(mapping) is defaultdict and (factory := mapping.default_factory) is not None:
+        return next((f"defaultdict of {name}" for name, known in FACTORIES.items() if known is factory), "")
+    name = type(mapping).__name__
+    return name if type(mapping) is MAPPING_CLASSES.get(name) and not hasattr(mapping, "_metadata") else ""
 
 
 def is_storable(value: Any) -> bool:

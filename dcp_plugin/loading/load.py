@@ -294,7 +294,8 @@ class Loading:
             targets = match.wanted[adapter.name].targets
             keys = [key for key, target in targets.items() if target is None]
             if targets:
-                adapter.check({key: self._targets[join(adapter.name, key)] for key in keys})
+                values = {key: self._targets[join(adapter.name, key)] for key in keys}
+                adapter.check(values, self._strict and self._partial is None)
 
     def _read_tensors(self) -> None:
         """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a

@@ -3,17 +3,17 @@
 A key is the path joined by dots, as in stock DCP: mappings are walked, lists only if they hold tensors or mappings, and
 a tuple is one value. The rule for what is walked depends on the caller:
 
-- :func:`walked_by_us`: our own saves. Two things are kept that stock loses: empty mappings, and mappings with a class
-  or with keys of their own. A tuple or list with sharded tensors is walked, because one value could not hold them.
+- :func:`walked_by_us`: our own saves. Empty mappings, which stock loses, are one value, and so are mappings without
+  tensors whose keys a path cannot hold. A tuple or list with sharded tensors is walked, because one value could not
+  hold them.
 - :func:`walked_by_stock`: saves that ``torch.distributed.checkpoint`` drives. Who loads them has the same containers.
 - :func:`walked_as_stored`: loads. The checkpoint says which containers are one value. Up to 0.1.0 we walked tuples
-  with tensors, and torch before 2.4 stored mappings without tensors as one value.
+  with tensors and stored a ``Counter`` as one value, and torch before 2.4 did so with all mappings without tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import default_path
+from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
 from dcp_plugin.types import KeyPath
 
 Walks = Callable[[str, Any], bool]
@@ -30,10 +31,7 @@ Walks = Callable[[str, Any], bool]
 
 def walked_by_us(key: str, value: Any) -> bool:
     if isinstance(value, Mapping):
-        plain = not isinstance(value, Counter) and not any(
-            _mapping_part(key) is None or type(key) is tuple for key in value
-        )
-        return bool(value) and (plain or _holds_tensors(value))
+        return bool(value) and (all(map(_fits_path, value)) or _holds_tensors(value))
     return _is_walked_list(value) or (type(value) in (list, tuple) and holds_sharded(value))
 
 
@@ -41,23 +39,18 @@ def walked_by_stock(key: str, value: Any) -> bool:
     return bool(value) if isinstance(value, Mapping) else walked_by_us(key, value)
 
 
-def walked_as_stored(stored: Collection[str], old_mappings: bool = False) -> Walks:
+def walked_as_stored(stored: Collection[str]) -> Walks:
     """A rule that walks what the checkpoint has in parts; what is not in it is walked as in a save.
 
     Args:
         stored: The keys of the checkpoint.
-        old_mappings: Whether a mapping may be one value there, as before torch 2.4.
     """
 
-    def has_parts(key: str) -> bool:
-        return any(other.startswith(f"{key}.") for other in stored)
-
     def walked(key: str, value: Any) -> bool:
-        may_be_value = old_mappings or not isinstance(value, Mapping)
         if walked_by_us(key, value):
-            return not (may_be_value and key in stored and not has_parts(key))
+            return key not in stored or has_keys_below(key, stored)
         may_be_walked = isinstance(value, Mapping) or type(value) in (list, tuple)
-        return may_be_walked and bool(value) and key not in stored and has_parts(key)
+        return may_be_walked and bool(value) and key not in stored and has_keys_below(key, stored)
 
     return walked
 
@@ -95,7 +88,7 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
                     f"values under one name. Save the same kind on every rank; PerRank marks a value on all ranks."
                 )
         node[last] = _Leaf(leaf)
-    return {(part[1] if isinstance(part, tuple) else str(part)): _restore(node) for part, node in root.items()}
+    return _mapping({str(part) if isinstance(part, int) else part: node for part, node in root.items()})
 
 
 class _Leaf:
@@ -106,12 +99,14 @@ class _Leaf:
 
 
 def with_types_of(current: Any, tree: Any) -> Any:
-    """A tree of plain dicts, made of the classes (OrderedDict, defaultdict, Counter) that the current state has."""
-    if isinstance(current, Mapping) and type(tree) is dict:
+    """A tree whose plain dicts are made of the classes (OrderedDict, defaultdict, Counter) that the current state has.
+    A dict of another class has that of the save, and keeps it."""
+    if isinstance(current, Mapping) and isinstance(tree, dict):
         children = {key: with_types_of(current.get(key), child) for key, child in tree.items()}
-        if type(current) is dict or not isinstance(current, dict):
+        like = current if type(tree) is dict else tree
+        if type(like) is dict or not isinstance(like, dict):
             return children
-        made = copy.copy(current)
+        made = copy.copy(like)
         made.clear()
         made.update(children)
         return made
@@ -128,7 +123,7 @@ def with_keys_of(current: KeyPath | None, path: KeyPath) -> KeyPath:
     if [str(step_of(part)) for part in current] != [str(step_of(part)) for part in path]:
         return current
     return tuple(
-        mine if isinstance(mine, tuple) and mine[0] == "k" and part == str(mine[1]) else part
+        mine if isinstance(mine, tuple) and mine[0] != "t" and part == str(mine[1]) else part
         for mine, part in zip(current, path, strict=True)
     )
 
@@ -149,8 +144,8 @@ def paths_as_stored(
 
 
 def has_keys_below(key: str, stored: Iterable[str]) -> bool:
-    """Return whether a stored key lies below ``key``; every key lies below the empty one."""
-    return any(not key or other.startswith(f"{key}.") for other in stored)
+    """Return whether a stored key lies below ``key``; every other key lies below the empty one."""
+    return any(other != key and (not key or other.startswith(f"{key}.")) for other in stored)
 
 
 def step_of(part: Any) -> Any:
@@ -171,7 +166,15 @@ def _restore(node: Any) -> Any:
         return [_restore(node[part]) for part in sorted(node)]
     if all(isinstance(part, tuple) and part[0] == "t" for part in node):
         return tuple(_restore(node[part]) for part in sorted(node, key=lambda part: int(part[1])))
-    return {step_of(part): _restore(child) for part, child in node.items()}
+    return _mapping(node)
+
+
+def _mapping(node: Mapping[Any, Any]) -> dict[Any, Any]:
+    kinds = (part[0] for part in node if isinstance(part, tuple))
+    made = MAPPING_CLASSES.get(next(kinds, ""), dict)()
+    for part, child in node.items():
+        made[step_of(part)] = _restore(child)
+    return made
 
 
 def _walk(key: str, path: KeyPath, value: Any, walks: Walks) -> Iterator[tuple[str, KeyPath, Any]]:
@@ -188,11 +191,24 @@ def _children(path: KeyPath, value: Any) -> Iterator[tuple[Any, Any]]:
         for position, child in enumerate(value):
             yield ("t", position) if isinstance(value, tuple) else position, child
         return
+    kind = mapping_class(value)
     for key, child in value.items():
-        if key == "":
+        if isinstance(key, str) and not key:
             raise CheckpointMismatch(f"the state has an empty key at {'.'.join(map(str, path)) or 'its root'}")
-        part = _mapping_part(key)
-        yield str(key) if part is None else part, child
+        step = int(key) if isinstance(key, np.integer) else key if _fits_path(key) else str(key)
+        yield step if isinstance(step, str) and not kind else (kind or "k", step), child
+
+
+def require_names(key: str, target: Any, loaded: Any) -> None:
+    """Require that a value has the names of the mapping that it is loaded for.
+
+    Raises:
+        CheckpointMismatch: It lacks one.
+    """
+    if isinstance(target, Mapping):
+        lacking = next((name for name in target if not (isinstance(loaded, Mapping) and name in loaded)), None)
+        if lacking is not None:
+            raise CheckpointMismatch(f"{join(key, str(lacking))} is not in the checkpoint")
 
 
 def is_empty_mapping(value: Any) -> bool:
@@ -208,14 +224,11 @@ def holds_sharded(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set)) and any(holds_sharded(child) for child in children)
 
 
-def _mapping_part(key: Any) -> Any:
-    if isinstance(key, str):
-        return key
-    key = int(key) if isinstance(key, np.integer) else key
-    kept = isinstance(key, (bool, int, float)) or (
-        type(key) is tuple and all(isinstance(step, (str, int, float)) for step in key)
-    )
-    return ("k", key) if kept else None
+def _fits_path(key: Any) -> bool:
+    """Whether a path can hold the key of a mapping."""
+    if type(key) is tuple:
+        return all(isinstance(step, (str, int, float, type(None))) or _fits_path(step) for step in key)
+    return isinstance(key, (str, int, float, np.integer, type(None)))
 
 
 def _is_walked_list(value: Any) -> bool:

@@ -28,7 +28,7 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows, in_all
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.host_memory import is_plain_memory
-from dcp_plugin.planning.flatten import flatten, is_empty_mapping, step_of, walked_as_stored
+from dcp_plugin.planning.flatten import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.storage.batches import LARGEST_CHUNK
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue, WholeChunk
@@ -76,7 +76,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self.metadata = metadata  # where subclasses of DefaultLoadPlanner find it, too
         self._tree = state_dict
         self._keys: Collection[str] = (known := metadata.state_dict_metadata)
-        leaves, self._paths = flatten(state_dict, walked_as_stored(known, old_mappings=True))
+        leaves, self._paths = flatten(state_dict, walked_as_stored(known))
         leaves = {key: leaf for key, leaf in leaves.items() if key in known or not is_empty_mapping(leaf)}
         self._targets = self._described(leaves)
         self._stored = {key: _Stored.of_metadata(known[key]) for key in leaves if key in known}
@@ -217,10 +217,8 @@ class ShardedLoadPlanner(LoadPlanner):
         target, loaded = self._targets[key], values.decode(stored, value.getvalue(), allowed, self.plain)
         if self.plain and self._tree is not self._targets:  # DCP drives the load, and does not ask for :attr:`plain`
             warnings.warn(f"a value came back without its class: {self.plain.pop()}.", stacklevel=2)
-        if self._strict and isinstance(target, Mapping) and isinstance(loaded, Mapping):
-            lacking = [name for name in target if name not in loaded]
-            if lacking:
-                raise CheckpointMismatch(f"{key}.{lacking[0]} is not in the checkpoint")
+        if self._strict:
+            require_names(key, target, loaded)
         _set(self._tree, self._paths[key], values.on_devices_of(target, loaded))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:

@@ -31,6 +31,7 @@ from dcp_plugin.planning.flatten import (
     is_empty_mapping,
     join,
     paths_as_stored,
+    require_names,
     step_of,
     unflatten,
     walked_as_stored,
@@ -113,8 +114,11 @@ class StateAdapter(Protocol):
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         """Decide what to read, given what is stored under the name. Changes nothing."""
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any], strict: bool) -> None:
         """Check the values that are no tensors, before any tensor is overwritten.
+
+        Args:
+            strict: Whether what is missing will be an error.
 
         Raises:
             CheckpointMismatch: They do not fit.
@@ -409,7 +413,7 @@ class ModuleAdapter:
     def want(self, stored: Mapping[str, Entry], paths: Mapping[str, KeyPath]) -> Wanted:
         return self._loading.want(stored, paths)
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any], strict: bool) -> None:
         """Any value is fine."""
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> Incompatible:
@@ -462,7 +466,7 @@ class OptimizerAdapter:
         """Return what the optimizer needs and the wanted state of another class, the recorded one, does not have."""
         return self._load.lacks(recorded)
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any], strict: bool) -> None:
         self._load.check(values)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
@@ -528,7 +532,7 @@ class TreeAdapter:
         self._paths |= {key: mine_at[key] for key in (*self._empty, *wanted.lacking)}
         return wanted
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any], strict: bool) -> None:
         """Any value is fine."""
 
     def _memory_for(self, entry: StoredTensor, mine: Any) -> Any:
@@ -568,9 +572,9 @@ def _is_open(value: Any) -> bool:
     return value is None or (isinstance(value, (Mapping, list)) and not value)
 
 
-def _flatten_or_empty(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-    """Flatten a mapping. An empty one is a value, stored under the bare name."""
-    return flatten(tree, walks) if tree else ({"": {}}, {"": ()})
+def _flatten_mapping(tree: Mapping[str, Any], walks: Walks) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Flatten a mapping. One that is not walked is a value, stored under the bare name."""
+    return flatten(tree, walks) if walks("", tree) else ({"": tree}, {"": ()})
 
 
 class StatefulAdapter(TreeAdapter):
@@ -583,7 +587,7 @@ class StatefulAdapter(TreeAdapter):
 
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
         self._current = self._value.state_dict()
-        return _flatten_or_empty(self._current, walks)
+        return _flatten_mapping(self._current, walks)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         self._value.load_state_dict(with_types_of(self._current, self.tree(filled)))
@@ -607,7 +611,7 @@ class PositionAdapter(StatefulAdapter):
         if walks is walked_by_us:
             return super().gather(walks)
         self._current: dict[str, Any] = {}
-        return _flatten_or_empty(self._current, walks)
+        return _flatten_mapping(self._current, walks)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         super().take(filled, read, strict)
@@ -617,7 +621,7 @@ class PositionAdapter(StatefulAdapter):
 
 class MappingAdapter(TreeAdapter):
     def gather(self, walks: Walks = walked_by_us) -> tuple[dict[str, Any], dict[str, KeyPath]]:
-        return _flatten_or_empty(self._value, walks)
+        return _flatten_mapping(self._value, walks)
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """All keys of a mapping are wanted, since the user has named them; an empty container or None takes what is
@@ -630,6 +634,14 @@ class MappingAdapter(TreeAdapter):
             for key in current
             if key and key not in stored and not (key in empty and any(other.startswith(f"{key}.") for other in stored))
         ]
+
+    def check(self, values: Mapping[str, Any], strict: bool) -> None:
+        for key, value in values.items():
+            path = self._paths[key]
+            holder = _holder_of(self._value, path)
+            current = self._value if not path else None if holder is None else holder[step_of(path[-1])]
+            if strict:
+                require_names(join(self.name, key), current, value)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         if not isinstance(self._value, MutableMapping):
