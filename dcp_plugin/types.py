@@ -95,8 +95,8 @@ Flat = dict[str, "ShardedValue | EncodedValue"]
 
 KeyPath = tuple[Any, ...]
 """Where a key sits in the nested state: ``str`` for a mapping key, ``int`` for a list index, ``("t", i)`` for a
-tuple index, ``("k", key)`` for a mapping key that is no text. In a mapping with a class of its own, the name of the class
-(:data:`~dcp_plugin.format.values.MAPPING_CLASSES`) stands in place of ``"k"``, also before keys that are text."""
+tuple index, ``("k", key)`` for a mapping key that is no text. The key of a mapping of another class than ``dict`` has
+the name of the class in :data:`~dcp_plugin.format.values.MAPPING_CLASSES` in place of ``"k"``, also if it is text."""
 
 
 @dataclass

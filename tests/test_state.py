@@ -849,6 +849,34 @@ class _Holder:
         self.state = state
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        collections.defaultdict(list, {"a": [1], 2: [torch.ones(2)]}),
+        collections.defaultdict(None, {"a": 1}),
+        collections.OrderedDict(b=1, a={"c": collections.OrderedDict(d=2)}),
+        collections.Counter({3: 2, "x": 1, (0, 1): 1}),
+        {(0, "a"): 1, ((1, 2), None): torch.ones(2), None: {(3,): "b"}},
+        {b"bytes": 1, frozenset((1,)): {Path("x"): 2}},
+        collections.Counter(),
+    ],
+    ids=["defaultdict", "no factory", "ordered", "counter", "tuples", "other keys", "nothing"],
+)
+def test_a_stateful_gets_the_class_and_the_keys_of_what_it_gave(tmp_path: Path, given: dict[Any, Any]) -> None:
+    fresh = _Holder({})
+    _round_trip(tmp_path / "ck", {"it": _Holder(given)}, {"it": fresh})
+    assert repr(fresh.state) == repr(given)
+
+
+def test_a_factory_that_no_file_can_name_is_that_of_the_object(tmp_path: Path) -> None:
+    def make(**items: int) -> _Holder:
+        return _Holder(collections.defaultdict(lambda: 7, items))
+
+    other = make()
+    _round_trip(tmp_path / "ck", {"it": make(a=1)}, {"it": other})
+    assert dict(other.state) == {"a": 1} and other.state["b"] == 7
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("by", ["ours", "stock"])
 @pytest.mark.parametrize("kind", [dict, _Holder], ids=["mappings", "stateful"])

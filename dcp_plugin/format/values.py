@@ -107,8 +107,8 @@ def mapping_class(mapping: Mapping[Any, Any]) -> str:
     """
     if type(mapping) is defaultdict and (factory := mapping.default_factory) is not None:
         return next((f"defaultdict of {name}" for name, known in FACTORIES.items() if known is factory), "")
-    name = type(mapping).__name__
-    return name if type(mapping) is MAPPING_CLASSES.get(name) and not hasattr(mapping, "_metadata") else ""
+    is_known = type(mapping) in (OrderedDict, Counter, defaultdict) and not hasattr(mapping, "_metadata")
+    return type(mapping).__name__ if is_known else ""
 
 
 def is_storable(value: Any) -> bool:

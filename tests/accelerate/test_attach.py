@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import warnings
 from pathlib import Path
@@ -143,6 +144,27 @@ def test_registered_objects_of_every_kind_come_back(place: Where) -> None:
     accelerator.register_for_checkpointing(Counter(1))
     with pytest.raises(dcp.CheckpointMismatch, match="has 2 objects given to register_for_checkpointing"):
         accelerator.load_state(str(path))
+
+
+@on_ranks(1)
+def test_a_registered_object_gets_the_class_and_the_keys_of_its_state(tmp_path: Path) -> None:
+    from tests.accelerate import training as t
+
+    class Tally:
+        def __init__(self, **seen: int) -> None:
+            self.state: dict[Any, Any] = collections.Counter({(0, 1): 1, **seen}) if seen else {}
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+    for tally in (Tally(a=2), fresh := Tally()):
+        accelerator = t.start("single").accelerator
+        accelerator.register_for_checkpointing(tally)
+        (accelerator.load_state if tally is fresh else accelerator.save_state)(str(tmp_path / "ck"))
+    assert repr(fresh.state) == repr(Tally(a=2).state)
 
 
 @on_ranks(2)

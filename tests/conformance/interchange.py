@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_plugin
-from tests.conformance.reasons import EXACT_KEYS, ONE_VALUE
+from tests.conformance.reasons import EXACT_KEYS
 from tests.conformance.steps import step
 from tests.conformance.tools import Ours, Tool
 from tests.conformance.trace import Trace
@@ -258,6 +258,11 @@ PLANNERS: dict[str, PlannerEntry] = {
     "wants_another_shape": PlannerEntry(load=lambda at: {"bias": torch.zeros(4)}),
     "wants_another_dtype": PlannerEntry(load=lambda at: {"bias": torch.zeros(3)}),
     "takes_everything": PlannerEntry(load=lambda at: {}, load_planner=_EmptyStateDictLoadPlanner),
+    "takes_everything_under_other_keys_than_text": PlannerEntry(
+        lambda at: {"s": {0: {"m": tensor(at)}, (0, "a"): at, None: [{1: at}]}, "c": Counter({3: at})},
+        load=lambda at: {},
+        load_planner=_EmptyStateDictLoadPlanner,
+    ),
     "takes_some_keys": PlannerEntry(
         load=lambda at: {}, load_planner=lambda: _EmptyStateDictLoadPlanner(keys={"bias", "nested"})
     ),
@@ -350,8 +355,6 @@ ENTRIES: dict[str, Entry] = {
 
 
 def differs(name: str, way: str) -> Mapping[str, str]:
-    if name == "multi_step_lr" and way == "ours_to_stock":
-        return {"load": ONE_VALUE}
     if name == "multi_step_lr" and WAYS[way].load not in (_stock_load, _reader_load):
         return {"resumed state": EXACT_KEYS}
     return {}

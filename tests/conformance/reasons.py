@@ -51,11 +51,6 @@ Stock reads nothing into an empty mapping, and nothing into a None in whose plac
 receive all that is stored under their key, tensors too: `{"optim": optimizer.state_dict()}` of an optimizer that was
 never stepped comes back with the saved state."""
 
-ONE_VALUE = """\
-Stock takes a `Counter` or another mapping apart, into a key for each of its own. Our own saves (not our writer and
-planner under stock's `save`) keep a `Counter` as one value, so that one that is empty when it is loaded gets its counts
-and its class back. Stock does not find it in such a checkpoint."""
-
 ONE_ORDER = """\
 Stock calls the objects of a state in the order of the mapping when it saves, and sorted by name when it loads. We call
 modules first, then optimizers, then the others, each of them sorted by name, in both. Ranks whose mappings have another
@@ -219,7 +214,6 @@ REASONS = {
     "Plain values come back as they were saved": GROWS,
     "A Stateful judges what it does not have": HANDS_OVER,
     "An empty mapping and None are filled": FILLS_EMPTY,
-    "A Counter is one value": ONE_VALUE,
     "Objects are called in one order": ONE_ORDER,
     "Integers do not take floating-point numbers": CUTS_NOTHING,
     "A plain value is replaced by whatever was saved": REPLACES,

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,32 @@ def test_what_was_saved_by_hand_in_the_background_can_be_loaded_at_once(tmp_path
     for layout in ("ddp", "fsdp2"):
         io = t.DCPCheckpointIO(async_save=True)
         t.trainer_for(layout, [SaveAndLoad()], plugin=io, max_steps=2).fit(t.Model(layout), t.plain_loader(layout))
+
+
+@on_ranks(1)
+def test_a_callback_gets_the_class_and_the_keys_of_its_state(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    from tests.lightning import training as t
+
+    class Tally(Callback):
+        def __init__(self, **seen: int) -> None:
+            self.state: dict[Any, Any] = Counter({(0, 1): 1, **seen}) if seen else {}
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+    trainer = t.trainer_for("single", [Tally(a=2)], max_steps=1)
+    trainer.fit(t.Model("single"), t.plain_loader("single"))
+    trainer.save_checkpoint(tmp_path / "ck")
+    fresh = Tally()
+    t.trainer_for("single", [fresh], max_steps=2).fit(
+        t.Model("single"), t.plain_loader("single"), ckpt_path=tmp_path / "ck"
+    )
+    assert repr(fresh.state) == repr(Tally(a=2).state)
 
 
 @on_ranks(1)
