@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -30,6 +31,8 @@ from dcp_plugin.cli.app import app
 from dcp_plugin.format import torch_archive
 from tests import launch, programs
 from tests.compare import assert_same, same_tree
+from tests.launch import on_ranks
+from tests.layouts import WORLD_SIZE, build, train, whole_state
 from tests.object_server import Bucket
 from tests.places import is_tidy, names_in
 
@@ -111,6 +114,69 @@ def test_a_torch_file_is_what_torch_save_would_have_written(path: Path, tmp_path
     written = io.BytesIO()
     torch.save({"x": contiguous, "v": VALUES}, written)
     assert made == _with_id(written.getvalue(), b"0" * 40)
+
+
+@on_ranks(1, 2, 4)
+def test_a_script_without_us_goes_on_from_the_torch_file_of_any_layout(tmp_path: Path, world_size: int) -> None:
+    warnings.simplefilter("ignore")
+    for layout in (name for name, ranks in WORLD_SIZE.items() if ranks == world_size):
+        model, optimizer = build(layout)
+        train(model, optimizer, 2)
+        dcp.save({"model": model, "optim": optimizer}, tmp_path / layout)
+        dcp.export(tmp_path / layout, tmp_path / f"{layout}.pt", "torch")
+        expected = whole_state(model, optimizer)
+        checkpoint = torch.load(tmp_path / f"{layout}.pt")
+        plain, fresh = build("plain", seed=1)
+        assert checkpoint["optim"].keys() == fresh.state_dict().keys()
+        plain.load_state_dict(checkpoint["model"])
+        fresh.load_state_dict(checkpoint["optim"])
+        assert_same(expected, whole_state(plain, fresh))
+
+
+def _script(groups: int, frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """As nanoGPT has it: matrices decay, vectors do not. Of one group, parameters in another order than the model's."""
+    model = _model()
+    model[0].weight.requires_grad = not frozen
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
+    decay = {"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}
+    return model, torch.optim.AdamW(decay if groups == 2 else trained[::-1], lr=0.01, betas=(0.8, 0.9))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model[1](model[0](torch.ones(4, 30) * torch.arange(4)[:, None])).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_optimizer_goes_on_from_a_torch_file_as_from_its_own_state(
+    tmp_path: Path, groups: int, frozen: bool
+) -> None:
+    model, optimizer = _script(groups, frozen)
+    _step(model, optimizer)
+    dcp.save({"model": model, "opts": {"gen": optimizer}}, tmp_path / "ck")
+    dcp.export(tmp_path / "ck", tmp_path / "t.pt", "torch", rename={"opts.": "a.b."})
+    checkpoint = torch.load(tmp_path / "t.pt")
+    other, resumed = _script(groups, frozen)
+    other.load_state_dict(checkpoint["model"])
+    resumed.load_state_dict(checkpoint["a"]["b"]["gen"])
+    assert repr(resumed.state_dict()) == repr(optimizer.state_dict())
+    for one in ((model, optimizer), (other, resumed)):
+        _step(*one)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert repr(resumed.state_dict()) == repr(optimizer.state_dict())
+
+
+def test_an_optimizer_whose_order_is_not_known_keeps_its_names_and_a_note_says_so(tmp_path: Path) -> None:
+    model, optimizer = _script(1, frozen=False)
+    _step(model, optimizer)
+    dcp.save({"model": model, "optim": optimizer}, tmp_path / "ck", stock_aliases=False)
+    report = dcp.export(tmp_path / "ck", tmp_path / "t.pt", "torch")
+    assert "'optim' has names in place of numbers" in str(report)
+    stored = dcp.read(tmp_path / "ck", "optim.*")
+    assert same_tree(torch.load(tmp_path / "t.pt")["optim"], {key[6:]: value for key, value in stored.items()})
 
 
 def _with_id(data: bytes, other: bytes) -> bytes:

@@ -255,8 +255,23 @@ def gather_fsdp1_optimizer(
                 f"its state can only be gathered as a whole. Wrap what each optimizer trains on its own, or use FSDP2."
             ) from error
     state = {clean(name): slots for name, slots in gathered["state"].items() if slots}
-    groups = [{**group, "params": [clean(name) for name in group["params"]]} for group in gathered["param_groups"]]
+    groups = [
+        {**group, "params": _in_module_order(module, [clean(name) for name in group["params"]])}
+        for group in gathered["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
+
+
+def _in_module_order(module: nn.Module, names: list[str]) -> list[str]:
+    """Return the names in the order in which an optimizer of the unwrapped module has them, as far as flat parameters
+    have changed it: they join the parameters of a unit, which are not together in the module."""
+    if not any(hasattr(parameter, "_fqns") for parameter in module.parameters()):
+        return names
+    clean = CleanNames(module)
+    order: dict[str, int] = {}
+    for name, _ in module.named_modules():
+        order.setdefault(clean(name), len(order))
+    return sorted(names, key=lambda name: order[name.rpartition(".")[0]])
 
 
 def apply_fsdp1_optimizer(
@@ -307,7 +322,9 @@ def _groups_without_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
     return [
         {
             **{field: value for field, value in group.items() if field != "params"},
-            "params": [name for parameter in group["params"] for name in names[id(parameter)]],
+            "params": _in_module_order(
+                module, [name for parameter in group["params"] for name in names[id(parameter)]]
+            ),
         }
         for group in optimizer.param_groups
     ]

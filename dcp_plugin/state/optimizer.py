@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from dcp_plugin._torch import laid_out_like, shard_of
 from dcp_plugin._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.planning.flatten import Walks, flatten, holds_sharded, walked_by_us, with_types_of
-from dcp_plugin.planning.local_inventory import Box
+from dcp_plugin.planning.local_inventory import Box, LocalSlot
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
 from dcp_plugin.tensors import EXACTLY_TENSORS
@@ -232,11 +232,68 @@ def unflatten_optimizer(flat: Mapping[str, Any]) -> Nested:
     return _nested(dict(state), list(groups.values()), flat.get(GLOBAL, {}), flat.get(EXTRA_STATE, {}))
 
 
-def split_key(key: str) -> tuple[str, str, str]:
-    """``("state" | "param_groups", FQN, slot or field)`` of a stored key."""
+def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
+    """Return the tree of an optimizer's stored keys, nested as in :data:`Nested`, and whether that is certain.
+
+    It is not if the groups are not stored as a list, or if ranks have state of their own. Without the list, parameters
+    with equal settings that follow each other count as one group.
+    """
+    groups = _listed(tree.get(GROUPS))
+    known = {fqn for group in groups for fqn in group["params"]}
+    flat, _ = flatten(
+        {key: value for key, value in tree.items() if key not in BESIDE and not (key == GROUPS and groups)},
+        lambda _, value: isinstance(value, dict) and bool(value),
+    )
+    state: dict[str, dict[str, Any]] = defaultdict(dict)
+    fields: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in flat.items():
+        kind, fqn, name = split_key(key, known)
+        if kind in ("state", GROUPS):
+            (state if kind == "state" else fields)[fqn][name] = value
+    is_listed = bool(groups) and state.keys() | fields.keys() <= known
+    if not is_listed:
+        runs = (list(run) for _, run in itertools.groupby(fields, key=lambda fqn: repr(sorted(fields[fqn].items()))))
+        groups = [{**fields[run[0]], "params": run} for run in runs]
+    nested = _nested(dict(state), groups, tree.get(GLOBAL, {}), tree.get(EXTRA_STATE, {}))
+    return nested, is_listed and not any(map(LocalSlot.parse, flat))
+
+
+def _listed(groups: Any) -> list[dict[str, Any]]:
+    """Return the groups of a tree if they are stored as a list (:func:`group_list`), else an empty list."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return []
+    names = [group.get("params") for group in groups]
+    is_named = all(isinstance(some, list) and all(isinstance(name, str) for name in some) for some in names)
+    return groups if is_named else []
+
+
+def numbers_of(groups: Iterable[Iterable[str]]) -> dict[str, int]:
+    """Return the number that torch gives to each parameter in an optimizer's ``state_dict()``.
+
+    Args:
+        groups: The FQNs of the parameters of each group.
+    """
+    return {fqn: number for number, fqn in enumerate(dict.fromkeys(itertools.chain.from_iterable(groups)))}
+
+
+def with_numbers(nested: Nested) -> dict[str, Any]:
+    """Return what ``state_dict()`` of the optimizer gives: numbers in place of FQNs."""
+    numbers = numbers_of(group["params"] for group in nested[GROUPS])
+    state = {number: nested["state"][fqn] for fqn, number in numbers.items() if fqn in nested["state"]}
+    groups = [{**group, "params": [numbers[fqn] for fqn in group["params"]]} for group in nested[GROUPS]]
+    return {"state": state | nested.get(GLOBAL, {}), GROUPS: groups, **nested.get(EXTRA_STATE, {})}
+
+
+def split_key(key: str, known: Collection[str] = ()) -> tuple[str, str, str]:
+    """Return ``("state" | "param_groups", FQN, slot or field)`` of a stored key.
+
+    Args:
+        known: FQNs. Only the slots of these may have dots in their names.
+    """
     kind, _, rest = key.partition(".")
-    fqn, _, name = rest.rpartition(".")
-    return kind, fqn, name
+    parts = rest.split(".")
+    count = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in known), len(parts) - 1)
+    return kind, ".".join(parts[:count]), ".".join(parts[count:])
 
 
 def group_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

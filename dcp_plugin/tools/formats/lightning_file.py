@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import groupby
 from typing import Any
 
 from dcp_plugin.errors import CheckpointMismatch, some
-from dcp_plugin.state.optimizer import GLOBAL, GROUPS, split_key
+from dcp_plugin.planning.flatten import flatten
+from dcp_plugin.state.optimizer import nested_of, with_numbers
 from dcp_plugin.tools.formats import Layout, Selected, torch_file
 
 _MODEL, _OPTIM, _EXTRA = "model", "optim", "extra"
@@ -47,11 +47,12 @@ def _as_lightning(tree: dict[str, Any], step: int | None, selected: Selected) ->
     checkpoint.setdefault("epoch", 0)
     checkpoint.setdefault("global_step", step or 0)
     checkpoint.setdefault(_VERSION, _WRITTEN_AS)
-    checkpoint["state_dict"] = _flat(tree[_module(tree, selected.reader.kinds, selected)])
+    module = tree[_module(tree, selected.reader.kinds, selected)]
+    checkpoint["state_dict"], _ = flatten(module, lambda _, value: isinstance(value, dict) and bool(value))
     named = [name for name in tree if _is_optimizer(name) and isinstance(tree[name], dict)]
     optimizers = sorted(named, key=lambda name: int(name.removeprefix(_OPTIM)[1:] or 0))
     if optimizers:
-        checkpoint["optimizer_states"] = [_numbered(tree[name]) for name in optimizers]
+        checkpoint["optimizer_states"] = [with_numbers(nested_of(tree[name])[0]) for name in optimizers]
         checkpoint.setdefault("lr_schedulers", [])
     return checkpoint
 
@@ -78,44 +79,3 @@ def _module(tree: Mapping[str, Any], kinds: Mapping[str, str], selected: Selecte
         return _MODEL if _MODEL in modules else modules[0]
     found = f"it has {some(modules)}: select one with include" if modules else "it has none"
     raise CheckpointMismatch(f"{selected.reader.path}: Lightning's checkpoints are of one module, and {found}")
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of a tree under Lightning's names, which are flat."""
-    if not isinstance(tree, dict) or (not tree and prefix):
-        return {prefix.removesuffix("."): tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat
-
-
-def _numbered(tree: dict[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer as its own ``state_dict`` has it."""
-    listed = tree.get(GROUPS)
-    stored = _flat({key: value for key, value in tree.items() if key != GROUPS or not isinstance(listed, list)})
-    state: dict[str, dict[str, Any]] = {}
-    fields: dict[str, dict[str, Any]] = {}
-    for key, value in stored.items():
-        kind, fqn, name = split_key(key)
-        if kind in ("state", GROUPS):
-            (state if kind == "state" else fields).setdefault(fqn, {})[name] = value
-    groups = _listed(listed, {*state, *fields}) or [
-        {**alike[0][1], "params": [fqn for fqn, _ in alike]}
-        for alike in (list(run) for _, run in groupby(fields.items(), key=lambda item: repr(sorted(item[1].items()))))
-    ]
-    numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group["params"])}
-    of_parameters = {number: state[fqn] for fqn, number in numbers.items() if fqn in state}
-    return {
-        "state": of_parameters | tree.get(GLOBAL, {}),
-        "param_groups": [{**group, "params": [numbers[fqn] for fqn in group["params"]]} for group in groups],
-    }
-
-
-def _listed(groups: Any, known: set[str]) -> list[dict[str, Any]]:
-    """The groups as they are stored for stock, if they are of the parameters that there are."""
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        return []
-    names = [group.get("params") for group in groups]
-    usable = all(isinstance(some, list) and all(isinstance(name, str) for name in some) for some in names)
-    return groups if usable and known <= {name for some in names for name in some} else []

@@ -18,6 +18,7 @@ from dcp_plugin.format.torch_archive import BEHIND, Record
 from dcp_plugin.host_memory import memory_view
 from dcp_plugin.media import NewFile
 from dcp_plugin.planning.flatten import name_of, step_of, unflatten
+from dcp_plugin.state.optimizer import GROUPS, nested_of, with_numbers
 from dcp_plugin.tools.formats import Layout, Selected
 from dcp_plugin.tools.read import read_keys
 from dcp_plugin.tools.stream import Part, Stream
@@ -82,7 +83,8 @@ def layout(
     """One file with the nested state.
 
     Args:
-        shaped: What becomes of the state, whose tensors have no elements yet.
+        shaped: What becomes of the state, whose tensors have no elements yet; without it, optimizers become what their
+            own ``state_dict()`` gives.
 
     Raises:
         UnsafeCheckpoint: A value could only be had by executing code.
@@ -103,8 +105,32 @@ def layout(
                 parts[leaves[key].data_ptr()] = part
     named = {selected.names[key]: leaf for key, leaf in leaves.items()}
     paths = {new: _path(index.path_of(key), key, new) for key, new in selected.names.items()}
-    tree = unflatten(named, paths)
-    return Layout([TorchFile.of(name, shaped(tree) if shaped else tree, parts)])
+    tree, notes = unflatten(named, paths), list[str]()
+    tree = shaped(tree) if shaped else _with_numbers(tree, selected, notes)
+    return Layout([TorchFile.of(name, tree, parts)], notes=notes)
+
+
+def _with_numbers(tree: dict[str, Any], selected: Selected, notes: list[str]) -> dict[str, Any]:
+    """Give the optimizers that we have saved the form that their ``load_state_dict`` takes."""
+    root = {"": tree}
+    for optimizer in (name for name, kind in selected.reader.kinds.items() if kind == "optimizer"):
+        key = next((key for key in selected.names if key.startswith(f"{optimizer}.{GROUPS}.")), "")
+        below = key.removeprefix(optimizer)
+        steps = f".{selected.names.get(key, '')}".removesuffix(below).split(".")
+        holder: Any = root
+        for step in steps[:-1]:
+            holder = holder.get(step) if isinstance(holder, dict) else None
+        node = holder.get(steps[-1]) if isinstance(holder, dict) else None
+        if key and isinstance(node, dict) and any(name.startswith(f"{GROUPS}.") for name in node):
+            nested, is_certain = nested_of(node)
+            if is_certain:
+                holder[steps[-1]] = with_numbers(nested)
+            else:
+                notes.append(
+                    f"{optimizer!r} has names in place of numbers: the checkpoint does not have the order of its "
+                    f"parameters, or has state of single ranks."
+                )
+    return root[""]
 
 
 def _path(path: KeyPath, key: str, new: str) -> KeyPath:
