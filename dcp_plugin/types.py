@@ -124,7 +124,8 @@ class Wanted:
     undecided: list[str] = field(default_factory=list)
     """Missing keys of a module on which its own load hooks decide."""
     stored_as: dict[str, str] = field(default_factory=dict)
-    """Targets that each rank had for itself, and the key of the one for this rank."""
+    """Targets of an optimizer that have another key in the checkpoint, and that key: that of this rank's own state, or
+    one with the number of the parameter."""
     lost: list[str] = field(default_factory=list)
     """Those of which none is for this rank."""
     for_other_ranks: list[str] = field(default_factory=list)
@@ -133,6 +134,8 @@ class Wanted:
     """Nothing is stored because the object had nothing to store: it is loaded with that."""
     refused: dict[str, str] = field(default_factory=dict)
     """Targets that have to exist in the object before a load can fill them, and why."""
+    unfit: str = ""
+    """Why the state of an optimizer cannot be taken at all."""
     tolerated: str = ""
     """What missing and unexpected keys mean, for a warning, where they are no error."""
 

@@ -23,6 +23,8 @@ import dcp_plugin as dcp
 from dcp_plugin.state import gather_module
 from tests import launch
 from tests.compare import assert_same, full_state, same_bytes
+from tests.launch import on_ranks
+from tests.layouts import WORLD_SIZE, build, train, whole_state
 
 State = dict[str, torch.Tensor]
 Keys = dict[str, torch.Tensor]
@@ -161,12 +163,80 @@ def test_a_partial_load_reads_what_it_selects(sources: Path, name: str) -> None:
     assert report.bytes_read <= 1.02 * sum(value.nbytes for value in selected.values())
 
 
-def test_values_beside_the_model_are_there_and_the_optimizer_is_not(sources: Path) -> None:
+def test_values_and_optimizers_beside_the_model_are_there(sources: Path) -> None:
     state: dict[str, Any] = {"model": Net(2), "epoch": 0, "args": {}}
     dcp.load(state, sources / "torch_training.pt")
     assert state["epoch"] == 3 and state["args"] == {"lr": 0.1}
     info = dcp.inspect(sources / "torch_training.pt")
-    assert {tensor.key.partition(".")[0] for tensor in info.tensors} == {"model"}
+    assert {tensor.key.partition(".")[0] for tensor in info.tensors} == {"model", "optimizer"}
+
+
+def _save_stock(state: dict[str, Any], path: Path) -> None:
+    stock.save(state, checkpoint_id=path)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("save", [torch.save, _save_stock, dcp.save], ids=["torch.save", "stock", "ours"])
+def test_a_numbered_optimizer_is_loaded_by_the_order_of_its_parameters(
+    tmp_path: Path, world_size: int, save: Callable[..., Any]
+) -> None:
+    warnings.simplefilter("ignore")
+    for stepped in (2, 0):
+        plain, trained = build("plain")
+        train(plain, trained, stepped)
+        path = tmp_path / f"{stepped}"
+        if save is not torch.save or dist.get_rank() == 0:
+            save({"model": plain.state_dict(), "optim": trained.state_dict()}, path)
+        dist.barrier()
+        for layout in (name for name, ranks in WORLD_SIZE.items() if ranks == world_size and name != "fsdp1_flat"):
+            model, optimizer = build(layout, seed=1)
+            report = dcp.load({"model": model, "optim": optimizer}, path)
+            assert not report.missing and not report.unexpected
+            assert_same(whole_state(plain, trained), whole_state(model, optimizer))
+
+
+@on_ranks(2)
+def test_numbers_do_not_fit_joined_parameters(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    plain, trained = build("plain")
+    _save_stock({"model": plain.state_dict(), "optim": trained.state_dict()}, tmp_path / "ck")
+    model, optimizer = build("fsdp1_flat", seed=1)
+    with pytest.raises(dcp.CheckpointMismatch, match="FSDP1 has joined parameters here"):
+        dcp.load({"model": model, "optim": optimizer}, tmp_path / "ck")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        (lambda p: p[::-1], r"number 0 has state of shape \(10, 6\), and out.bias has shape \(1,\)"),
+        (lambda p: p[:3], "it has number 7, and the optimizer 3 parameters"),
+        (
+            lambda p: [{"params": p[:2]}, {"params": p[2:]}],
+            r"its groups have \[8\] parameters, and those here \[2, 6\]",
+        ),
+    ],
+    ids=["order", "fewer", "groups"],
+)
+def test_numbers_that_do_not_fit_are_an_error_that_says_why(tmp_path: Path, chosen: Any, reason: str) -> None:
+    plain, trained = build("plain")
+    train(plain, trained, 1)
+    torch.save({"model": plain.state_dict(), "optim": trained.state_dict()}, tmp_path / "t.pt")
+    model, _ = build("plain", seed=1)
+    optimizer = torch.optim.AdamW(chosen([*model.parameters()]), lr=0.5)
+    before = {**model.state_dict()}, repr(optimizer.state_dict())
+    with pytest.raises(dcp.CheckpointMismatch, match=f"has numbers in place of the names of parameters.*{reason}"):
+        dcp.load({"model": model, "optim": optimizer}, tmp_path / "t.pt")
+    assert_same(before[0], dict(model.state_dict()))
+    assert repr(optimizer.state_dict()) == before[1]
+
+
+def test_a_file_with_nothing_but_an_optimizer_is_loaded(tmp_path: Path) -> None:
+    plain, trained = build("plain")
+    train(plain, trained, 1)
+    torch.save({"optim": trained.state_dict()}, tmp_path / "t.pt")
+    model, optimizer = build("plain", seed=1)
+    dcp.load({"model": model, "optim": optimizer}, tmp_path / "t.pt", dcp.PartialLoad(include="optim.*"))
+    assert repr(optimizer.state_dict()) == repr(trained.state_dict())
 
 
 def test_the_only_module_is_found_under_another_name(sources: Path) -> None:

@@ -180,7 +180,9 @@ class Matching:
                 self._take_plain(adapter)
             else:
                 key_map, want = self._want(adapter, name)
-                if isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
+                if want.unfit:
+                    self._leave_optimizer(adapter, want, f"{name!r} {want.unfit}")
+                elif isinstance(adapter, OptimizerAdapter) and (want.targets or want.extra or want.unexpected):
                     self._judge_class(adapter, name, want)
                 self._select(adapter, key_map, want)
                 self._at[adapter.name] = key_map
@@ -343,6 +345,10 @@ class Matching:
             f"{name!r} has the state of {recorded or 'another class of optimizers'}, which cannot serve "
             f"{adapter.name!r}, of {mine}: it lacks {some(lacking, 4)}"
         )
+        self._leave_optimizer(adapter, want, line)
+
+    def _leave_optimizer(self, adapter: StateAdapter, want: Wanted, line: str) -> None:
+        """Note that an optimizer takes nothing of the checkpoint, for the reason in a line."""
         for keys in (want.targets, want.extra, want.missing, want.unexpected, want.lost):
             keys.clear()
         if self._strict and self._partial.missing == "error":

@@ -240,10 +240,10 @@ def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
     """
     groups = _listed(tree.get(GROUPS))
     known = {fqn for group in groups for fqn in group["params"]}
-    flat, _ = flatten(
-        {key: value for key, value in tree.items() if key not in BESIDE and not (key == GROUPS and groups)},
-        lambda _, value: isinstance(value, dict) and bool(value),
-    )
+    flat = {key: value for key, value in tree.items() if key not in ("state", GROUPS, *BESIDE)}
+    for kind in ("state", GROUPS):  # where they are no part of the keys, as stock nests them
+        if isinstance(tree.get(kind), dict):
+            flat |= {f"{kind}.{fqn}.{name}": v for fqn, named in tree[kind].items() for name, v in named.items()}
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():

@@ -53,11 +53,12 @@ from dcp_plugin.state.optimizer import (
     flatten_tree,
     group_names,
     groups_of,
+    numbers_of,
     own_state_dict,
     split_key,
 )
 from dcp_plugin.tensors import OF_ITS_OWN_CLASS
-from dcp_plugin.types import KeyPath, Wanted
+from dcp_plugin.types import KeyPath, Shape, Wanted
 
 _OTHERS_ARE_TRAINED = (
     "parameters that are trained now and were not then start with fresh optimizer state, and the state of those that "
@@ -137,6 +138,8 @@ class OptimizerLoad:
         """Without targets, until they are made."""
         for key, entry in stored.items():
             kind, fqn, name = self._split(key)
+            if key == "state":  # an empty mapping, of an optimizer without state that was saved as data
+                continue
             self._has_other_layout |= kind not in ("state", GROUPS, *BESIDE)
             if kind in BESIDE:
                 if kind == GLOBAL or own is not None:
@@ -154,6 +157,10 @@ class OptimizerLoad:
         for (fqn, slot), found in self._local.items():
             if fqn in self._here:
                 self._take_local(fqn, slot, found, stored)
+        self._numbers = {number: fqn for fqn, number in numbers_of(self._groups).items()}
+        has_numbers = self._here.isdisjoint(self._slots) and all(map(str.isdecimal, self._slots))
+        if self._group_list and not self._hyper and has_numbers:
+            self.wanted.unfit = self._take_numbered()
         known = set(self._slots) | set(self._hyper) | {fqn for fqn, _ in self._local}
         listed_only = bool(self._group_list) and not self._hyper  # then it is not known which parameters there were
         if not listed_only:
@@ -187,16 +194,42 @@ class OptimizerLoad:
         else:  # a rank without a part of the parameter needs none of its state
             (self.wanted.lost if box != ((), ()) else self.wanted.for_other_ranks).append(f"state.{fqn}.{slot}")
 
+    def _take_numbered(self) -> str:
+        """Find the parameters of numbered state by their order. Return why that is not possible; empty if it is."""
+        numbered = {int(number): slots for number, slots in self._slots.items()}
+        if max(numbered, default=0) >= len(self._numbers):
+            return _NUMBERED.format(f"it has number {max(numbered)}, and the optimizer {len(self._numbers)} parameters")
+        if any(
+            len(names) != len(group["params"])
+            for names, group in zip(self._groups, groups_of(self._optimizer), strict=True)
+        ):
+            return _NUMBERED.format(
+                "FSDP1 has joined parameters here, so that their order is not that of the optimizer"
+            )
+        for number, slots in numbered.items():
+            fqn = self._numbers[number]
+            shape = sharded_value(self._layouts[fqn]).shape
+            shapes = [entry.shape for entry in slots.values() if isinstance(entry, StoredTensor) and entry.shape]
+            if shapes and not any(_is_slot_of(each, shape) for each in shapes):
+                return _NUMBERED.format(f"number {number} has state of shape {shapes[0]}, and {fqn} has shape {shape}")
+        for number, slots in numbered.items():
+            fqn = self._numbers[number]
+            self.wanted.stored_as |= {f"state.{fqn}.{slot}": f"state.{number}.{slot}" for slot in slots}
+        self._slots = defaultdict(dict, {self._numbers[number]: slots for number, slots in numbered.items()})
+        return ""
+
     def targets(self) -> dict[str, Any]:
         """A tensor to fill, or None for another value, by relative key."""
         targets = self.wanted.targets
+        if self.wanted.unfit:
+            return targets
         for fqn in sorted(self._here):
             for slot, entry in self._slots.get(fqn, {}).items():
                 key = f"state.{fqn}.{slot}"
                 if isinstance(entry, StoredTensor):
                     existing = laid_out_like(self._live.slots.get(fqn, {}).get(slot), self._layouts[fqn])
                     usable = isinstance(existing, torch.Tensor) and shape_of(existing) == entry.shape
-                    targets[key] = existing if usable else self._allocate(fqn, entry, own=key in self.wanted.stored_as)
+                    targets[key] = existing if usable else self._allocate(fqn, entry, own=(fqn, slot) in self._local)
                     if entry.stored_whole and not usable and not sharded_value(targets[key]).stored_whole:
                         self.wanted.refused[key] = f"{OF_ITS_OWN_CLASS}, and not there yet: {_HAVE_STATE}"
                 else:
@@ -254,6 +287,13 @@ class OptimizerLoad:
             CheckpointMismatch: Parameters of one group here have different hyper-parameters in the checkpoint.
         """
         _, fields = self._sort(values)
+        listed = {key: value for key, value in values.items() if key in self._group_list and key.endswith(".params")}
+        if any(isinstance(number, int) for numbers in listed.values() for number in numbers):
+            there, here = [len(numbers) for numbers in listed.values()], [len(names) for names in self._groups]
+            if there != here or [number for numbers in listed.values() for number in numbers] != list(self._numbers):
+                raise CheckpointMismatch(
+                    f"the optimizer {_NUMBERED.format(f'its groups have {there} parameters, and those here {here}')}"
+                )
         for number, names in enumerate(self._groups):
             self._group_fields(number, names, fields)
 
@@ -320,18 +360,11 @@ class OptimizerLoad:
             where[fqn][name] = value
         for group in listed.values():
             for fqn in group.get("params", ()):
-                fields[fqn] = fields_of(group)
+                fields[self._numbers.get(fqn, fqn)] = fields_of(group)
         return state, fields
 
     def _split(self, key: str) -> tuple[str, str, str]:
-        """Like :func:`split_key`, and right for slots with dots in their names if the parameter is known here."""
-        kind, fqn, name = split_key(key)
-        parts = fqn.split(".")
-        for count in range(len(parts), 0, -1):
-            known = ".".join(parts[:count])
-            if known in self._here:
-                return kind, known, ".".join([*parts[count:], name])
-        return kind, fqn, name
+        return split_key(key, self._here)
 
     def _allocate(self, fqn: str, entry: StoredTensor, own: bool) -> Any:
         """Allocate a slot that the optimizer does not have yet, laid out like the parameter if it has its shape and is
@@ -365,6 +398,17 @@ class OptimizerLoad:
                         f"checkpoint ({known} and {value}). Give the optimizer the groups it was saved with."
                     )
         return {field: value for field, (_, value) in merged.items()}
+
+
+_NUMBERED = (
+    "has numbers in place of the names of parameters, which do not fit: {}. Numbers are for the same parameters in the "
+    "same order and groups"
+)
+
+
+def _is_slot_of(shape: Shape, parameter: Shape) -> bool:
+    """Whether a slot may be one of a parameter: it has its shape, or is factored, with 1 in place of some sizes."""
+    return len(shape) == len(parameter) and all(size in (1, of) for size, of in zip(shape, parameter, strict=True))
 
 
 _HAVE_STATE = (

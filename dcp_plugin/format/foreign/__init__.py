@@ -30,7 +30,7 @@ import torch
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch
 from dcp_plugin.format import Files, expect
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.types import Shape
+from dcp_plugin.types import KeyPath, Shape
 
 _SAMPLES = 8
 _SAMPLE = 512
@@ -70,6 +70,8 @@ class Contents:
     views: dict[str, View] = field(default_factory=dict)
     parts: dict[str, list[View]] = field(default_factory=dict)
     """Of tensors that are in several files."""
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    """Of keys whose path is not the default."""
     values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     shares_bytes: bool = False
@@ -86,6 +88,7 @@ class Contents:
             raise CheckpointMismatch(f"{min(twice)} is in {', '.join(self.files)} and in {', '.join(other.files)}")
         self.files.update(other.files)
         self.views.update(other.views)
+        self.paths.update(other.paths)
         self.values.update(other.values)
         self.kinds.update(other.kinds)
         self.shares_bytes |= other.shares_bytes
@@ -96,7 +99,7 @@ class Contents:
         Raises:
             CheckpointCorrupt: A tensor lies outside of its file, or where it must not.
         """
-        index = CheckpointIndex.build(self._entries(), self.files)
+        index = CheckpointIndex.build(self._entries(), self.files, self.paths)
         try:
             index.validate(where, shares_bytes=self.shares_bytes)
         except CheckpointCorrupt as error:
@@ -127,10 +130,12 @@ def fingerprint_of(files: Files, contents: Contents) -> str:
     """Tells these files from others: their sizes, the names and places of all tensors, and a few bytes of each.
 
     There are no checksums to go by, and reading everything would cost as much as the load. A training changes a tensor
-    nearly everywhere; a single flipped bit is not seen.
+    nearly everywhere; a single flipped bit is not seen. Optimizers do not count: no checkpoint leaves out their state
+    because a base has it, and the bases of earlier checkpoints were identified without them.
     """
     digest = hashlib.sha256()
-    views = sorted(contents.views.items())
+    optimizers = tuple(f"{name}." for name, kind in contents.kinds.items() if kind == "optimizer")
+    views = sorted((key, view) for key, view in contents.views.items() if not key.startswith(optimizers))
     views += [(key, part) for key, parts in sorted(contents.parts.items()) for part in parts]
     for name, size in sorted(contents.files.items()):
         digest.update(size.to_bytes(8, "little"))

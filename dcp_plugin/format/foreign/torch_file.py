@@ -56,9 +56,11 @@ class _Archive:
 
 
 def read_file(files: Files, name: str) -> Contents:
-    """What a ``torch.save`` file has: its state dicts as modules, and its other tensors and plain values.
+    """Read what a ``torch.save`` file has: state dicts as modules, optimizers with numbers for parameters, and other
+    tensors and plain values.
 
-    Optimizers are left out: their states are numbered, and only the framework that wrote them knows the order.
+    An optimizer is left out if it has something else than plain tensors and plain values, or is in a file of
+    Lightning's.
 
     Raises:
         CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint: The zip lies, cannot be read, or its weights want code
@@ -72,14 +74,20 @@ def read_file(files: Files, name: str) -> Contents:
                 raise refusal
             held = type(tree).__name__
             raise CheckpointMismatch(f"{archive.where} holds a {held}, not a state dict or a dictionary with one")
-        named = _modules(archive, tree, refusal)
+        visits = _Visits()
+        optimizers = {} if LIGHTNING in tree else dict(_optimizers(tree, visits))
+        named = _modules(archive, tree, refusal, bool(optimizers))
         written_by = "lightning" if LIGHTNING in tree else "torch.save"
         contents = Contents(written_by, {name: archive.size}, shares_bytes=True)
-        visits = _Visits()
         leaves = [(f"{module}.{key}", leaf) for module, state in named.items() for key, leaf in visits.of(state)]
         others = _other_leaves(tree, {id(state) for state in named.values()}, visits)
         leaves += [(key, leaf) for key, leaf in others if key.partition(".")[0] not in named]
-        contents.kinds = dict.fromkeys(named, "module")
+        contents.kinds = {**dict.fromkeys(named, "module"), **dict.fromkeys(optimizers, "optimizer")}
+        for optimizer in optimizers.values():
+            for path, leaf in optimizer.items():
+                key = ".".join(map(str, path))
+                contents.paths[key] = path
+                leaves.append((key, leaf))
         for key, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 contents.views[key] = _view(archive, key, leaf)
@@ -97,13 +105,40 @@ def _check_pickle(archive: _Archive) -> None:
         torch_pickles.check(archive.file, archive.size)
 
 
-def _modules(archive: _Archive, tree: Tree, refusal: UnsafeCheckpoint | None) -> dict[str, Tree]:
+def _optimizers(
+    node: Tree, visits: _Visits, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[tuple[str | int, ...], Any]]]:
+    """The name of each optimizer, and its leaves by their paths."""
+    if path and _is_optimizer(node):
+        leaves = dict(_leaves_of_optimizer(node, visits, path))
+        plain = (_is_plain(x) if isinstance(x, torch.Tensor) else values.is_plain(x) for x in leaves.values())
+        if len(node) == 2 and all(plain):
+            yield ".".join(path), leaves
+        return
+    for key, value in visits.of(node):
+        if isinstance(key, str) and isinstance(value, Mapping) and len(path) < _DEPTH:
+            yield from _optimizers(value, visits, (*path, key))
+
+
+def _leaves_of_optimizer(node: Tree, visits: _Visits, path: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+    state, groups = node["state"], node["param_groups"]
+    for number, slots in visits.of(state) if isinstance(state, Mapping) else ():
+        for slot, leaf in visits.of(slots) if isinstance(slots, Mapping) else ():
+            yield (*path, "state", str(number), str(slot)), leaf
+    for number, group in enumerate(groups) if isinstance(groups, list) else ():
+        for field, leaf in visits.of(group) if isinstance(group, Mapping) else ():
+            yield (*path, "param_groups", number, str(field)), leaf
+
+
+def _modules(
+    archive: _Archive, tree: Tree, refusal: UnsafeCheckpoint | None, may_be_none: bool = False
+) -> dict[str, Tree]:
     if LIGHTNING in tree and isinstance(tree.get("state_dict"), Mapping):
         return {"model": tree["state_dict"]}
     found = modules_in(tree)
     if refusal is not None and not _is_certain(tree, found.get("model")):
         raise refusal
-    if not found:
+    if not found and not may_be_none:
         raise CheckpointMismatch(
             f"{archive.where} has no state dict, at least none {_DEPTH} levels deep: {list(tree)[:8]}"
         )
@@ -180,7 +215,7 @@ def _other_leaves(
 def _replace_by_loaded(contents: Contents, archive: _Archive) -> None:
     """Extra states may have tensors in them: torch itself makes these, with their classes, their layouts and the memory
     that they share."""
-    for module, state in _modules(archive, *_structure(archive, _load)).items():
+    for module, state in _modules(archive, *_structure(archive, _load), may_be_none=True).items():
         for key, leaf in state.items():
             if not isinstance(contents.values.get(f"{module}.{key}", RefusedValue("")), RefusedValue):
                 contents.values[f"{module}.{key}"] = leaf
