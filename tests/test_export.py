@@ -156,6 +156,7 @@ def test_an_optimizer_goes_on_from_a_torch_file_as_from_its_own_state(
 ) -> None:
     model, optimizer = _script(groups, frozen)
     _step(model, optimizer)
+    optimizer.state[model[0].bias]["more"] = {"a": [1, torch.ones(2)]}
     dcp.save({"model": model, "opts": {"gen": optimizer}}, tmp_path / "ck")
     dcp.export(tmp_path / "ck", tmp_path / "t.pt", "torch", rename={"opts.": "a.b."})
     checkpoint = torch.load(tmp_path / "t.pt")

@@ -243,7 +243,8 @@ def nested_of(tree: Mapping[str, Any]) -> tuple[Nested, bool]:
     flat = {key: value for key, value in tree.items() if key not in ("state", GROUPS, *BESIDE)}
     for kind in ("state", GROUPS):  # where they are no part of the keys, as stock nests them
         if isinstance(tree.get(kind), dict):
-            flat |= {f"{kind}.{fqn}.{name}": v for fqn, named in tree[kind].items() for name, v in named.items()}
+            for fqn, named in tree[kind].items():
+                flat |= {f"{kind}.{fqn}.{name}": value for name, value in named.items()}
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     fields: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
