@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -127,7 +128,7 @@ class DCPTrainerMixin(Trainer):
         refuse_unsupported(self)
         self._dcp = TrainerAdapter(self)
         if self.checkpoint_config.save_interval is not None:
-            self.add_callback(SaveWhenDue(self))
+            self.add_callback(SaveWhenDue(self._dcp))
 
     def train(self, resume_from_checkpoint: PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the newest checkpoint that is complete. If that turns
@@ -195,22 +196,26 @@ class DCPTrainerMixin(Trainer):
 class SaveWhenDue(TrainerCallback):
     """Has the Trainer save when ``save_interval`` says so, besides what ``save_strategy`` says."""
 
-    def __init__(self, trainer: DCPTrainerMixin) -> None:
-        self._trainer = trainer
+    def __init__(self, adapter: TrainerAdapter) -> None:
+        self._adapter = adapter
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self._trainer._dcp.is_due(state.global_step):
+        if self._adapter.is_due(state.global_step):
             control.should_save = True
         return control
 
 
 class TrainerAdapter:
-    """Saves and loads for one trainer, at the moments at which :class:`DCPTrainerMixin` is called."""
+    """Saves and loads for one trainer, at the moments at which :class:`DCPTrainerMixin` is called.
+
+    The trainer refers to it, and it refers to the trainer weakly, so that a trainer that is dropped is freed at once,
+    with its model and optimizer.
+    """
 
     def __init__(self, trainer: DCPTrainerMixin) -> None:
-        self._trainer = trainer
+        self._reference = weakref.ref(trainer)
         self._checkpointer = Checkpointer(trainer.checkpoint_config, solo=trainer.args.world_size == 1)
         self._checkpointer.compares_ranks = False
         self.found: Found | None = None  # the checkpoint of this package that the training resumes from
@@ -222,6 +227,12 @@ class TrainerAdapter:
         self._unpushed: SaveHandle | None = None
         self._said_who_may_write = False
         self._saved: set[str] = set()
+
+    @property
+    def _trainer(self) -> DCPTrainerMixin:
+        trainer = self._reference()
+        assert trainer is not None
+        return trainer
 
     @contextmanager
     def training(self) -> Iterator[None]:
