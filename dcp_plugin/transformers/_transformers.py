@@ -151,6 +151,38 @@ def code_between_steps(trainer: Trainer) -> list[str]:
     ]
 
 
+USES_FOLDER: dict[str, Callable[[Any], Any]] = {
+    "TrainerCallback": lambda callback: False,
+    "ClearMLCallback": lambda callback: callback._log_model,
+    "DVCLiveCallback": lambda callback: callback._log_model == "all",
+    "FlyteCallback": lambda callback: callback.sync_checkpoints,
+    "MLflowCallback": lambda callback: callback._log_artifacts,
+    "NeptuneCallback": lambda callback: callback._should_upload_checkpoint,
+    "SwanLabCallback": lambda callback: False,
+    "TrackioCallback": lambda callback: False,
+    "WandbCallback": lambda callback: callback._log_model == "checkpoint",
+}
+"""Condition on which ``on_save`` of each class of transformers uses the checkpoint's folder: its upload is on."""
+
+
+def users_of_folder(trainer: Trainer, mixin: Any) -> list[str]:
+    """Return the names of the code that may use a checkpoint's folder as soon as the Trainer has saved it.
+
+    These are callbacks with an ``on_save`` of the user's or of an integration that uploads the folder, and a
+    ``_save_checkpoint`` that a subclass of the mixin has.
+    """
+    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks if _uses_folder(callback)]
+    replaced = getattr(trainer._save_checkpoint, "__func__", None) is not vars(mixin)["_save_checkpoint"]
+    return [*names, f"{type(trainer).__name__}._save_checkpoint"] if replaced else names
+
+
+def _uses_folder(callback: Any) -> bool:
+    if not getattr(callback.on_save, "__module__", "").startswith("transformers."):
+        return True
+    kind = callback.on_save.__qualname__.partition(".")[0]
+    return kind not in USES_FOLDER or bool(USES_FOLDER[kind](callback))
+
+
 def saves_shards(trainer: Trainer) -> bool:
     """Whether the Trainer's ``save_model`` writes nothing, because no rank has the full model."""
     state: Any = trainer.accelerator.state

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ from dcp_plugin.transformers._transformers import (
     saves_model_itself,
     saves_shards,
     unwrapped,
+    users_of_folder,
 )
 from dcp_plugin.transformers.checkpoints import SCHEDULER, TRAINER_STATE, Found, ToLoad
 
@@ -226,6 +228,7 @@ class TrainerAdapter:
         self._failure: Exception | None = None
         self._unpushed: SaveHandle | None = None
         self._said_who_may_write = False
+        self._has_logged_wait = False
         self._saved: set[str] = set()
 
     @property
@@ -314,6 +317,7 @@ class TrainerAdapter:
             self.finish()
         else:
             self._checkpointer.wait_until_kept()
+        users = self._users_of_folder()
         step, limit = trainer.state.global_step, trainer.args.save_total_limit
         final = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         with ExitStack() as cleanup:
@@ -327,7 +331,7 @@ class TrainerAdapter:
                 if trainer.is_world_process_zero():
                     state[EXTRA][TRAINER_STATE] = (staged / TRAINER_STATE_NAME).read_text("utf-8")
             # Any may turn out to be the best, which is loaded at the end.
-            durable = trainer.args.metric_for_best_model is not None
+            durable = bool(users) or trainer.args.metric_for_best_model is not None
             files, metrics = self._files(staged), checkpoints.logged_now(trainer.state)
             handle = self._checkpointer.save(state, final, step, files=files, durable=durable, metrics=metrics)
         self._saved.add(final)
@@ -341,6 +345,8 @@ class TrainerAdapter:
 
             handle.on_published(rotate)
         self._unpushed = handle if trainer.args.push_to_hub else None
+        if users and not handle.done():
+            self._wait_for_folder(handle, users)
         if handle.done():
             self.finish()
 
@@ -421,6 +427,26 @@ class TrainerAdapter:
                     ", ".join(others),
                 )
             handle.wait_staged()
+
+    def _users_of_folder(self) -> list[str]:
+        """Return :func:`users_of_folder` of all ranks: a script may give a callback to rank 0 alone. Collective."""
+        return self._checkpointer.ranks.combine(
+            "name the callbacks that use the folder",
+            lambda: users_of_folder(self._trainer, DCPTrainerMixin),
+            lambda named: sorted(set[str]().union(*named)),
+        )
+
+    def _wait_for_folder(self, handle: SaveHandle, users: list[str]) -> None:
+        """Wait until the folder is there for the code that uses it."""
+        began = time.monotonic()
+        handle.wait_done()
+        if not self._has_logged_wait and self._trainer.is_world_process_zero():
+            self._has_logged_wait = True
+            logger.warning(
+                "%s may use the folder of a checkpoint as soon as it is saved: the training waits for each save until "
+                "it is published (%.1f s for %s)",
+                *(", ".join(users), time.monotonic() - began, handle.path.name),
+            )
 
     # Load
 

@@ -99,7 +99,7 @@ def test_a_lazy_checkpoint_is_the_state_at_its_call_whatever_callbacks_write(tmp
     class Swaps(t.TrainerCallback):  # type: ignore[misc, name-defined]
         """As averages are swapped in for an evaluation."""
 
-        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
 
