@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.trainer import TRAINING_ARGS_NAME, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, Trainer
 from transformers.trainer_utils import _is_peft_model
 from transformers.training_args import TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -221,6 +221,20 @@ def describe_adapters(trainer: Trainer, directory: str, adapters: dict[str, torc
     for name, config in unwrapped(trainer).peft_config.items():  # type: ignore[operator, union-attr]
         config.save_pretrained(directory if name == "default" else os.path.join(directory, name))
     _describe_training(trainer, directory)
+
+
+def refuse_stock_resume(trainer: Trainer, directory: str) -> None:
+    """Have the Trainer alone fail to resume from a checkpoint: it would load the weights that it finds there, and start
+    with a new optimizer and schedule, without an error.
+
+    It loads an optimizer if it finds a schedule and a folder with "optimizer" in its name, and raises for want of
+    ``optimizer.pt`` or, under FSDP, of ``optimizer_0``.
+    """
+    schedule: Any = trainer.lr_scheduler
+    torch.save(schedule.state_dict(), os.path.join(directory, SCHEDULER_NAME))
+    os.makedirs(folder := os.path.join(directory, OPTIMIZER_NAME.partition(".")[0]))
+    with open(os.path.join(folder, "README.txt"), "w", encoding="utf-8") as file:
+        file.write("The optimizer's state is in the checkpoint around this folder. DCPTrainerMixin resumes it.\n")
 
 
 def _describe_training(trainer: Trainer, directory: str) -> None:

@@ -50,6 +50,7 @@ from dcp_plugin.transformers._transformers import (
     full_adapters,
     is_adapted,
     push,
+    refuse_stock_resume,
     refuse_unsupported,
     saves_model_itself,
     saves_shards,
@@ -159,7 +160,12 @@ class DCPTrainerMixin(Trainer):
         else:
             self._dcp.describe_model(output_dir, partial(super().save_model, output_dir, _internal_call))
 
-    _save_optimizer_and_scheduler = _unless("scratch", "_save_optimizer_and_scheduler")
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._dcp.scratch is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            self._dcp.refuse_stock_resume(output_dir)
+
     _save_scaler = _unless("scratch", "_save_scaler")
     _save_rng_state = _unless("scratch", "_save_rng_state")
     _push_from_checkpoint = _unless("scratch", "_push_from_checkpoint")
@@ -368,6 +374,13 @@ class TrainerAdapter:
                 adapters = full_adapters(trainer)
                 if trainer.args.should_save:
                     describe_adapters(trainer, output_dir, adapters)
+
+    def refuse_stock_resume(self, output_dir: str) -> None:
+        """Have the Trainer alone raise where it would find weights in the checkpoint's folder, but no optimizer."""
+        with self._failing_together():
+            has_weights = is_adapted(unwrapped(self._trainer)) or self._has_own_files()
+            if has_weights and self._trainer.args.should_save:
+                refuse_stock_resume(self._trainer, output_dir)
 
     def _has_own_files(self) -> bool:
         """Whether a subclass saves the model in a way of its own. Then it does, with whatever that costs."""

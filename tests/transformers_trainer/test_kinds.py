@@ -77,6 +77,20 @@ def test_of_a_peft_model_the_adapters_are_saved(tmp_path: Path, layout: str) -> 
     assert resumed[1].items() <= straight[1].items()
 
 
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp1", "fsdp2"])
+@on_ranks(of=lambda layout: WORLD_SIZE[layout])
+def test_the_trainer_alone_does_not_resume_adapters_without_their_optimizer(tmp_path: Path, layout: str) -> None:
+    """It would begin with a new optimizer and schedule, and nothing would tell."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from tests.transformers_trainer import training as t
+
+    t.trainer(tmp_path, layout, net=_adapted(1), max_steps=1, save_steps=1).train()
+    missing = {"fsdp1": "Can't find a valid checkpoint", "fsdp2": r"optimizer_0/\.metadata"}
+    with pytest.raises((OSError, ValueError, CheckpointException), match=missing.get(layout, r"optimizer\.pt")):
+        t.trainer(tmp_path, layout, kind=t.OnCPU, net=_adapted(2)).train(resume_from_checkpoint=True)
+
+
 @on_ranks(1)
 def test_save_only_model_saves_and_resumes_only_the_model(tmp_path: Path) -> None:
     from tests.transformers_trainer import training as t

@@ -73,6 +73,16 @@ def test_the_files_of_a_trainer_of_ones_own_are_those_that_stock_has(tmp_path: P
 
 
 @on_ranks(1)
+def test_the_trainer_alone_does_not_resume_weights_of_ones_own_without_their_optimizer(tmp_path: Path) -> None:
+    from tests.transformers_trainer import training as t
+
+    t.trainer(tmp_path, kind=_with_save_model(t.Ours)).train()
+    assert (tmp_path / "checkpoint-6/model.safetensors").exists()
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-6/optimizer\.pt"):
+        t.trainer(tmp_path, kind=t.OnCPU).train(resume_from_checkpoint=True)
+
+
+@on_ranks(1)
 def test_a_script_can_put_ours_in_the_place_of_the_trainer(tmp_path: Path) -> None:
     import transformers
 
