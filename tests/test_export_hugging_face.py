@@ -82,6 +82,30 @@ def test_tied_weights_go_out_once_and_come_back(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("with_config", [True, False])
+def test_adapters_alone_are_exported_for_the_base_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_config: bool
+) -> None:
+    """As in a checkpoint of the Trainer; with the base's folder as ``config=`` the export was refused."""
+    from transformers import AutoModelForCausalLM
+
+    from dcp_plugin.transformers._transformers import adapters_of
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = _made("lora")
+    logits = _logits(model)
+    dcp.save({"model": adapters_of(model, model)}, tmp_path / "ck")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.peft_config["default"].save_pretrained(tmp_path / "ck")
+    model.unload().save_pretrained(tmp_path / "base")
+    report = dcp.export(tmp_path / "ck", tmp_path / "out", "hf", config=tmp_path / "base" if with_config else None)
+    assert report.notes == [
+        f"The base model is not in it: from_pretrained takes the one that adapter_config.json names, '{tmp_path}/base'."
+    ]
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits)
+
+
 def _save(root: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 

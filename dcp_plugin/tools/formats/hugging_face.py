@@ -5,8 +5,8 @@ memory: its own names decide which keys of the checkpoint are its weights, behin
 there. Without, the keys stay as they are.
 
 Of a model with LoRA adapters the folder is what peft's ``save_pretrained`` makes: the adapter, and its configuration,
-which names the base model; and the base model itself, where its ``config.json`` is at hand. ``from_pretrained`` of
-transformers then takes the base from the folder.
+which names the base model; and the base model itself, where the checkpoint has it and its ``config.json`` is at hand.
+``from_pretrained`` of transformers then takes the base from the folder.
 """
 
 from __future__ import annotations
@@ -206,24 +206,26 @@ def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside
         )
     names = {key: _OF_ADAPTER.sub(_without_adapter_name, name) for key, name in adapter.items()}
     made = safetensors_files.layout(replace(selected, names=_from_wrapper(names)), "adapter_model", None)
-    notes: list[str] = []
+    inner = {
+        key: _WRAPPER.sub("", name, count=1).replace(_BASE_LAYER, ".")
+        for key, name in selected.names.items()
+        if key not in adapter and ".original_module." not in name
+    }
+    inner |= {
+        key: _WRAPPER.sub("", name, count=1).replace(".original_module.", ".")
+        for key, name in selected.names.items()
+        if ".original_module." in name
+    }
     base: Layout = Layout([])
-    if beside.said(CONFIG):
-        inner = {
-            key: _WRAPPER.sub("", name, count=1).replace(_BASE_LAYER, ".")
-            for key, name in selected.names.items()
-            if key not in adapter and ".original_module." not in name
-        }
-        inner |= {
-            key: _WRAPPER.sub("", name, count=1).replace(".original_module.", ".")
-            for key, name in selected.names.items()
-            if ".original_module." in name
-        }
+    if inner and beside.said(CONFIG):
         of_base, notes = _of_model(replace(selected, names=inner), beside)
         base = safetensors_files.layout(of_base, "model", most)
         names |= of_base.names
     else:
-        notes = [f"The base model is not in it: {ADAPTER} says that it is {said.get('base_model_name_or_path')}."]
+        # from_pretrained takes a folder with a configuration for the base model, too.
+        beside = Beside({name: data for name, data in beside.files.items() if name != CONFIG})
+        name = said.get("base_model_name_or_path")
+        notes = [f"The base model is not in it: from_pretrained takes the one that {ADAPTER} names, {name!r}."]
     last = {**base.last, **_said_of(beside, selected.dtype)}
     return replace(selected, names=names), Layout([*made.files, *base.files], last, notes)
 
