@@ -145,7 +145,16 @@ NO_SECOND_MODEL = """\
 A checkpoint of `transformers.Trainer` has the weights once, in the DCP format: there is no `model.safetensors` and no
 `optimizer.pt` in it, so `Model.from_pretrained("out/checkpoint-N")` finds none. `dcp_plugin.load({"model": model},
 "out/checkpoint-N")` loads them into a model, `load_best_model_at_end` and `trainer.save_model()` work as always, and a
-Trainer that overrides `save_model` or `_save` writes there what it writes."""
+Trainer that overrides `save_model` or `_save` writes there what it writes.
+
+The Trainer alone raises when it resumes from such a checkpoint, since it cannot read the optimizer. Where it would find
+weights, which are a PEFT model's adapters or what an overridden `save_model` wrote, the checkpoint has a `scheduler.pt`
+and a folder `optimizer`, so that it raises for want of `optimizer.pt` instead of starting with a new optimizer.
+
+30 tests of transformers' own about checkpoints and callbacks, those that need no hub, pass with the Trainer alone. 19
+of them pass with the mixin as they stand. Nine of the others look for `model.safetensors` in a checkpoint, and two
+count the entries of the output directory, of which `.dcp_plugin` is one. With a reader of these checkpoints in place of
+that file, and without that entry, 28 pass; the other two split the file `model.safetensors` itself."""
 
 NO_OBJECTS = """\
 Modules, functions and classes among Lightning's hyper-parameters are left out, with a warning: only executing pickled
