@@ -162,6 +162,12 @@ def overrides_load_state_dict(module: nn.Module) -> bool:
     return overrides or overrides_on_instance(module, "load_state_dict")
 
 
+def overrides_state_dict(module: nn.Module) -> bool:
+    """Return whether a module has a ``state_dict`` or a ``load_state_dict`` that is not torch's."""
+    overrides = type(module).state_dict is not nn.Module.state_dict or overrides_on_instance(module, "state_dict")
+    return overrides or overrides_load_state_dict(module)
+
+
 def takes_argument(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function takes a keyword argument."""
     parameters = inspect.signature(function).parameters.values()

@@ -29,7 +29,7 @@ from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
 from dcp_plugin.runs.catalog import inspect
-from dcp_plugin.state import unflatten_optimizer
+from dcp_plugin.state import inside_ddp, unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.state.per_rank import PerRank
@@ -118,14 +118,15 @@ def load(adapter: FabricAdapter, path: Where, state: Any, strict: bool, weights_
             f"fabric.load({str(path)!r}) with {type(adapter.strategy).__name__} needs a state with the module to "
             "restore: the full model may fit on no rank. dcp_plugin.inspect(path) tells what is in a checkpoint."
         )
-    modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
+    objects = state_mapping.as_asked(state)
+    modules, optimizers = of_kind(nn.Module, objects), of_kind(Optimizer, objects)
     found = _contents(adapter, path, [name for name in state if name not in modules and name not in optimizers])
     if found.made_by_fabric:
         return _load_made_by_fabric(adapter, path, state, strict, weights_only)
     places = _places(state, found, strict)
-    target: dict[str, Any] = {**names_for(trained_modules(adapter, state), list(modules.values()))}
+    target: dict[str, Any] = {**names_for(trained_modules(adapter, objects), list(modules.values()))}
     for name, place in places.items():
-        target.update(_target(adapter, name, state[name], place, found))
+        target.update(_target(adapter, name, objects[name], place, found))
     remainder = _remainder(adapter, found, set(places.values()))
     target.update(dict.fromkeys(remainder.values()))
     if optimizers and adapter.attachment.config.rng:
@@ -269,7 +270,7 @@ def _load_raw(adapter: FabricAdapter, path: Where, value: nn.Module | Optimizer,
     found = _contents(adapter, path, [])
     if isinstance(value, nn.Module):
         name = _only("model", path, [top for top in found.sharded if top not in found.optimizers])
-        adapter.checkpointer.restore({name: value}, path, strict=strict)
+        adapter.checkpointer.restore({name: inside_ddp(value)}, path, strict=strict)
         return
     name = _only("optimizer", path, found.optimizers)
     of_none = adapter.checkpointer.ranks.from_zero(f"read {path}", lambda: is_of_no_module(keys_by_name(path)[name]))

@@ -39,6 +39,7 @@ from dcp_plugin.state import (
     flatten_optimizer,
     gather_module,
     gather_optimizer,
+    inside_ddp,
     mark_parameters,
     mark_slots,
 )
@@ -70,12 +71,18 @@ def of_kind(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if isinstance(value, kind)}
 
 
+def as_asked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with the modules that Fabric asks for their state: those inside of DDP, where that matters."""
+    return {name: inside_ddp(value) if isinstance(value, nn.Module) else value for name, value in state.items()}
+
+
 def named_state(adapter: FabricAdapter, state: Mapping[str, Any], filters: Mapping[str, Filter]) -> dict[str, Any]:
     """The state under the names of the table above.
 
     Raises:
         CheckpointMismatch: The user has a name that is taken.
     """
+    state = as_asked(state)
     modules, optimizers = of_kind(nn.Module, state), of_kind(Optimizer, state)
     with_rng = adapter.attachment.config.rng
     taken = sorted(state.keys() & {NAMES, *([RNG] if with_rng else [])})

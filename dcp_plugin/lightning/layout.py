@@ -56,7 +56,7 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict
     """
     extra = made_storable(checkpoint, allow_pickle)
     state: dict[str, Any] = {}
-    if "state_dict" in extra:
+    if extra.get("state_dict"):  # of a module without state there is nothing, as in a save of the module itself
         state[MODEL] = extra.pop("state_dict")
     optimizers = extra.get("optimizer_states")
     if optimizers and all(isinstance(state, OwnLayout) or is_keyed_by_name(state) for state in optimizers):
@@ -211,7 +211,7 @@ def _storable_part(name: str, value: Any, allowed: list[str], left_out: list[str
 
 
 def _is_storable(name: str, value: Any, allowed: list[str]) -> bool:
-    if isinstance(value, nn.Module):  # to the core it is something to be loaded in place
+    if isinstance(value, nn.Module):  # its weights are mostly in the model's state
         return False
     if is_tensor(value) or any(fnmatchcase(name, glob) for glob in allowed):
         return True

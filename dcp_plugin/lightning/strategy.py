@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from dcp_plugin.checkpointer import Checkpointer
@@ -28,7 +29,7 @@ from dcp_plugin.lightning.model_checkpoint import promote_callbacks, tidy_dirpat
 from dcp_plugin.lightning.resume import Resume
 from dcp_plugin.paths import PathLike, Where
 from dcp_plugin.runs.resume import Restart
-from dcp_plugin.state import gather_module, gather_optimizer, unwrapped_optimizer
+from dcp_plugin.state import gather_module, gather_optimizer, inside_ddp, unwrapped_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -67,6 +68,11 @@ class LightningAdapter(StrategyAdapter):
     @property
     def checkpointer(self) -> Checkpointer:
         return self.io.checkpointer(self.strategy.world_size)
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped module, or the one in DDP that Lightning asks for its state."""
+        return inside_ddp(self.strategy.model)
 
     @property
     def module(self) -> LightningModule:
@@ -117,11 +123,11 @@ class LightningAdapter(StrategyAdapter):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return gather_module(self.strategy.model)
+        return gather_module(self.model)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        return gather_optimizer(self.strategy.model, optimizer)
+        return gather_optimizer(self.model, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: Any | None = None) -> None:
@@ -165,7 +171,7 @@ class LightningAdapter(StrategyAdapter):
                 return self._load_directory(path, weights_only)
         if self.keeps_shards:
             checkpoint = self.checkpointer.ranks.agree(f"read {path}", lambda: stock_format.read(path, weights_only))
-            self._loaded = Loaded.of_file(path, checkpoint, self.strategy.model)
+            self._loaded = Loaded.of_file(path, checkpoint, self.model)
             checkpoint = self._loaded.checkpoint
             if self.fitting:
                 _lightning.restore_groups(self.trainer, checkpoint)
@@ -182,7 +188,7 @@ class LightningAdapter(StrategyAdapter):
         self._loaded = loaded = loading.load(
             path,
             self.checkpointer,
-            strategy.model,
+            self.model,
             strict=self.module.strict_loading,
             hooked=is_overridden("on_load_checkpoint", self.module, pytorch.LightningModule),
             weights_only=weights_only,
@@ -217,20 +223,20 @@ class LightningAdapter(StrategyAdapter):
             loaded.checkpoint["optimizer_states"] = [_UNREAD] * len(loaded.optimizer_names)
 
     def _load_optimizers(self, loaded: Loaded) -> None:
-        strategy, strict = self.strategy, self.module.strict_loading
-        loading.load_optimizers(loaded, self.checkpointer, strategy.model, strategy.optimizers, strict)
+        optimizers, strict = self.strategy.optimizers, self.module.strict_loading
+        loading.load_optimizers(loaded, self.checkpointer, self.model, optimizers, strict)
 
     @override
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         if self._loaded is None:
             self.stock.load_model_state_dict(checkpoint, strict=strict)
         else:
-            loading.apply_model(self.strategy.model, self._loaded, checkpoint["state_dict"], strict)
+            loading.apply_model(self.model, self._loaded, checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         loaded, self._loaded = self._loaded, None
-        strategy, states = self.strategy, checkpoint["optimizer_states"]
+        optimizers, states = self.strategy.optimizers, checkpoint["optimizer_states"]
         if loaded is None:
             self.stock.load_optimizer_state_dict(checkpoint)
             return
@@ -238,7 +244,7 @@ class LightningAdapter(StrategyAdapter):
             self._load_optimizers(loaded)
         _lightning.groups_are_restored(self.trainer, self._groups_made)
         if not any(state is _UNREAD for state in states):
-            loading.apply_optimizers(strategy.model, strategy.optimizers, loaded, states, self.module.strict_loading)
+            loading.apply_optimizers(self.model, optimizers, loaded, states, self.module.strict_loading)
 
     # The start of a fit.
 
@@ -253,8 +259,8 @@ class LightningAdapter(StrategyAdapter):
         io = self.io
         if self.trainer.ckpt_path is None:
             goes_on = self.trainer.global_step > 0  # where the last fit of this trainer has ended
-            strategy, strict = self.strategy, self.module.strict_loading
-            io.restart = None if goes_on else io.start(strategy.model, strategy.world_size, strict)
+            world_size, strict = self.strategy.world_size, self.module.strict_loading
+            io.restart = None if goes_on else io.start(self.model, world_size, strict)
         if io.init_from is not None and io.restart is not None:
             rank_zero_info(str(io.restart))
 

@@ -7,7 +7,7 @@ wraps it.
 
 from dcp_plugin._torch_modules import unwrapped_optimizer
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
-from dcp_plugin.state.module import apply_module, gather_module
+from dcp_plugin.state.module import apply_module, gather_module, inside_ddp
 from dcp_plugin.state.optimizer import (
     OwnLayout,
     flatten_optimizer,
@@ -24,6 +24,7 @@ __all__ = [
     "gather_module",
     "gather_optimizer",
     "groups_of",
+    "inside_ddp",
     "load_into",
     "mark_parameters",
     "mark_slots",

@@ -43,11 +43,12 @@ from dcp_plugin._torch_modules import (
     Incompatible,
     checkpointable_parameters,
     overrides_load_state_dict,
+    overrides_state_dict,
     takes_argument,
     unpatched,
 )
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.names import CleanNames, contains_fsdp1, named_modules
+from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules
 from dcp_plugin.tensors import EXACTLY_TENSORS
 from dcp_plugin.types import memory_of
 
@@ -59,6 +60,15 @@ def reshard(module: nn.Module) -> None:
     """
     for _, child in named_modules(module):
         _torch_modules.reshard(child)
+
+
+def inside_ddp(module: nn.Module) -> nn.Module:
+    """Return the module that DDP wraps if it overrides ``state_dict`` or ``load_state_dict``, else the given one.
+
+    DDP ignores what the ``state_dict`` of its module returns, and never calls its ``load_state_dict``. Frameworks that
+    add DDP call both.
+    """
+    return module.module if is_ddp(module) and overrides_state_dict(module.module) else module
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:

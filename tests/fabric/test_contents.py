@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from dcp_plugin.paths import ObjectPath, Where
-from tests.compare import assert_same, full_state
+from tests import launch
+from tests.compare import assert_same, full, full_state, same_bytes
+from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
 from tests.places import save_file
 
@@ -169,6 +171,52 @@ def test_a_filter_is_a_callable_per_name_of_the_state(tmp_path: Path) -> None:
     assert ours["settings"] == {"b": 2}
     assert list(ours["schedule"]) == ["last_epoch"]
     assert all("bias" in key for key in ours["net"])
+
+
+@pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
+def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    launch.run(_save_a_part_and_more, WORLD_SIZE[layouts[0]], layouts, tmp_path)
+
+
+def _save_a_part_and_more(layouts: tuple[str, ...], root: Path) -> None:
+    from tests.fabric import training as t
+
+    class Owning(t.Net):
+        handed: Any = None
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            bias = state.pop("body.0.bias")
+            return {**state, "renamed": bias, "count": {"of": 3}, "average": torch.arange(3)}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            self.handed = list(state), state["count"], full(state["average"])
+            mine = {key: value for key, value in state.items() if not key.startswith("head.")}
+            return super().load_state_dict({**mine, "body.0.bias": state["renamed"]}, strict=False)
+
+    def set_up(fabric: Any) -> tuple[Any, dict[str, Any]]:
+        net = Owning()
+        model = fabric.setup_module(net)
+        return net, {"net": model, "optimizer": fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))}
+
+    for layout in layouts:
+        fabric = _attached(layout)
+        saved, state = set_up(fabric)
+        fabric.backward(state["net"](torch.ones(2, 6)).sum())
+        state["optimizer"].step()
+        fabric.save(root / layout, state)
+        for raw in (False, True):
+            loaded, target = set_up(fabric)
+            if raw:
+                fabric.load_raw(root / layout, target["net"])
+                fabric.load_raw(root / layout, target["optimizer"])
+            else:
+                fabric.load(root / layout, target)
+            names, count, average = loaded.handed
+            assert set(names) == set(saved.state_dict()) and count == {"of": 3}
+            assert same_bytes(average, torch.arange(3))
+            assert same_bytes(full(loaded.body[0].bias), full(saved.body[0].bias))
+            assert not same_bytes(full(loaded.head.weight), full(saved.head.weight))
 
 
 @on_ranks(2)

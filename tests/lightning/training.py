@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dcp_plugin.lightning import DCPCheckpointIO
 from dcp_plugin.paths import Where
-from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer
+from dcp_plugin.state import flatten_optimizer, gather_module, gather_optimizer, inside_ddp
 from tests.compare import full_state
 from tests.lightning import WORLD_SIZE
 from tests.lightning.cpu_fsdp import CPUFSDPStrategy
@@ -137,7 +137,7 @@ def data(samples: int) -> TensorDataset:
 
 def whole_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Model and optimizers by key, every tensor whole. Collective."""
-    model: Any = trainer.strategy.model
+    model: Any = inside_ddp(trainer.strategy.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {f"model.{key}": value for key, value in gather_module(model).items()}
