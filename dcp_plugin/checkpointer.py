@@ -135,7 +135,8 @@ class Checkpointer:
                 ``staging="lazy"``: what is theirs may be copied later, too.
             aliases: More keys for stock loaders, see there too.
             kinds: Which names of ``state`` are state dicts of a ``"module"`` or an ``"optimizer"``, so that a load
-                finds them under other names, as it does those of live objects.
+                finds them under other names, as it does those of live objects. With it, all of ``state`` is data: an
+                object in one of its mappings is a value, which is not asked for its state.
             durable: With ``local_dir``: bring this save to its path, whatever ``durable_every`` says.
             metrics: Numbers by name, or tensors of one element: what this checkpoint has reached. Those of rank 0 are
                 recorded in it, see :attr:`dcp_plugin.CheckpointInfo.metrics`.
@@ -168,7 +169,8 @@ class Checkpointer:
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
             request = SaveRequest(publication, call, step, began, views=views or {}, aliases=aliases or {})
             request = replace(request, with_files=files is not None, durable=durable)
-            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.compares_ranks)
+            is_data = kinds is not None
+            live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.compares_ranks, is_data)
             if self.config.has_keeper and self._save_by_keeper(handle, live, request, ranks, files):
                 self.pace.paused(time.monotonic() - began, saving=True)
                 return handle

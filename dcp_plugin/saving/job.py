@@ -89,6 +89,7 @@ class LiveState:
     owners: Sequence[Any]  # modules and optimizers whose state dicts are in ``state`` without themselves
     metrics: Mapping[str, Any] = field(default_factory=dict)  # numbers, or tensors with one
     compares_ranks: bool = True  # whether the first save warns of data that differs between ranks
+    is_data: bool = False  # whether an object in a mapping of ``state`` is a value, which is not asked for its state
 
     def objects(self) -> list[Any]:
         """The modules and optimizers, at any depth."""
@@ -251,7 +252,8 @@ class SavePipeline:
 
     def gather(self, live: LiveState, ranks: Ranks) -> GatheredState:
         """Return this rank's part of live objects."""
-        parts = adapters_of(live.state, bool(self._config.stock_aliases), Place(ranks.rank, ranks.size))
+        place = Place(ranks.rank, ranks.size)
+        parts = adapters_of(live.state, bool(self._config.stock_aliases), place, live.is_data)
         leaves, paths = gather_state(parts)
         kinds = {part.name: part.kind for part in parts if part.kind in ("module", "optimizer")}
         kept = self.selection.without_excluded(leaves)

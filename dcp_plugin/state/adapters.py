@@ -149,8 +149,14 @@ class Place(NamedTuple):
 
 ALONE = Place(0, 1)
 
+NamedObject = tuple[str, Any, Any, Any, RankEntry | None]
+"""An object of the state: its name, the mapping that has it and the key there, the object, and its place if each rank
+has its own."""
 
-def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True, place: Place = ALONE) -> list[StateAdapter]:
+
+def adapters_of(
+    state: Mapping[str, Any], stock_aliases: bool = True, place: Place = ALONE, is_data: bool = False
+) -> list[StateAdapter]:
     """Return the adapters of a state: of modules, of optimizers, of ``Stateful`` objects, of data.
 
     The order of the objects is the same on all ranks, because their methods may communicate: they are sorted by name.
@@ -159,6 +165,7 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True, place: Pla
     Args:
         stock_aliases: Whether optimizers give their param groups under stock's keys too.
         place: This rank, for values of which each rank has its own.
+        is_data: Whether an object in a mapping of the state is a value, which is not asked for its state.
 
     Raises:
         TypeError: It is no mapping.
@@ -167,7 +174,9 @@ def adapters_of(state: Mapping[str, Any], stock_aliases: bool = True, place: Pla
     """
     if not isinstance(state, Mapping):
         raise TypeError(f'a state maps names to objects, as {{"model": model}} does; this is a {type(state).__name__}')
-    found = list(_named_objects(state, place))
+    found: list[NamedObject] = [(name, state, name, value, None) for name, value in state.items()]
+    if not is_data:
+        found = list(_named_objects(state, place))
     names = [name for name, *_ in found]
     if len(set(names)) < len(names):
         raise CheckpointMismatch(f"two objects of the state have the name {max(names, key=names.count)!r}: rename one")
@@ -327,9 +336,8 @@ def layouts_of(leaves: Mapping[str, Any]) -> list[str]:
     return sorted({layout_of(leaf) for leaf in found if is_tensor(leaf) or isinstance(leaf, ShardedValue)})
 
 
-def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Any, Any, Any, RankEntry | None]]:
-    """Yield each object: its name, the mapping that has it and the key there, the object, and its place if each rank
-    has its own.
+def _named_objects(state: Mapping[str, Any], place: Place) -> Iterator[NamedObject]:
+    """Yield each object of the state.
 
     Raises:
         CheckpointMismatch: A :class:`PerRank` has a module or an optimizer.

@@ -113,7 +113,7 @@ def test_what_a_hook_has_taken_out_is_named_within_bounds(tmp_path: Path) -> Non
         apply_model(model, loaded, {}, strict=True)
 
 
-@pytest.mark.parametrize("layouts", [("single",), ("fsdp2",)], ids="+".join)
+@pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
 def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:
     _run(_save_a_part_and_more, layouts, tmp_path)
 
@@ -148,6 +148,39 @@ def _save_a_part_and_more(root: Path, layout: str) -> None:
         names, count, average = model.handed
         assert set(names) == set(model.state_dict()) and count == {"of": 3}
         assert same_bytes(full(average), torch.arange(3) + added)
+
+
+@pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
+def test_a_module_that_saves_nothing_resumes(tmp_path: Path, layouts: tuple[str, ...]) -> None:
+    _run(_save_nothing, layouts, tmp_path)
+
+
+def _save_nothing(root: Path, layout: str) -> None:
+    from tests.lightning import training as t
+
+    class Stateless(t.Model):
+        handed: Any = None
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            self.handed = dict(state)
+            return super().load_state_dict(state, strict=False)
+
+    class Hooked(Stateless):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["state_dict"] == {}
+
+    first = t.trainer_for(layout, t.checkpoints(root, layout, "plain"), max_steps=3)
+    first.fit(Stateless(layout), t.plain_loader(layout))
+    saved = t.whole_state(first)
+    path = root / f"{layout}-plain" / "step=3.ckpt"
+    for kind in (Stateless, Hooked):
+        model = kind(layout, seed=5)
+        assert_same(saved, _resumed(t, layout, str(path), model))
+        assert model.handed == {}
+    assert t.DCPCheckpointIO().load_checkpoint(path)["state_dict"] == {}
 
 
 @on_one_rank_and_sharded
@@ -210,6 +243,59 @@ def _add_tensors(root: Path, layout: str) -> None:
     assert same_bytes(full(model.average["of"]["weight"]), saved["model.net.body.0.weight"])
     assert model.average["count"] == 3
     assert same_bytes(model.average["plain"], torch.arange(3))
+
+
+@on_one_rank_and_sharded
+def test_an_object_that_a_hook_adds_comes_back_as_itself_or_is_refused(
+    tmp_path: Path, layouts: tuple[str, ...]
+) -> None:
+    _run(_add_objects, layouts, tmp_path)
+
+
+def _add_objects(root: Path, layout: str) -> None:
+    from torchmetrics.aggregation import SumMetric
+
+    from dcp_plugin import UnsafeCheckpoint
+    from tests.lightning import training as t
+
+    encoder = torch.nn.Linear(2, 2)
+    added = {
+        "loss": torch.nn.MSELoss(),
+        "encoder": encoder,
+        "metrics": {"sum": SumMetric(), "all": [SumMetric(), torch.nn.L1Loss()]},
+        "optimizer": torch.optim.SGD(encoder.parameters(), lr=0.5),
+    }
+
+    class Keeping(t.Model):
+        handed: Any = None
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint.update(added)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.handed = {name: checkpoint[name] for name in added}
+
+    saving = t.checkpoints(root, layout, "plain")
+    keys = "extra.loss .*extra.encoder .*extra.metrics.sum .*extra.metrics.all .*extra.optimizer "
+    with pytest.raises(UnsafeCheckpoint, match=keys):
+        t.trainer_for(layout, saving).fit(Keeping(layout), t.plain_loader(layout))
+    assert not (root / f"{layout}-plain" / "step=3.ckpt").exists()
+
+    allowing = ("extra.loss", "extra.encoder", "extra.metrics.*", "extra.optimizer")
+    for async_save in (False, True):
+        folder, model = f"{layout}-{async_save}", Keeping(layout, seed=5)
+        io = t.DCPCheckpointIO(allow_pickle=allowing, async_save=async_save)
+        saving = t.checkpoints(root, folder, "plain")
+        t.trainer_for(layout, saving, plugin=io, max_steps=3).fit(Keeping(layout), t.plain_loader(layout))
+        path = root / f"{folder}-plain" / "step=3.ckpt"
+        resumed = t.trainer_for(layout, [t.AtTrainStart()], plugin=t.DCPCheckpointIO(allow_pickle=allowing))
+        resumed.fit(model, t.plain_loader(layout), ckpt_path=path)
+        assert isinstance(model.handed["loss"], torch.nn.MSELoss)
+        assert_same(model.handed["encoder"].state_dict(), encoder.state_dict())
+        assert list(map(type, model.handed["metrics"]["all"])) == [SumMetric, torch.nn.L1Loss]
+        assert model.handed["optimizer"].param_groups[0]["lr"] == 0.5
+        with pytest.raises(UnsafeCheckpoint, match=r"extra\.loss"):
+            t.trainer_for(layout, plugin=True).fit(Keeping(layout), t.plain_loader(layout), ckpt_path=path)
 
 
 class Mode(Enum):
