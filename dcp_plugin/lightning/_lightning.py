@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from dcp_plugin.integration.lightning_packages import Package, has_base, package_behind
+from dcp_plugin.integration.lightning_packages import Package, has_base, package_behind, package_of
 from dcp_plugin.paths import PathLike
 
 if TYPE_CHECKING:
@@ -77,6 +77,38 @@ def set_epoch(trainer: Any, dataloader: Any) -> None:
     package_behind(trainer).fabric("utilities.data")._set_sampler_epoch(dataloader, epoch)
 
 
+def postpone_iteration(trainer: Any) -> None:
+    """Have the train loop iterate over its dataloaders when the next epoch begins, and not before.
+
+    ``setup_data`` begins an iteration only to learn the number of batches. Between two epochs it is dropped for another
+    one, and a stream has lost what its workers read for it. There is no public hook between the request for the loaders
+    and that iteration; this method of the loop's is called there.
+    """
+    fit_loop = trainer.fit_loop
+
+    def load_states() -> None:
+        del fit_loop._load_combined_loader_states
+        fit_loop._load_combined_loader_states()
+        loader = fit_loop._combined_loader
+        kind: Any = type(loader)
+        loader.__class__ = _first_iteration_reads_nothing(kind)
+
+    fit_loop._load_combined_loader_states = load_states
+
+
+@functools.cache
+def _first_iteration_reads_nothing(base: type[Any]) -> type[Any]:
+    modes = package_of(base).module("utilities.combined_loader")._SUPPORTED_MODES  # type: ignore[union-attr]
+
+    class CombinedLoader(base):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            self.__class__ = base
+            self._iterator = modes[self._mode]["iterator"](self.flattened, self.limits)  # len() asks it
+            return iter(())
+
+    return CombinedLoader
+
+
 def take_dataloader_states(state: FitLoopState) -> list[Any]:
     """Remove the states of the train dataloaders, so that Lightning neither stores nor loads rank 0's for all."""
     return cast(list[Any], state["state_dict"].pop("combined_loader", []))
@@ -101,6 +133,11 @@ class Moment:
     """Between epochs, but what belongs to the old one after its last batch had not happened yet: a validation."""
     before_plateau_schedules: bool
     """Between epochs, in the hooks of the epoch's end. Schedules on a metric are stepped after them."""
+
+    @property
+    def after_last_batch(self) -> bool:
+        """The next batch is the first one of an epoch."""
+        return self.between_epochs or self.in_last_validation
 
 
 def moment_of(state: FitLoopState) -> Moment:

@@ -8,7 +8,8 @@ a resumed ``fit`` matters:
    :meth:`Resume.prepare` gives each loader its epoch and its saved position.
 3. ``Strategy.on_train_start``, after all other hooks and before the first batch: :meth:`Resume.start` sets the
    random generators. Between two epochs it also lets Lightning begin the new epoch in its ordinary way, which
-   creates new iterators, with the same draws as in a run that was never interrupted.
+   creates new iterators, with the same draws as in a run that was never interrupted. No iterator is created before,
+   which would read from a stream.
 
 Random streams are kept by global rank, the states of loaders by the rank of their data, so that ranks which share their
 data (tensor parallelism) share the state.
@@ -36,6 +37,7 @@ from dcp_plugin.lightning._lightning import Moment
 from dcp_plugin.lightning.layout import TYPES, Checkpoint
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import encode_state
+from dcp_plugin.state.per_rank import without_sampler
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -79,7 +81,7 @@ def add_own_state(checkpoint: Checkpoint, trainer: Trainer, with_rng: bool) -> N
 def without_own_state(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint as Lightning itself would have made it, on rank 0."""
     if states := checkpoint.get(DATALOADERS):
-        _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], states["0"])
+        _lightning.put_dataloader_states(checkpoint["loops"]["fit_loop"], without_sampler(states["0"]))
     for key in _OURS:
         if key != OF_HOOKS:
             checkpoint.pop(key, None)
@@ -136,6 +138,8 @@ class Resume:
     def prepare(self, trainer: Trainer, dataloader: Any) -> None:
         """Give a train dataloader its epoch and position, before anything iterates over it."""
         _lightning.set_epoch(trainer, dataloader)
+        if self.moment.after_last_batch:
+            _lightning.postpone_iteration(trainer)
         if self.positions and hasattr(dataloader, "load_state_dict"):
             position, here, name = self.positions.pop(0), made_by(dataloader), type(dataloader).__name__
             saved = self.made_by.pop(0) if self.made_by else here
@@ -149,18 +153,16 @@ class Resume:
 
     def start(self, trainer: Trainer) -> None:
         """The loops are about to take their first batch: continue the random streams."""
-        moment, reads_ahead = self.moment, trainer.num_training_batches == float("inf")
+        moment = self.moment
         if not moment.between_epochs and moment.batches_done:
             _lightning.resume_within_epoch(trainer)
             if not moment.in_last_validation:  # there, all batches of the epoch are done
                 self._warn_of_lost_gradients(trainer)
                 if not _keeps_its_own_position(trainer):
                     self._warn_of_lost_positions(trainer)
-        if (moment.between_epochs or moment.in_last_validation) and reads_ahead:
-            # The batch that Lightning has read from this loader belongs to the iterator that it drops now.
-            for loader, state in self.placed:
-                loader.load_state_dict(state)
-                iter(loader)
+        if moment.after_last_batch:
+            for loader, position in self.placed:
+                _take_position(loader, position)
         if self.rng is not None:
             self._restore_streams(self.rng, trainer)
         if moment.before_validation:
@@ -213,6 +215,16 @@ class Resume:
                 "one batch late: each rank misses one batch; all else is exact. To continue exactly, give the dataset "
                 "a __len__ or the Trainer an integer limit_train_batches."
             )
+
+
+def _take_position(loader: Any, position: dict[str, Any]) -> None:
+    """Have a ``StatefulDataLoader`` make the iterator of the epoch that is done, so that the next one begins another.
+
+    An iterator that has seen its end is replaced as soon as it is asked for, so ``state_dict`` makes that one.
+    """
+    finished = position.get("_iterator_finished")
+    if finished is not None:
+        (loader.state_dict if finished else loader.__iter__)()
 
 
 def _keeps_its_own_position(trainer: Trainer) -> bool:

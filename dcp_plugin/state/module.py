@@ -68,7 +68,8 @@ def inside_ddp(module: nn.Module) -> nn.Module:
     DDP ignores what the ``state_dict`` of its module returns, and never calls its ``load_state_dict``. Frameworks that
     add DDP call both.
     """
-    return module.module if is_ddp(module) and overrides_state_dict(module.module) else module
+    inner: Any = module.module if is_ddp(module) else module
+    return inner if overrides_state_dict(inner) else module
 
 
 def gather_module(module: nn.Module) -> dict[str, Any]:

@@ -70,6 +70,20 @@ class RankEntry:
         return f"{self.above}.{rank}.{self.below}" if self.below else f"{self.above}.{rank}"
 
 
+def without_sampler(position: Any) -> Any:
+    """Return the state of a torchdata loader without that of our sampler (``ResumableSampler``).
+
+    The sampler that Lightning puts there takes no state. torchdata then skips what the rank had read of its order.
+    """
+    if type(position) is list:
+        return [without_sampler(child) for child in position]
+    if type(position) is not dict:
+        return position
+    of_sampler = position.get("sampler_state")
+    is_ours = isinstance(of_sampler, dict) and "order_from" in of_sampler
+    return {key: without_sampler(child) for key, child in position.items() if not (is_ours and key == "sampler_state")}
+
+
 def is_position(value: Any) -> bool:
     """Whether a value is a loader or a sampler of torchdata, whose ``state_dict`` is the position of this rank.
 

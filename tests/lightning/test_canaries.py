@@ -70,7 +70,7 @@ def test_names_in_lightnings_own_checkpoints() -> None:
 
 @on_ranks(1)
 def test_the_order_of_what_a_resumed_fit_does(tmp_path: Path) -> None:
-    """The order of what a resumed fit does; resume.py hangs on it."""
+    """The order of what a resumed fit does; resume.py hangs on it. Nothing iterates before the epoch begins."""
     from tests.lightning import training as t
 
     t.trainer_for("single", t.checkpoints(tmp_path, "single", "plain"), max_epochs=1).fit(
@@ -97,7 +97,7 @@ def test_the_order_of_what_a_resumed_fit_does(tmp_path: Path) -> None:
     t.DataLoader.__iter__ = lambda self: order.append("iter") or iterate(self)  # type: ignore[func-returns-value]
     trainer.fit(Watched(), loader, ckpt_path=str(tmp_path / "single-plain" / "step=3.ckpt"))
     assert order == [
-        "load_checkpoint", "load_model_state_dict", "setup", "load_optimizer_state_dict", "process_dataloader", "iter",
+        "load_checkpoint", "load_model_state_dict", "setup", "load_optimizer_state_dict", "process_dataloader",
         "module.on_train_start", "on_train_start", "iter",
     ]  # fmt: skip
 
@@ -191,6 +191,9 @@ def test_what_loops_and_dataloaders_have_no_public_names_for() -> None:
     assert _lightning.step_of_loggers(trainer) == 1
     assert callable(loop.epoch_loop._should_check_val_fx)
     assert callable(loop.epoch_loop.val_loop.increment_progress_to_evaluation_end)
+    setup = inspect.getsource(type(loop).setup_data)  # see postpone_iteration
+    assert setup.index("self._load_combined_loader_states()") < setup.index("iter(self._data_fetcher)")
+    assert setup.index("self._combined_loader = combined_loader") < setup.index("self._load_combined_loader_states()")
 
 
 @on_ranks(1)

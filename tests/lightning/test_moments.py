@@ -118,6 +118,56 @@ def _train(
     return {"losses": model.losses, "loops": loops}
 
 
+class Feed(IterableDataset[list[torch.Tensor]]):
+    """A stream that gives each number once, whoever reads it; an epoch has six."""
+
+    def __init__(self) -> None:
+        self.given = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.left = 6
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        while self.left:
+            self.left -= 1
+            self.given += 1
+            yield [torch.full((6,), float(self.given))]
+        self.left = 6
+
+    def state_dict(self) -> dict[str, int]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
+
+
+@pytest.mark.parametrize("moment", ["the end of an epoch", "its last batch, before the validation"])
+@on_ranks(1)
+def test_a_resume_at_the_end_of_an_epoch_takes_nothing_from_a_stream_that_it_does_not_train_on(
+    tmp_path: Path, moment: str
+) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+
+    from tests.lightning import training as t
+
+    class Model(t.Model):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            trained_on.extend(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            pass
+
+    for kind, workers in itertools.product((DataLoader, t.StatefulDataLoader), (0, 1)):
+        feed, trained_on, root = Feed(), [], tmp_path / f"{kind.__name__}-{workers}"
+        for epochs, path in ((1, None), (3, root / "step=3.ckpt")):
+            saving = ModelCheckpoint(root, "{step}", save_top_k=-1, **MOMENTS[moment][1])
+            trainer = t.trainer_for("single", [saving], max_epochs=epochs, max_steps=-1)
+            loader = kind(feed, batch_size=2, num_workers=workers)
+            trainer.fit(Model(), loader, t.DataLoader(t.data(2)), ckpt_path=path)
+        assert trained_on == [float(number) for number in range(1, 19)], (kind, workers)
+        assert feed.given == 18
+
+
 @on_ranks(1)
 def test_a_checkpoint_of_the_start_of_an_epoch_does_not_skip_that_epoch(tmp_path: Path) -> None:
     """With Lightning alone it does."""

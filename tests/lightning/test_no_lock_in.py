@@ -91,6 +91,39 @@ def _check(root: Path, jobs: list[tuple[str, Path, Path]]) -> None:
         assert json.loads(losses.read_text()) == json.loads((root / f"{layout}.json").read_text())[3:]
 
 
+def test_within_an_epoch_stock_goes_on_as_from_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    """That is not where the run was: with ``shuffle=True`` on several ranks, stock draws another order."""
+    for stock in (True, False):
+        launch.run(_save_within_an_epoch, 2, tmp_path / str(stock), stock)
+    exported = tmp_path / "exported.ckpt"
+    dcp.export(tmp_path / "False" / "ddp-stateful" / "step=3.ckpt", exported, "lightning")
+    fsdp2, ddp = (tmp_path / "True" / f"{layout}-stateful" / "step=3.ckpt" for layout in ("fsdp2", "ddp"))
+    pairs = {"ddp": (ddp, exported), "fsdp2": (fsdp2, tmp_path / "False" / "fsdp2-stateful" / "step=3.ckpt")}
+    for of_stock, of_ours in launch.run(_go_on_within_an_epoch, 2, pairs):
+        assert of_ours == of_stock and all(len(losses) == 3 for losses in of_stock.values())
+
+
+def _save_within_an_epoch(root: Path, stock: bool) -> None:
+    from tests.lightning import training as t
+
+    for layout in ("ddp", "fsdp2"):
+        trainer = t.trainer_for(layout, t.checkpoints(root, layout, "stateful"), stock=stock, max_steps=3)
+        trainer.fit(t.Model(layout), t.stateful_loader(layout))
+
+
+def _go_on_within_an_epoch(pairs: dict[str, tuple[Path, Path]]) -> list[dict[str, list[float]]]:
+    """The losses of each layout, from the first and from the second checkpoint."""
+    from tests.lightning import training as t
+
+    losses: list[dict[str, list[float]]] = [{}, {}]
+    for layout, paths in pairs.items():
+        for number, path in enumerate(paths):
+            model = t.Model(layout)
+            t.trainer_for(layout, stock=True).fit(model, t.stateful_loader(layout), ckpt_path=path)
+            losses[number][layout] = model.losses
+    return losses
+
+
 def test_lightnings_own_tools_make_one_file_of_it(root: Path, tmp_path: Path) -> None:
     launch.run(_consolidate, 1, root, tmp_path)
     for layout in SHARDED:

@@ -15,6 +15,7 @@ from typing import Any
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.state.optimizer import nested_of, with_numbers
+from dcp_plugin.state.per_rank import without_sampler
 from dcp_plugin.tools.formats import Layout, Selected, torch_file
 
 _MODEL, _OPTIM, _EXTRA = "model", "optim", "extra"
@@ -67,7 +68,7 @@ def _without_ours(extra: Any) -> dict[str, Any]:
     loops = found.get("loops")
     if isinstance(states := found.get(_LOADERS), dict) and isinstance(loops, dict) and "0" in states:
         with suppress(KeyError, TypeError):  # it may be from anybody
-            loops["fit_loop"]["state_dict"]["combined_loader"] = states["0"]
+            loops["fit_loop"]["state_dict"]["combined_loader"] = without_sampler(states["0"])
     of_hooks = found.pop(_OF_HOOKS, {})
     kept = {key: value for key, value in found.items() if key not in _OURS}
     return {**kept, **of_hooks} if isinstance(of_hooks, dict) else kept
