@@ -161,6 +161,18 @@ Modules, functions and classes among Lightning's hyper-parameters are left out, 
 code would restore them. Give them to `load_from_checkpoint` as arguments. What hooks find as
 `checkpoint["state_dict"]` is a plain dict without torch's `_metadata`, and `storage_options` is a `TypeError`."""
 
+HOOKS_ADD_VALUES = """\
+Lightning pickles the module, metric or optimizer that `on_save_checkpoint` puts into a checkpoint. We raise
+`UnsafeCheckpoint` with its key at the first save, on every rank, because only executing code would restore it. With
+`allow_pickle=("extra.loss",)` it is stored as Lightning stores it, and comes back as a module."""
+
+A_DIRECTORY = """\
+A checkpoint is a directory on every strategy. Code that opens it with `torch.load`, or asks `os.path.isfile`, does not
+find a file, and neither does `Model.load_from_checkpoint`: `DCPCheckpointIO().load_checkpoint(path)` and
+`dcp_plugin.lightning.load_from_checkpoint` read it. A resume from a path without a checkpoint raises
+`CheckpointNotFound`, a `FileNotFoundError` with a message of its own. Values that a test puts there by a mock, of a
+loop for one, cannot be saved."""
+
 LISTS = """\
 `list_checkpoints`, `prune`, `keep_last` and the command line's `list` know DCP directories alone: who deletes what they
 list never deletes what another tool saved. `latest` and auto-resume find those of the other tools, too."""
@@ -246,6 +258,8 @@ REASONS = {
     "transformers: a checkpoint has its weights once": NO_SECOND_MODEL,
     "transformers: adapters under FSDP": ADAPTERS,
     "Lightning: hyper-parameters without code": NO_OBJECTS,
+    "Lightning: objects that hooks add": HOOKS_ADD_VALUES,
+    "Lightning: a checkpoint is a directory": A_DIRECTORY,
     "Accelerate: where files are loaded to": MAPS_TO_CPU,
     "What is listed may be deleted": LISTS,
     "Lazy saves and writes through .data": LAZY_WAITS,
