@@ -11,7 +11,7 @@ samples that all ranks together have consumed of it. From these any number of pr
   on the instance.
 
 A loader made with ``use_stateful_dataloader=True`` continues by itself, as it does in stock Accelerate. Any other
-begins its epoch again, in the same order, and :meth:`Tracker.resume` says how many batches to skip.
+begins its epoch again, in the same order. If the script skips no batches then, a warning says how many to skip.
 
 Creating an iterator draws from the global random generators, which a run that was not interrupted does not do in the
 middle of an epoch. So they are set once more, when the first batch of a resumed epoch is there.
@@ -23,6 +23,7 @@ until the garbage collector runs.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,10 +32,13 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from dcp_plugin.accelerate._accelerate import PreparedLoader
+
+logger = logging.getLogger("dcp_plugin")
 
 
 class TrackedSampler(Sampler[int]):
@@ -148,6 +152,8 @@ class _Resumed:
     position: Position
     own_state: Any
     restore_rng: Callable[[], None] | None
+    batches_to_skip: int
+    """By the script, as the loader does not do it itself."""
 
 
 class Tracker:
@@ -267,11 +273,12 @@ class Tracker:
             if position["seed"] is not None and isinstance(self._sampler.inside, SeedableRandomSampler):
                 self._sampler.inside.initial_seed = position["seed"]
             self._sampler.resume(position["order"], batches * total if by_itself else 0)
-        self._resumed = _Resumed(position, own_state, restore_rng if position["batches"] else None)
+        to_skip = 0 if by_itself else batches
+        self._resumed = _Resumed(position, own_state, restore_rng if position["batches"] else None, to_skip)
         self._to_skip = batches if by_itself else 0
-        return self._what_to_say(position, batches, rest, by_itself) if position["batches"] else ""
+        return self._what_to_say(position, rest) if position["batches"] else ""
 
-    def _what_to_say(self, position: Position, batches: int, rest: int, by_itself: bool) -> str:
+    def _what_to_say(self, position: Position, rest: int) -> str:
         said = []
         if position["order"] is None and self._sampler is not None and position["seed"] is None:
             said.append("was being iterated before it was tracked: the order of this epoch is drawn anew")
@@ -279,12 +286,6 @@ class Tracker:
             said.append(
                 f"had consumed {position['samples']} samples of this epoch, which is no multiple of the "
                 f"{self._samples_per_batch()} that all processes now take at once: {rest} are repeated"
-            )
-        if not by_itself:
-            said.append(
-                f"was after batch {batches} of an epoch (as this number of processes counts them) and keeps no "
-                f"position: iterate over accelerator.skip_first_batches(dataloader, {batches}) first, or prepare it "
-                f"with DataLoaderConfiguration(use_stateful_dataloader=True)"
             )
         return f"{self.name} {'; '.join(said)}" if said else ""
 
@@ -294,9 +295,22 @@ class Tracker:
         skipping = self._skipping()
         loader = skipping if base is getattr(skipping, "base_dataloader", None) else self.loader
         self._iteration = _Iteration(weakref.ref(loader), self._to_skip, torch.is_grad_enabled())
+        self._warn_unless_skipped()
         resumed, self._resumed, self._to_skip = self._resumed, None, 0
         self._at_first_batch = resumed.restore_rng if resumed is not None else None
         return self._iteration
+
+    def _warn_unless_skipped(self) -> None:
+        batches = 0 if self._resumed is None or self._to_skip else self._resumed.batches_to_skip
+        if batches and PartialState().is_main_process:
+            logger.warning(
+                "%s was after batch %d of an epoch (as this number of processes counts them) and keeps no position: "
+                "iterate over accelerator.skip_first_batches(dataloader, %d) first, or prepare it with "
+                "DataLoaderConfiguration(use_stateful_dataloader=True)",
+                self.name,
+                batches,
+                batches,
+            )
 
     def deliver(self, iteration: _Iteration) -> None:
         iteration.delivered += 1

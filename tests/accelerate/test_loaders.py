@@ -70,7 +70,7 @@ def _later_epoch(path: Path, layout: str, options: dict[str, Any]) -> None:
 
 
 @on_ranks(2)
-def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip(tmp_path: Path) -> None:
+def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip_unless_the_script_skips(tmp_path: Path) -> None:
     from tests.accelerate import training as t
 
     def epochs(run: Any, count: int) -> list[list[list[int]]]:
@@ -89,9 +89,6 @@ def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip(tmp_path
 
     other, said = t.start("ddp", seed=4, stateful=False), _Said()
     other.accelerator.load_state(str(tmp_path / "ck"))
-    told = [message for message in said.messages if "skip_first_batches" in message]
-    assert len(told) == int(other.accelerator.is_main_process)
-    assert all("after batch 5 of an epoch" in text and "skip_first_batches(dataloader, 5)" in text for text in told)
     rest = iter(other.accelerator.skip_first_batches(other.loader, 5))
     resumed = [next(rest)[1].tolist()]
     assert torch.equal(torch.rand(3), drawn)
@@ -101,6 +98,14 @@ def test_without_a_position_of_its_own_it_says_how_many_batches_to_skip(tmp_path
             other.accelerator.save_state(str(tmp_path / "again"))
     assert resumed == second[5:]
     assert epochs(other, 1) == third
+    assert not [message for message in said.messages if "skip_first_batches" in message]
+
+    forgetful, said = t.start("ddp", seed=4, stateful=False), _Said()
+    forgetful.accelerator.load_state(str(tmp_path / "ck"))
+    assert epochs(forgetful, 1) == [second]
+    told = [message for message in said.messages if "skip_first_batches" in message]
+    assert len(told) == int(forgetful.accelerator.is_main_process)
+    assert all("after batch 5 of an epoch" in text and "skip_first_batches(dataloader, 5)" in text for text in told)
 
     again = t.start("ddp", seed=5, stateful=False)
     again.accelerator.load_state(str(tmp_path / "again"))
