@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from accelerate import Accelerator
 from torch import nn
@@ -135,7 +135,12 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
 
         return method
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    def pickled(self: Accelerator, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """A pickle, or a copy, is an accelerator that is not attached."""
+        return object.__new__, (kind,), {name: value for name, value in vars(self).items() if name != _ATTRIBUTE}
+
+    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names["__reduce_ex__"] = pickled
     return type(kind.__name__, (kind,), {**names, **{name: replaced(name) for name in _REPLACED}})
 
 

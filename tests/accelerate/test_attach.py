@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ def test_attaching_twice_is_attaching_once_and_detaching_undoes_it(tmp_path: Pat
         accelerator.save_state(str(tmp_path / "ours"))
     assert accelerator.save_state.__func__ is type(accelerator).save_state
     assert dcp.verify(tmp_path / "ours").ok
+
+
+def test_a_pickled_accelerator_is_one_that_is_not_attached() -> None:
+    from accelerate import Accelerator
+
+    from dcp_plugin.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    with attach(accelerator):
+        loader = accelerator.prepare(torch.utils.data.DataLoader(range(4)))
+        copy = pickle.loads(pickle.dumps(accelerator))
+        assert type(copy) is Accelerator
+        assert "dcp_plugin_attachment" not in vars(copy)
+        assert torch.equal(torch.cat(list(copy._dataloaders[0])), torch.cat(list(loader)))
 
 
 @on_ranks(2)
