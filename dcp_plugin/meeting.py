@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from dcp_plugin import calls
 from dcp_plugin._torch import default_store
 from dcp_plugin.calls import current_call
 from dcp_plugin.errors import RankFailure, some
+
+T = TypeVar("T")
 
 _ALL = b"all"
 _MOST_NAMED = 8
@@ -51,35 +53,48 @@ def meet(timeout: float) -> None:
     assert world is not None, "there is a default process group"
     number = _held[world] = _held.get(world, 0) + 1
     meeting = _Meeting(default_store(), f"dcp_plugin/meeting/{number}", dist.get_rank(), dist.get_world_size(), timeout)
-    # In a thread, as requests of a store whose host hangs never return, and Ctrl-C comes only between two of them.
-    failure: list[BaseException | None] = []
+    grace = lambda: _GRACE if meeting.has_come else 0.0  # noqa: E731
+    within_timeout(meeting.attend, timeout, grace)
+
+
+def within_timeout(requests: Callable[[], T], timeout: float, grace: Callable[[], float] = lambda: 0.0) -> T:
+    """Make requests of the store of the default process group, and return what they return.
+
+    A thread makes them: requests of a store whose host hangs never return, and Ctrl-C comes only between two of them.
+
+    Args:
+        grace: Returns further seconds to wait when the timeout is over.
+
+    Raises:
+        RankFailure: The store is gone, or does not answer; or the requests raise it.
+    """
+    rank = dist.get_rank()
+    answers: list[T] = []
+    failures: list[BaseException] = []
     ended = threading.Event()
 
-    def attend() -> None:
+    def run() -> None:
         try:
-            meeting.attend()
-            failure.append(None)
+            answers.append(requests())
         except BaseException as error:
-            failure.append(error)
+            failures.append(error)
         ended.set()
 
-    threading.Thread(target=attend, name="dcp-meet", daemon=True).start()
-    ended.wait(timeout)
-    if not ended.is_set() and meeting.has_come:
-        ended.wait(_GRACE)
-    if not ended.is_set():
+    threading.Thread(target=run, name="dcp-meet", daemon=True).start()
+    if not ended.wait(timeout) and not ended.wait(grace()):
         raise RankFailure(
-            f"rank {meeting.rank} could not meet the other ranks within {timeout:g} s: the store of the process group "
+            f"rank {rank} could not meet the other ranks within {timeout:g} s: the store of the process group "
             f"does not answer. {_HOST} hangs, or cannot be reached any more."
         )
-    if isinstance(failure[0], RankFailure):
-        raise failure[0]
-    if failure[0] is not None:
-        reason = (str(failure[0]).strip() or type(failure[0]).__name__).splitlines()[0]
-        raise RankFailure(
-            f"rank {meeting.rank} could not meet the other ranks: the store of the process group failed ({reason}). "
-            f"{_HOST} has ended, or the process group is not one of real ranks."
-        ) from failure[0]
+    if not failures:
+        return answers[0]
+    if isinstance(failures[0], RankFailure):
+        raise failures[0]
+    reason = (str(failures[0]).strip() or type(failures[0]).__name__).splitlines()[0]
+    raise RankFailure(
+        f"rank {rank} could not meet the other ranks: the store of the process group failed ({reason}). "
+        f"{_HOST} has ended, or the process group is not one of real ranks."
+    ) from failures[0]
 
 
 _HOST = "The process that hosts it, which is rank 0 unless a launcher does,"

@@ -28,6 +28,7 @@ from torch import nn
 
 from dcp_plugin.accelerate import _accelerate, extra_state, stock_format
 from dcp_plugin.accelerate._accelerate import refuse_silent_fallbacks
+from dcp_plugin.accelerate.attendance import Attendance
 from dcp_plugin.accelerate.dataloader_state import Tracker, untracked_sampler
 from dcp_plugin.accelerate.extra_state import Training
 from dcp_plugin.accelerate.stock_format import Project
@@ -40,6 +41,7 @@ from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path
+from dcp_plugin.ranks import Attempt
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
@@ -96,9 +98,28 @@ class _Kept:
     config: CheckpointConfig
     checkpointer: Checkpointer
     trackers: list[Tracker]
+    attendance: Attendance | None
+    """None for a single process, and where no save of rank 0 alone would be complete."""
+    alone: Checkpointer | None = None
+    """On rank 0: what saves without the other ranks, from the first such save on."""
     last_load: LoadReport | None = None
     has_announced: bool = False
     attachment: Callable[[], Attachment | None] = lambda: None  # the one that the user holds, if it is still there
+
+    def checkpointer_alone(self) -> Checkpointer:
+        """Return what saves on rank 0 without the other ranks. Its saves go to their paths at once, since other nodes
+        would have no part of them in ``local_dir``."""
+        if self.alone is None:
+            config = replace(self.config, local_dir=None, replicas=0)
+            self.alone = Checkpointer(config, solo=True)
+            self.alone.compares_ranks = False
+            self.alone.pace = self.checkpointer.pace
+        return self.alone
+
+    def finish_alone(self) -> None:
+        """Wait for a save of rank 0 alone. Raises SaveFailed, on rank 0."""
+        if self.alone is not None:
+            self.alone.wait()
 
 
 def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
@@ -109,7 +130,10 @@ def _take_over(accelerator: Accelerator, config: CheckpointConfig) -> _Kept:
     checkpointer = Checkpointer(config, solo=accelerator.num_processes == 1)
     checkpointer.compares_ranks = False
     trackers = [Tracker.of(loader) for loader in _accelerate.dataloaders(accelerator)]
-    kept = _Kept(config.that_waits("the rotation of checkpoints"), checkpointer, trackers)
+    config = config.that_waits("the rotation of checkpoints")
+    may_be_alone = accelerator.num_processes > 1 and config.durable_every is not None
+    attendance = Attendance(accelerator, config.timeout) if may_be_alone else None
+    kept = _Kept(config, checkpointer, trackers, attendance)
     accelerator.__class__ = _attached_class(type(accelerator))  # type: ignore[arg-type]  # Accelerate has no types
     vars(accelerator)[_ATTRIBUTE] = kept
     return kept
@@ -176,29 +200,42 @@ class Attachment(BaseAttachment):
     ) -> str:
         """``Accelerator.save_state``. Returns the checkpoint's directory, which is there when the save is complete.
 
+        Every rank calls it. Where each rank has the whole model, rank 0 may call it alone: it waits for the others
+        first, and then saves without them (:mod:`dcp_plugin.accelerate.attendance`).
+
         Args:
             metrics: Numbers by name, or tensors of one element, that are recorded in the checkpoint, see
                 :meth:`dcp_plugin.Checkpointer.save`.
 
         Raises:
-            SaveFailed: This save failed, or an earlier one in the background; on every rank.
+            SaveFailed: This save failed, or an earlier one in the background; on every rank that calls.
         """
         self._kept.checkpointer.wait_until_kept()
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
+        earlier = Attempt.of(self._kept.finish_alone)
         project = self._project()
+        training = Training.of(accelerator)
+        path = _through_link(self._given(output_dir)) if project is None else project.current_path
+        # A rank that has saved alone has counted more automatic names, so the project's directory stands for all.
+        alone = self._is_alone(training, path if project is None else project.root)
+        if alone and not accelerator.is_main_process:
+            accelerator.project_configuration.iteration += 1
+            return str(path)
         if project is not None:
-            path = self._decide(lambda: project.next_path(self.config.local_dir))
-        else:
-            path = _through_link(self._given(output_dir))
+            next_path = functools.partial(project.next_path, self.config.local_dir)
+            path = next_path() if alone else self._decide(next_path)
+        checkpointer = self._kept.checkpointer_alone() if alone else self._kept.checkpointer
         self._announce_background_save(path)
         step = self._step_to_save()
-        training = Training.of(accelerator)
         state: dict[str, Any] = {**training.models, **training.optimizers, **training.shared_names}
         # Accelerate alone reads directories only, and would not know a copy of what is in a store.
         for_stock = bool(self.config.stock_aliases) and training.sharded and isinstance(path, Path)
 
         def before(directory: Path) -> None:
+            if self._kept.attendance is not None and not alone:
+                self._kept.attendance.all_have_come()
+            earlier.get()  # here, where it is raised on all ranks
             for name in self._run_save_hooks(training, directory):
                 state[name] = NamesOnly(training.models[name])
             if for_stock:
@@ -208,7 +245,7 @@ class Attachment(BaseAttachment):
 
         views = stock_format.views(training.models, training.optimizers) if for_stock else None
         named = _step_named(path.name)
-        handle = self._kept.checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
+        handle = checkpointer.save(state, path, named, files=before, views=views, metrics=metrics)
         if project is not None and accelerator.is_main_process:
             delete = self._kept.checkpointer.remove
             handle.on_published(lambda event: project.rotate(event, delete))
@@ -231,6 +268,7 @@ class Attachment(BaseAttachment):
             CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, CheckpointMismatch: On every rank.
         """
         self._kept.checkpointer.wait_until_kept()
+        self._kept.checkpointer.ranks.from_zero("finish the saves of rank 0 alone", self._kept.finish_alone)
         accelerator = self._accelerator
         refuse_silent_fallbacks(accelerator)
         project = self._project()
@@ -351,9 +389,10 @@ class Attachment(BaseAttachment):
         """Wait until no save is in flight.
 
         Raises:
-            SaveFailed: It failed, on every rank; raised once.
+            SaveFailed: It failed, on every rank that has called ``save_state``; raised once.
         """
         self._kept.checkpointer.wait()
+        self._kept.finish_alone()
 
     def close(self) -> None:
         """Wait, and free what saving needed. Saving again is possible.
@@ -361,7 +400,11 @@ class Attachment(BaseAttachment):
         Raises:
             SaveFailed: As :meth:`wait`.
         """
-        self._kept.checkpointer.close()
+        try:
+            self._kept.checkpointer.close()
+        finally:
+            if self._kept.alone is not None:
+                self._kept.alone.close()
 
     def detach(self) -> None:
         """Give the accelerator back its own methods, after the save in flight.
@@ -374,9 +417,16 @@ class Attachment(BaseAttachment):
             del vars(self._accelerator)[_ATTRIBUTE]
             for tracker in self._kept.trackers:
                 tracker.untrack()
+            if self._kept.attendance is not None:
+                self._kept.attendance.close()
         self.close()
 
     # Save
+
+    def _is_alone(self, training: Training, path: Where) -> bool:
+        """Whether rank 0 makes the save that begins without the other ranks."""
+        attendance = self._kept.attendance
+        return attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(path)
 
     def _announce_background_save(self, path: Where) -> None:
         """Log once where the files of an asynchronous save are until it is complete."""

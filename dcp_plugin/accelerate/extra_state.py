@@ -69,11 +69,16 @@ class Training:
         )
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether each rank has all of the models and optimizers."""
+        return not self.sharded and not any(map(_has_shards, self.models.values()))
+
+    @property
     def shared_names(self) -> dict[str, NamesOnly]:
         """Modules that give names to the parameters of an optimizer that trains several models, or parameters that were
         never prepared. Accelerate saves the state of such an optimizer without names."""
         names = {"names_for_all": NamesOnly(nn.ModuleDict(self.models))} if len(self.models) > 1 else {}
-        if self.sharded or any(map(_has_shards, self.models.values())):
+        if not self.is_replicated:
             return names  # there it is more likely that the optimizer was made before the model was sharded
         for name, optimizer in self.optimizers.items():
             trained = {id(p) for group in groups_of(optimizer) for p in group["params"]}

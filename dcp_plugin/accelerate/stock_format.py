@@ -235,12 +235,17 @@ class Project:
 
     def with_local(self, checkpointer: Checkpointer) -> Project:
         """With what survives in ``local_dir`` of the nodes alone. Collective."""
-        found = [self._root / state.path.name for state in checkpointer.surviving(self._root)]
+        found = [self.root / state.path.name for state in checkpointer.surviving(self.root)]
         return replace(self, local=tuple(path for path in found if _NUMBERED.fullmatch(path.name)))
 
     def __post_init__(self) -> None:
         if self.config.project_dir is not None:
             as_path(self.config.project_dir)  # here, not in the first save
+
+    @property
+    def current_path(self) -> Where:
+        """The path of the next automatic name, whatever is there."""
+        return self.root / f"{_PREFIX}{self.config.iteration}"
 
     def next_path(self, local_dir: str | None = None) -> Where:
         """Where the next automatic save goes.
@@ -248,7 +253,7 @@ class Project:
         Raises:
             SaveFailed: There is something already, and this run does not continue it.
         """
-        path = self._root / f"{_PREFIX}{self.config.iteration}"
+        path = self.current_path
         if medium_of(path).kind(path) or (local_dir is not None and held(local_dir, path)):
             raise SaveFailed(
                 f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
@@ -270,7 +275,7 @@ class Project:
         for error in refused:
             logger.warning("passing over %s", error)
         if found is None:
-            raise CheckpointNotFound(f"there is no committed checkpoint in {self._root}")
+            raise CheckpointNotFound(f"there is no committed checkpoint in {self.root}")
         if not must:
             note_chosen(found)
         return found
@@ -296,11 +301,12 @@ class Project:
             catalog.remove_oldest(complete, max(1, self.config.total_limit), delete)
 
     @property
-    def _root(self) -> Where:
+    def root(self) -> Where:
+        """The directory of all checkpoints of the project."""
         return as_path(self.config.project_dir, self.storage_options) / "checkpoints"
 
     def _paths(self) -> list[Where]:
-        there = [path for _, path in catalog.numbered(self._root, _PREFIX)]
+        there = [path for _, path in catalog.numbered(self.root, _PREFIX)]
         return sorted({*there, *self.local}, key=_number_of)
 
     def _require_complete(self, path: Where) -> Where:

@@ -96,7 +96,9 @@ which names all keys at once with both shapes, and the option that loads the res
 
 WORKSPACE_STAYS = """\
 The folder of checkpoints has one more entry, `.dcp_plugin`: checkpoints are made there, and its file `saves.figures`
-has what each save took. A script that lists the folder has to pass over names that are not its own."""
+has what each save took. A script that lists the folder has to pass over names that are not its own. With automatic
+names of Accelerate it is in the project's folder, where Accelerate's `test_with_save_limit` expects `checkpoints`
+alone."""
 
 OWN_FOLDER = """\
 Our writer refuses a directory that has other files than a checkpoint: a folder of data must not become a checkpoint
@@ -206,6 +208,11 @@ NAMES_GO_ON = """\
 After `load_state` the automatic names of Accelerate go on where the training was. With stock the next `save_state`
 finds that `checkpoint_0` is there, and raises."""
 
+SAVES_ALONE = """\
+Accelerate writes a replicated model on rank 0, whichever ranks call `save_state`. Here all ranks write, so rank 0 waits
+for another rank before it saves alone: 60 s at its first save, 1 s at later ones. Of two ranks that call `save_state`
+more than that apart, the later one saves nothing, and a warning names what is missing."""
+
 WITHOUT_GROUP = """\
 A script that torchrun or srun has started several times and that never calls `init_process_group` saves and loads on
 each rank by itself. Stock writes all of them to one path, and each resumes from what another one has written. We warn
@@ -261,6 +268,7 @@ REASONS = {
     "Lightning: objects that hooks add": HOOKS_ADD_VALUES,
     "Lightning: a checkpoint is a directory": A_DIRECTORY,
     "Accelerate: where files are loaded to": MAPS_TO_CPU,
+    "Accelerate: a save of the main process alone waits for the others": SAVES_ALONE,
     "What is listed may be deleted": LISTS,
     "Lazy saves and writes through .data": LAZY_WAITS,
     "With local_dir, what is not at its path yet is not linked or deleted": NOT_AT_ITS_PATH,

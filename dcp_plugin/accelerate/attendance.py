@@ -1,0 +1,166 @@
+"""Decides for each save whether all ranks make it together, or rank 0 makes it alone.
+
+Accelerate alone writes a replicated training on rank 0, so many scripts have ``if accelerator.is_main_process:
+accelerator.save_state(path)``. Here a save is collective, and rank 0 would wait for ranks that never come. So before
+any collective of a save the ranks decide by one ``compare_set`` in the store of the process group:
+
+- Another rank than 0 decides "together", and waits for rank 0 in the save.
+- Rank 0 waits for such a rank, for :data:`FIRST_WAIT` seconds, and then decides "alone". From then on it waits for
+  :data:`LATER_WAIT` seconds, until a rank comes late.
+- A rank that comes late finds "alone" and saves nothing. It asks rank 0 to wait for the long time again.
+
+The key of a save is the attachment, the path, and the number of optimizer steps since ``attach``. All ranks have the
+same. Counts of calls differ once rank 0 has called alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dcp_plugin._torch import default_store
+from dcp_plugin.accelerate import _accelerate
+from dcp_plugin.calls import Call
+from dcp_plugin.meeting import within_timeout
+from dcp_plugin.paths import Where, resolved
+
+logger = logging.getLogger("dcp_plugin")
+
+FIRST_WAIT = 60.0
+"""Seconds that rank 0 waits for another rank."""
+LATER_WAIT = 1.0
+"""Seconds that it waits while it is known to save alone. Never 0: the other ranks may call, too, and come second."""
+_MOST_DECISIONS = 100
+"""Decisions "alone" that stay in the store for ranks that come late. No rank is that many saves behind rank 0."""
+
+_TOGETHER, _ALONE = "together", "alone"
+_attachments = itertools.count()
+
+
+class Attendance:
+    """The ranks that come to the saves of one accelerator with several processes.
+
+    Args:
+        timeout: Seconds after which a store that does not answer is given up.
+    """
+
+    def __init__(self, accelerator: Accelerator, timeout: float) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._timeout = timeout
+        self._prefix = f"dcp_plugin/saves/{next(_attachments)}"
+        self._late, self._waiting = f"{self._prefix}/late", f"{self._prefix}/waiting"
+        self._steps = 0
+        self._saves_alone = False
+        self._decided_alone: deque[str] = deque()
+        self._key = ""  # of the save that has begun, until all ranks have come
+        hook = register_optimizer_step_post_hook(self._count)
+        self.close = weakref.finalize(accelerator, hook.remove)
+        """Stop counting steps."""
+
+    def rank_0_saves_alone(self, path: Where) -> bool:
+        """Decide about the save that begins. On rank 0, wait for another rank.
+
+        Raises:
+            RankFailure: The store of the process group is gone, or does not answer.
+        """
+        if not dist.is_initialized():  # as at the end of a script
+            return False
+        self._key = f"{self._prefix}/{self._steps}/{resolved(path)}"
+        caller = Call.save(path, None).caller
+        decide = partial(self._come, path) if dist.get_rank() > 0 else partial(self._wait_for_others, path, caller)
+        return within_timeout(decide, FIRST_WAIT + self._timeout)
+
+    def all_have_come(self) -> None:
+        """Forget a decision "together" that all ranks have read. Another save to the same path may follow before the
+        next optimizer step."""
+        key, self._key = self._key, ""
+        if key and dist.get_rank() == 0:
+            store = default_store()
+            store.delete_key(key)
+            store.delete_key(self._waiting)
+
+    def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        accelerator = self._accelerator()
+        if accelerator is not None and any(optimizer is one for one in _accelerate.optimizers(accelerator)):
+            self._steps += 1
+
+    def _come(self, path: Where) -> bool:
+        """Decide on another rank than 0."""
+        store = default_store()
+        store.set(self._waiting, str(resolved(path)))
+        if store.compare_set(self._key, "", _TOGETHER) == _TOGETHER.encode():
+            return False
+        store.delete_key(self._waiting)
+        store.set(self._late, "")
+        logger.warning(
+            "rank %d came to the save of %s after rank 0 had waited and saved it alone: the checkpoint lacks the "
+            "random streams of this rank, and its place in loaders over iterable datasets. From the next save on rank "
+            "0 waits for up to %g s again.",
+            dist.get_rank(),
+            path,
+            FIRST_WAIT,
+        )
+        return True
+
+    def _wait_for_others(self, path: Where, caller: str) -> bool:
+        """Decide on rank 0."""
+        store = default_store()
+        if self._saves_alone and store.check([self._late]):
+            store.delete_key(self._late)
+            self._saves_alone = False
+        wait = min(LATER_WAIT if self._saves_alone else FIRST_WAIT, self._timeout)
+        elsewhere = ""
+        is_decided = _appears(store, self._key, wait)
+        if not is_decided and store.check([self._waiting]):
+            elsewhere = store.get(self._waiting).decode()
+            if elsewhere == str(resolved(path)):  # with uneven inputs a rank may have made fewer steps
+                return False
+        if store.compare_set(self._key, "", _ALONE) == _TOGETHER.encode():
+            return False
+        self._remember(store)
+        if elsewhere or not (is_decided or self._saves_alone):
+            logger.warning(
+                "%s: no other rank has called save_state with this path within %g s (called at %s), so rank 0 saves "
+                "alone. The checkpoint resumes on all ranks, and lacks the random streams of the others and their "
+                "places in loaders over iterable datasets. Call save_state on every rank, without `if "
+                "accelerator.is_main_process`: then nothing is missing, and each rank writes a part.%s",
+                path,
+                wait,
+                caller,
+                f" Another rank waits in a save of {elsewhere}: if that is the same save, give all ranks one path."
+                if elsewhere
+                else "",
+            )
+        self._saves_alone = True
+        return True
+
+    def _remember(self, store: Any) -> None:
+        if self._key not in self._decided_alone:
+            self._decided_alone.append(self._key)
+        if len(self._decided_alone) > _MOST_DECISIONS:
+            store.delete_key(self._decided_alone.popleft())
+
+
+def _appears(store: Any, key: str, seconds: float) -> bool:
+    """Wait for a key of the store; False if it is not there after so many seconds.
+
+    ``store.wait`` would write two warnings to standard error when the time is over, and lock the store for other
+    threads until then.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
