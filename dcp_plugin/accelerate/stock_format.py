@@ -297,7 +297,10 @@ class Project:
         """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. How many are in
         ``local_dir`` alone is ``local_keep``'s to say."""
         if self.config.total_limit is not None and event.tier == "durable":
-            complete = [path for path in self._paths() if not _why_incomplete(path)]
+            complete: list[Where] = []
+            for path in self._paths():
+                with suppress(OSError):  # a checkpoint that cannot be read stays, and does not count
+                    complete += [] if _why_incomplete(path) else [path]
             catalog.remove_oldest(complete, max(1, self.config.total_limit), delete)
 
     @property

@@ -10,10 +10,10 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from dcp_plugin.errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    CheckpointUnreadable,
     SaveFailed,
     some,
 )
@@ -33,14 +34,14 @@ from dcp_plugin.format import METADATA, SUMMARY, exists
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
 from dcp_plugin.format.index import Location, StoredValue
-from dcp_plugin.format.summary import Base, NewerFormat
+from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.launcher import Launch
 from dcp_plugin.media import WORKSPACE, Listed, Medium, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.runs.scan import Scan
+from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, said_base
 from dcp_plugin.storage.reader import ShardedReader
@@ -77,8 +78,9 @@ def latest(
         ``UserWarning`` names it.
 
     Raises:
-        OSError: The store of a URL cannot be reached.
-        CheckpointUnreadable: A newer version of this package has saved the newest.
+        CheckpointUnreadable: ``root`` cannot be read; or an entry below it cannot, and no complete checkpoint is beside
+            or above that entry. Errors that may pass are raised after 10 s. Or a newer version of this package has
+            saved the newest.
 
     Example:
         >>> import dcp_plugin
@@ -98,23 +100,24 @@ def reason_to_pass_over(path: PathLike) -> str:
     """Why a directory cannot be resumed from: torn, or its files are not all there. Empty if it can."""
     try:
         return _damage_of(as_path(path))
-    except CheckpointNotFound as error:
+    except (CheckpointNotFound, CheckpointUnreadable) as error:
         return str(error)
 
 
 def _damage_of(path: Where) -> str:
-    """Why a checkpoint cannot be resumed from.
+    """Return why a checkpoint cannot be resumed from.
 
     Raises:
         CheckpointNotFound: It is not there, or not any more.
         NewerFormat: It is good, and only a newer version of this package can tell what is in it.
+        CheckpointUnreadable: The file system fails to read it.
     """
     try:
         open_alone(path, check=True).close()  # compares all files with their sizes
     except NewerFormat as error:
         error.add_note("To go on from an older checkpoint all the same, name it: resume=PATH.")
         raise
-    except CheckpointNotFound:
+    except (CheckpointNotFound, CheckpointUnreadable):
         raise
     except CheckpointError as error:
         return str(error)
@@ -135,7 +138,7 @@ def list_checkpoints(
         Their states. What a crash left in flight is listed as not committed, with the reason.
 
     Raises:
-        OSError: The store of a URL cannot be reached.
+        CheckpointUnreadable: ``root`` cannot be read. What cannot be read below it is named in the log.
 
     Example:
         >>> import dcp_plugin
@@ -144,7 +147,9 @@ def list_checkpoints(
         [(1, True)]
     """
     where = as_path(root, storage_options)
-    states = [*Scan(where, read_all=True).states.values(), *local_below(where, local_dir, storage_options)]
+    scan = Scan(where, read_all=True)
+    states = [*scan.states.values(), *local_below(where, local_dir, storage_options)]
+    warn_of_unreadable(scan.unreadable)
     return sorted(states, key=lambda state: (state.time, state.step or -1))
 
 
@@ -176,7 +181,7 @@ def local_states(survey: Survey, config: CheckpointConfig) -> list[CheckpointSta
 def numbered(root: W, prefix: str) -> list[tuple[int, W]]:
     """The directories in ``root`` that are called ``<prefix><number>``, lowest number first, with their numbers."""
     medium = medium_of(root)
-    children = medium.entries(root) if medium.kind(root) == "folder" else []
+    children = Patience().read(lambda: medium.entries(root) if medium.kind(root) == "folder" else [])
     named = [(re.fullmatch(rf"{re.escape(prefix)}(\d+)", one.path.name), one) for one in children]
     return sorted(
         (int(name[1]), one.path)
@@ -219,13 +224,16 @@ def first_usable(paths: Iterable[W], examine: Callable[[W], T]) -> tuple[T | Non
         NewerFormat: Of ``examine``: an older checkpoint is not what a run is to go on from.
     """
     refused: list[CheckpointError] = []
+    patience = Patience()
     for path in paths:
         try:
-            return examine(path), refused
+            return patience.read(functools.partial(examine, path)), refused
         except NewerFormat:
             raise
         except CheckpointError as error:
             refused.append(error)
+        except OSError as error:
+            refused.append(cannot_read(path, error))
     return None, refused
 
 
@@ -267,52 +275,73 @@ def remove_oldest(paths: Sequence[Where], keep: int, delete: Callable[[Where], N
 def remove(path: PathLike) -> None:
     """Delete a checkpoint, so that at no moment something half-deleted can be taken for one.
 
-    One that completes another beside it (``trainable_only``) is kept, with a warning in the log.
+    One that completes another beside it (``trainable_only``), or may complete one that cannot be read, is kept, with a
+    warning in the log.
 
     Raises:
         CheckpointError: The file system failed, and it is there as it was.
     """
     path = as_path(path)
     try:
-        completes = completed_by(path)
+        completed, unreadable = _completed_by(path)
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}. It is there as it was.") from error
-    if completes is not None:
-        _say_kept(path)
+    if completed is not None:
+        _warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
+    elif unreadable:
+        _warn_once(f"{path} is not deleted: {unreadable[0]} cannot be read, and may leave out what it has")
     else:
         medium_of(path).remove(path)
 
 
-@functools.cache  # once: ``keep_last`` comes by after every save
-def _say_kept(base: Where) -> None:
-    logger.warning("%s is not deleted: it has the frozen parameters that checkpoints beside it leave out", base)
+@functools.cache  # ``keep_last`` comes by after every save
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
-def completed_by(base: Where) -> Where | None:
-    """A checkpoint in the same directory that cannot be loaded without this one. Symlinks are ignored."""
+def _completed_by(base: Where) -> tuple[Where | None, list[Where]]:
+    """A checkpoint in the same directory that cannot be loaded without this one; and the entries there that may be one,
+    and cannot be read. Symlinks are ignored."""
     medium = medium_of(base)
     if (isinstance(base, Path) and base.is_symlink()) or not exists(medium.open(base), METADATA):
-        return None
-    own = ""
+        return None, []
+    summary: Summary | None = None
     with suppress(CheckpointCorrupt):
         summary = read_summary(base)
-        own = summary.index_sha256 if summary else ""
+    own = summary.index_sha256 if summary else ""
     medium = medium.snapshot(base.parent)
+    unreadable: list[Where] = []
     for one in medium.entries(base.parent):
         checkpoint: Where = one.path
-        if one.is_file or not medium.may_have_base(checkpoint):
+        if one.is_file or checkpoint.name == LOST_AND_FOUND or not medium.may_have_base(checkpoint):
             continue
-        with suppress(CheckpointCorrupt, ValueError):
+        try:
             said = said_base(checkpoint, medium)
             needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
             if needed and not _is_replaced(checkpoint):
-                return checkpoint
-    return None
+                return checkpoint, []
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except (CheckpointUnreadable, OSError):
+            is_base = summary is None or (not summary.base and may_need(checkpoint, summary.time, medium))
+            unreadable += [checkpoint] if is_base else []
+        except (CheckpointCorrupt, ValueError):
+            continue
+    return None, unreadable
+
+
+def may_need(unreadable: Where, saved: float, medium: Medium) -> bool:
+    """Whether an entry that cannot be read may leave out what a checkpoint has that was saved at this time: a base is
+    older than what needs it."""
+    with suppress(OSError):
+        return medium.open(unreadable.parent).modified(unreadable.name) >= saved
+    return True
 
 
 def refuse_to_replace_a_base(path: Where) -> None:
     """Raises SaveFailed if the checkpoint at a path completes another one, which could not be loaded any more."""
-    if (dependent := completed_by(path)) is not None:
+    dependent, _ = _completed_by(path)
+    if dependent is not None:
         raise SaveFailed(
             f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "
             f"out. Save to a new name, or delete {dependent} first."
@@ -390,6 +419,7 @@ class Newest:
 
     path: Where | None
     passed_over: list[CheckpointState | Saved]
+    unreadable: Mapping[Where, CheckpointUnreadable] = field(default_factory=dict)
 
     def said(self) -> str:
         ours_first = sorted(self.passed_over, key=lambda one: isinstance(one, Saved))
@@ -419,15 +449,22 @@ def find_newest(
         init_from: What is there, or below, counts only if it is ours.
         without: What does not count.
         local: What can be loaded although nothing is at its path.
+
+    Raises:
+        CheckpointUnreadable: As :func:`latest`.
     """
+    patience = Patience()
     for _ in range(_MOST_LOOKS):
-        scan = Scan(as_path(root), others=True)
-        source = None if init_from is None else as_path(init_from)
-        found, complete = _newest_of(scan, tools, source, without, local)
+        scan = Scan(as_path(root), others=True, patience=patience)
+        candidates = _candidates(scan, None if init_from is None else as_path(init_from), without, local)
+        found, complete = newest_among(candidates, tools, patience)
         if complete and (found.path is not None or scan.is_current()):  # else something newer may have come meanwhile
             break
-    ours = [one for one in found.passed_over if isinstance(one, CheckpointState) and was_published(one)]
-    others = [one for one in found.passed_over if isinstance(one, Saved) and not one.export]
+    unreadable = {**scan.unreadable, **found.unreadable}
+    refuse_unreadable(unreadable, candidates, tools)
+    passed_over = [one for one in found.passed_over if one.path not in unreadable]
+    ours = [one for one in passed_over if isinstance(one, CheckpointState) and was_published(one)]
+    others = [one for one in passed_over if isinstance(one, Saved) and not one.export]
     for one in ours:
         logger.warning("passing over %s: %s", one.path, one.reason)
     if found.path is not None and others:
@@ -435,35 +472,69 @@ def find_newest(
     return found
 
 
-def _newest_of(
-    scan: Scan,
-    tools: Collection[str],
-    source: Where | None,
-    without: Collection[Where],
-    local: Collection[CheckpointState],
-) -> tuple[Newest, bool]:
-    """The newest of what was seen; and whether all of that was still there to be examined."""
+def _candidates(
+    scan: Scan, source: Where | None, without: Collection[Where], local: Collection[CheckpointState]
+) -> list[CheckpointState | Saved]:
     of_others = [one for one in scan.of_others if source is None or source not in (one.path, *one.path.parents)]
     ours = [state for state in (*scan.states.values(), *local) if state.path not in without]
-    return newest_among([*ours, *in_order(of_others)], tools)
+    return [*ours, *in_order(of_others)]
 
 
 def newest_among(
-    candidates: Iterable[CheckpointState | Saved], tools: Collection[str] = RESUMABLE
+    candidates: Iterable[CheckpointState | Saved],
+    tools: Collection[str] = RESUMABLE,
+    patience: Patience | None = None,
 ) -> tuple[Newest, bool]:
     """The newest of these that can be resumed from; and whether all of them were still there to be examined."""
+    patience = patience or Patience()
     passed_over: list[CheckpointState | Saved] = []
+    unreadable: dict[Where, CheckpointUnreadable] = {}
     complete = True
     for one in sorted(candidates, key=_age, reverse=True):
         try:
-            examined = _examined(one, tools)
+            examined = patience.read(functools.partial(_examined, one, tools))
         except CheckpointNotFound:  # deleted since; something newer may have been published before
             complete = False
             continue
+        except NewerFormat:  # no start goes on with an older one
+            raise
+        except CheckpointUnreadable as error:
+            unreadable[one.path] = error
+            continue
         if examined is not None and not examined.reason:
-            return Newest(examined.path, passed_over), complete
+            return Newest(examined.path, passed_over, unreadable), complete
         passed_over += [] if examined is None else [examined]
-    return Newest(None, passed_over), complete
+    return Newest(None, passed_over, unreadable), complete
+
+
+def refuse_unreadable(
+    unreadable: Mapping[Where, CheckpointUnreadable],
+    candidates: Collection[CheckpointState | Saved],
+    tools: Collection[str] = RESUMABLE,
+) -> None:
+    """Refuse to pass over an entry that cannot be read, unless a complete checkpoint is beside or above it.
+
+    Logs one warning for the entries that are passed over.
+
+    Raises:
+        CheckpointUnreadable: The entry may hold the newest checkpoint, or the only one.
+    """
+    for path, error in unreadable.items():
+        near = [one for one in candidates if one.path not in unreadable and one.path.parent in path.parents]
+        if newest_among(near, tools)[0].path is None:
+            raise CheckpointUnreadable(
+                f"{error}. {path} may hold the newest checkpoint, and no complete one is beside or above it. Make it "
+                f"readable, or move it away; resume=never starts without looking."
+            ) from error
+    warn_of_unreadable(unreadable)
+
+
+def warn_of_unreadable(unreadable: Mapping[Where, CheckpointUnreadable]) -> None:
+    """Name all entries that cannot be read in one warning."""
+    if unreadable:
+        logger.warning(
+            "passing over what cannot be read: %s", some(list(map(str, unreadable.values())), separator="; ")
+        )
 
 
 def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> CheckpointState | Saved | None:
@@ -471,6 +542,7 @@ def _examined(one: CheckpointState | Saved, tools: Collection[str]) -> Checkpoin
 
     Raises:
         CheckpointNotFound: It is not there any more.
+        CheckpointUnreadable: The file system fails to read it.
     """
     if isinstance(one, CheckpointState):
         return one if one.reason or one.tier == "local" else replace(one, reason=_damage_of(one.path))

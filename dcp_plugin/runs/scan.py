@@ -3,15 +3,22 @@
 What exists throughout a scan is in its result. A listing alone does not give that: a checkpoint that is being replaced
 may be neither under its name, when that is listed, nor set aside in the workspace, when that is. So a directory with a
 workspace in it is listed again until two listings in a row are the same, and only what is new is looked into again.
+
+An error never counts as an empty directory. Reads that fail with an error that may pass are repeated for 10 s. Then an
+error at the root is raised, and the entries below it that cannot be read are in :attr:`Scan.unreadable`;
+:func:`dcp_plugin.runs.catalog.refuse_unreadable` decides whether they can be passed over.
 """
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, TypeVar
 
-from dcp_plugin.errors import CheckpointCorrupt, damage_in, unreadable
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import NewerFormat
@@ -23,14 +30,64 @@ from dcp_plugin.types import CheckpointState
 _DEPTH = 6
 """How deep below a root checkpoints are looked for: frameworks nest theirs (``logs/version_0/checkpoints/…``)."""
 _MOST_ROUNDS = 100
+LOST_AND_FOUND = "lost+found"
+"""The directory that mkfs makes at the top of a volume, and that only root can read."""
+_MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
+_PATIENCE = 10.0
+_PAUSE = 0.5
+
+T = TypeVar("T")
 
 
-def state_of(path: Where) -> CheckpointState | None:
-    """The state of one directory; None if it is no DCP checkpoint and does not pretend to be one."""
+class Patience:
+    """Repeats reads that fail with an error that may pass, for 10 s in all."""
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+
+    def read(self, read: Callable[[], T]) -> T:
+        """Return what ``read`` returns.
+
+        Raises:
+            OSError, CheckpointUnreadable: The last failure of ``read``.
+        """
+        while True:
+            try:
+                return read()
+            except (OSError, CheckpointUnreadable) as error:
+                now = monotonic()
+                if self._until is None:
+                    self._until = now + _PATIENCE
+                if _code_of(error) not in _MAY_PASS or now >= self._until:
+                    raise
+            sleep(_PAUSE)
+
+
+def _code_of(error: Exception) -> int | None:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return cause.errno if isinstance(cause, OSError) else None
+
+
+def state_of(path: Where, patience: Patience | None = None) -> CheckpointState | None:
+    """Return the state of one directory; None if it is no DCP checkpoint and does not pretend to be one.
+
+    Raises:
+        CheckpointUnreadable: The file system fails to read it.
+    """
     try:
-        return in_one_view(path, _state_in)
-    except OSError:  # there is none, or it was deleted while we looked
+        return (patience or Patience()).read(lambda: in_one_view(path, _state_in))
+    except (FileNotFoundError, NotADirectoryError):  # there is none, or it was deleted while we looked
         return None
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def cannot_read(path: Where, error: Exception) -> CheckpointUnreadable:
+    """Return the error to raise for a path that cannot be read, with its errno."""
+    if isinstance(error, CheckpointUnreadable):
+        return error
+    code = _code_of(error) or 0
+    return CheckpointUnreadable(f"{path} cannot be read: [Errno {code}] {getattr(error, 'strerror', None) or error}")
 
 
 def _state_in(path: Where, files: Readable) -> CheckpointState | None:
@@ -47,7 +104,7 @@ def _state_in(path: Where, files: Readable) -> CheckpointState | None:
             if not reason and (summary := summary_in(files)) is not None:
                 written, step, metrics = summary.time, summary.step, dict(summary.metrics)
     except CheckpointCorrupt as error:
-        if files.moved():
+        if files.moved() or isinstance(error, CheckpointUnreadable):
             raise
         return CheckpointState(path, False, str(error), None, written)
     return CheckpointState(path, not reason, reason, step, written, metrics=metrics)
@@ -62,19 +119,28 @@ class Scan:
         read_all: Whether to look into each checkpoint. Otherwise, where names of files tell when it was saved, nothing
             is read of it, its step included.
         in_flight: Whether to note saves in flight where their records would have to be read for that.
+        patience: Of the look that this scan is a part of.
 
     Raises:
-        CheckpointUnreadable: The store of a URL cannot be listed.
+        CheckpointUnreadable: The root cannot be read, or the store of a URL cannot be listed.
     """
 
     def __init__(
-        self, root: Where, others: bool = False, read_all: bool = False, in_flight: bool | None = None
+        self,
+        root: Where,
+        others: bool = False,
+        read_all: bool = False,
+        in_flight: bool | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self.states: dict[Where, CheckpointState] = {}
         """What is a checkpoint of DCP, or pretends to be one."""
         self.of_others: list[Saved] = []
         self.workspaces: list[Where] = []
         """Where saves in flight are made, or noted, and what interrupted ones have left is."""
+        self.unreadable: dict[Where, CheckpointUnreadable] = {}
+        """Entries below the root that may hold checkpoints, and cannot be read."""
+        self._root, self._patience = root, patience or Patience()
         self._others, self._read_all = others, read_all
         self._reads_records = read_all if in_flight is None else in_flight
         try:
@@ -84,7 +150,11 @@ class Scan:
         self._listed: dict[Where, set[tuple[Where, int]]] = {}
         self._complete = self._visit(root, _DEPTH)
         if not self._complete:  # it may be a checkpoint that is set aside at this moment
-            self._complete = self._visit(self.medium.locate(root), _DEPTH) or not self.medium.kind(root)
+            try:
+                there = self._patience.read(lambda: self.medium.locate(root))
+                self._complete = self._visit(there, _DEPTH) or not self._patience.read(lambda: self.medium.kind(root))
+            except OSError as error:
+                raise cannot_read(root, error) from error
 
     def links(self) -> dict[Path, Path]:
         """The symbolic links beside checkpoints and above them, and what they lead to."""
@@ -102,16 +172,33 @@ class Scan:
 
     def _visit(self, directory: Where, depth: int) -> bool:
         """Whether the directory was there until it was looked into."""
+        self.unreadable.pop(directory, None)
         try:
-            state = self._state(directory)
+            state = self._patience.read(lambda: self._state(directory))
             if state is None:
                 return self._look_below(directory, depth)
             self.states[directory] = state
         except FileNotFoundError:
             return False
-        except OSError:  # not ours to read
+        except NotADirectoryError:
             pass
+        except CheckpointUnreadable as error:
+            self._note_unreadable(directory, error)
+            self.states[directory] = CheckpointState(directory, False, str(error), None, self._modified(directory))
+        except OSError as error:
+            if directory == self._root:
+                raise cannot_read(directory, error) from error
+            self._note_unreadable(directory, error)
         return True
+
+    def _note_unreadable(self, path: Where, error: Exception) -> None:
+        if path.name != LOST_AND_FOUND or path == self._root:
+            self.unreadable[path] = cannot_read(path, error)
+
+    def _modified(self, directory: Where) -> float:
+        with suppress(OSError):
+            return self.medium.open(directory).modified("")
+        return 0.0
 
     def _state(self, directory: Where) -> CheckpointState | None:
         time = None if self._read_all else self.medium.time_from_names(directory)
@@ -120,8 +207,8 @@ class Scan:
         return in_one_view(directory, _state_in, medium=self.medium)
 
     def _look_below(self, directory: Where, depth: int) -> bool:
-        entries = self.medium.entries(directory)
-        if self._others and self._is_of_others(directory, entries):
+        entries = self._patience.read(lambda: self.medium.entries(directory))
+        if self._others and self._patience.read(lambda: self._is_of_others(directory, entries)):
             return True
         seen: dict[Where, int] = {}
         before = None
@@ -132,6 +219,7 @@ class Scan:
             has_workspace = folders.pop(workspace, None) is not None
             for path in seen.keys() - folders.keys():
                 self.states.pop(path, None)
+                self.unreadable.pop(path, None)
             there = True
             for path, number in folders.items():
                 if depth > 0 and seen.get(path) != number:
@@ -142,19 +230,19 @@ class Scan:
             if (there and not has_workspace) or now == before:
                 break
             before = now
-            entries = self.medium.entries(directory)
+            entries = self._patience.read(lambda: self.medium.entries(directory))
         return True
 
     def _is_of_others(self, directory: Where, entries: list[Listed[Any]]) -> bool:
         """Whether it is the checkpoint of another tool. Such files are noted."""
         files = self.medium.open(directory)
         saved = saved_as_folder(files, (one.path.name for one in entries))
-        if saved is not None:
+        if saved is not None and not saved.export:
             self.of_others.append(saved)
-            if not saved.export:
-                return True
+            return True
         names = [one.path.name for one in entries if one.is_file]
-        self.of_others += saved_as_files(files, names, look=files.streams == 0)
+        in_files = list(saved_as_files(files, names, look=files.streams == 0))
+        self.of_others += [*([] if saved is None else [saved]), *in_files]
         return False
 
     def _look_into_workspace(self, workspace: Where) -> list[Where]:
@@ -164,11 +252,18 @@ class Scan:
         for path in [path for path in self.states if path.parent == workspace]:
             del self.states[path]
         try:
-            paths = [one.path for one in self.medium.entries(workspace)]
-        except OSError:
+            paths = [one.path for one in self._patience.read(lambda: self.medium.entries(workspace))]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._note_unreadable(workspace, error)
             return []
         for path in paths:
-            state = state_of(path) if path.suffix == ".aside" else self._in_flight(path)
+            try:
+                state = state_of(path, self._patience) if path.suffix == ".aside" else self._in_flight(path)
+            except CheckpointUnreadable as error:
+                self._note_unreadable(path, error)
+                continue
             if state is not None:
                 self.states[path] = state
         return paths

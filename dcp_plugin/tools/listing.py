@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, INDEX, SUMMARY, exists, index_file, opened, uncommitted_reason
 from dcp_plugin.format.foreign import torch_file
 from dcp_plugin.format.foreign.frameworks import Saved, in_order
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.media import WORKSPACE, Medium, Readable, Usage
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
-from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name
+from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
 from dcp_plugin.runs.scan import Scan
 from dcp_plugin.storage.open import check_sizes, in_one_view, summary_in, summary_of
 from dcp_plugin.types import CheckpointState
@@ -116,12 +116,15 @@ class Found:
     runs: list[Run]
     bases: dict[Where, set[Where]]
     """By checkpoint, where a load of it would look for its base."""
+    unreadable: set[Where]
+    """Entries that cannot be read, and may be checkpoints."""
     scan: Scan
 
 
 def look_below(root: Where, storage_options: StorageOptions | None = None, local_dir: PathLike | None = None) -> Found:
     """:func:`list_runs`, with what it was found out from."""
     scan = Scan(root, others=True, in_flight=True)
+    warn_of_unreadable(scan.unreadable)
     states = [*scan.states.values(), *local_below(root, local_dir, storage_options)]
     candidates: list[CheckpointState | Saved] = [*states, *in_order(scan.of_others)]
     looks = [one for one in _at_once(lambda one: _look(one, scan.medium), candidates, root) if one is not None]
@@ -129,7 +132,8 @@ def look_below(root: Where, storage_options: StorageOptions | None = None, local
     for one in sorted(looks, key=lambda one: (str(one.folder), one.listed.time, one.listed.step or -1)):
         folders.setdefault(one.folder, []).append(one)
     runs = [_run(folder, members) for folder, members in folders.items()]
-    return Found(runs, {one.listed.path: one.bases for one in looks if one.bases}, scan)
+    unreadable = {*scan.unreadable, *(one.listed.path for one in looks if one.unreadable)}
+    return Found(runs, {one.listed.path: one.bases for one in looks if one.bases}, unreadable, scan)
 
 
 def _at_once(look: Callable[[Any], Any], things: Sequence[Any], root: Where) -> Iterable[Any]:
@@ -145,6 +149,7 @@ class _Looked:
     usage: Usage
     found: CheckpointState | Saved
     bases: set[Where] = field(default_factory=set)
+    unreadable: bool = False
 
     @property
     def folder(self) -> Where:
@@ -184,7 +189,7 @@ def _look(one: CheckpointState | Saved, medium: Medium) -> _Looked | None:
             )
         found = _look_into(one, medium)
         usage = medium.usage(one.path)
-    except (OSError, CheckpointNotFound):
+    except (OSError, CheckpointNotFound, CheckpointUnreadable):
         return None
     return replace(found, listed=replace(found.listed, nbytes=usage.nbytes, own_bytes=usage.own), usage=usage)
 
@@ -220,6 +225,7 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
     reason = uncommitted_reason(names)
     state: Literal["whole", "torn", "damaged", "newer format", "foreign"] = "torn"
     summary: Summary | None = None
+    is_unreadable = False
     if reason:
         state = "damaged" if DAMAGED in names else "torn"
         with suppress(CheckpointError, OSError):
@@ -235,10 +241,11 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
                 raise FileNotFoundError(f"{one.path} was replaced") from error
             state = "newer format" if isinstance(error, NewerFormat) else "damaged"
             reason = str(error).removeprefix(f"{one.path}: ")
+            is_unreadable = isinstance(error, CheckpointUnreadable)
     kind = OURS if summary is not None or SUMMARY in names else "" if state == "torn" else STOCK
     listed = ListedCheckpoint(one.path, state, reason, kind, one.step, one.time, 0, 0)
     if summary is None:
-        return _Looked(listed, Usage(), one)
+        return _Looked(listed, Usage(), one, unreadable=is_unreadable)
     listed = replace(
         listed,
         step=summary.step,
@@ -247,7 +254,7 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
         layouts=list(summary.layouts),
         metrics=dict(summary.metrics),
     )
-    return _with_base(_Looked(listed, Usage(), one), summary)
+    return _with_base(_Looked(listed, Usage(), one, unreadable=is_unreadable), summary)
 
 
 def _check_sizes(files: Readable) -> None:

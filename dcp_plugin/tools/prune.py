@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.media import Leftover, Usage, medium_of, workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.runs.catalog import may_need
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
 from dcp_plugin.tools.stream import Progress
@@ -233,7 +234,7 @@ def _decided(found: Found, rules: Rules, damaged: bool, root: Where, in_flight: 
     links = _links(found, root)
     decided: dict[Where, PrunedCheckpoint] = {}
     for run in found.runs:
-        why = _why_kept(run, rules, damaged)
+        why = _why_kept(run, rules, damaged, found.unreadable)
         for one in run.checkpoints:
             if is_in_flight(one):
                 continue
@@ -242,10 +243,11 @@ def _decided(found: Found, rules: Rules, damaged: bool, root: Where, in_flight: 
             reasons += [f"{link} leads to it" for link, to in links.items() if target in (to, *to.parents)]
             decided[one.path] = PrunedCheckpoint(one.path, one.step, one.nbytes, not reasons, reasons)
     _keep_bases(decided, found.bases, in_flight)
+    _keep_what_unreadable_ones_may_need(decided, found)
     return decided
 
 
-def _why_kept(run: Run, rules: Rules, damaged: bool) -> dict[Where, list[str]]:
+def _why_kept(run: Run, rules: Rules, damaged: bool, unreadable: Collection[Where]) -> dict[Where, list[str]]:
     ours = [one for one in run.checkpoints if _may_go(one) and one.path.parent == run.folder]
     why = rules.kept(ours)
     newest = ours[-1].path if ours else None
@@ -253,7 +255,8 @@ def _why_kept(run: Run, rules: Rules, damaged: bool) -> dict[Where, list[str]]:
         if one.path in why:
             why[one.path] += ["the newest of its run"] if one.path == newest or one.resumes else []
         elif one.state == "damaged" and one.format == OURS:
-            why[one.path] = [] if damaged and _was_published(one.path) else [f"damaged: {one.reason}"]
+            may_go = damaged and one.path not in unreadable and _was_published(one.path)
+            why[one.path] = [] if may_go else [f"damaged: {one.reason}"]
         elif one.state == "newer format":
             why[one.path] = [one.reason]
         elif one.state == "whole" and one.tier == "durable":
@@ -298,6 +301,20 @@ def _keep_bases(decided: dict[Where, PrunedCheckpoint], bases: Mapping[Where, se
             before = decided[base]
             decided[base] = replace(before, deleted=False, reasons=[*before.reasons, f"{path} needs it as its base"])
             todo += [base] if before.deleted else []
+
+
+def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], found: Found) -> None:
+    """Keep each checkpoint that has everything itself, and is older than an entry that cannot be read."""
+    listed = {one.path: one for run in found.runs for one in run.checkpoints}
+    for path, one in decided.items():
+        needed_by = [
+            entry
+            for entry in found.unreadable
+            if one.deleted and path not in found.bases and may_need(entry, listed[path].time, found.scan.medium)
+        ]
+        if needed_by:
+            reason = f"{needed_by[0]} cannot be read, and may leave out what this one has"
+            decided[path] = replace(one, deleted=False, reasons=[*one.reasons, reason])
 
 
 def _leftovers(found: Found) -> list[Leftover[Any]]:

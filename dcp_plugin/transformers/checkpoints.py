@@ -21,6 +21,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, damage_in
+from dcp_plugin.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    damage_in,
+)
 from dcp_plugin.format import DAMAGED, exists, read
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, RNG, plain
 from dcp_plugin.integration.random_streams import SavedStreams, of_rank
@@ -262,7 +269,7 @@ def rotate(
     delete: Callable[[Where], None] = catalog.remove,
 ) -> None:
     """Delete the oldest checkpoints until ``limit`` are left; torn ones first, never the newest or the best. What is
-    set aside as damaged stays, and does not count.
+    set aside as damaged stays, and does not count; so does what cannot be read.
 
     Args:
         newest: Which is complete.
@@ -271,8 +278,12 @@ def rotate(
         return
     present = [path for _, path in catalog.numbered(Path(os.path.abspath(directory)), _PREFIX)]
     protected = {Path(os.path.abspath(path)) for path in (newest, best) if path is not None}.intersection(present)
-    others = [path for path in present if path not in protected and not (path / DAMAGED).exists()]
-    others.sort(key=lambda path: (_is_complete(path), path.stat().st_mtime))
+    ages: dict[Path, tuple[bool, float]] = {}
+    for path in present:
+        with suppress(OSError, CheckpointUnreadable):  # a checkpoint that cannot be read stays, and does not count
+            if path not in protected and not (path / DAMAGED).exists():
+                ages[path] = _is_complete(path), path.stat().st_mtime
+    others = sorted(ages, key=ages.__getitem__)
     catalog.remove_oldest(others, max(0, limit - len(protected)), delete)
 
 

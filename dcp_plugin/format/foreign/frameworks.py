@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, damage_in
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointUnreadable, damage_in
 from dcp_plugin.format import METADATA, Files, exists, stock_metadata
 from dcp_plugin.format.foreign import detect, safetensors, torch_file
 from dcp_plugin.format.index import CheckpointIndex, Entry, StoredChunk, StoredTensor, StoredValue
@@ -185,7 +185,11 @@ class Saved:
         return where / self.name if self.name else where
 
     def examined(self) -> Saved | None:
-        """After a look into it. None for a file that has nothing to do with a training."""
+        """After a look into it. None for a file that has nothing to do with a training.
+
+        Raises:
+            CheckpointUnreadable: The file system fails to read it.
+        """
         if not self.tool:
             return _examined_file(self)
         return self if self.reason else replace(self, reason=_damage(self.files))
@@ -219,8 +223,8 @@ def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Ite
     for number, name in enumerate(names):
         if (number >= _MOST_OPENED or not look) and posixpath.splitext(name)[1] not in _USUAL:
             continue
-        with suppress(OSError):
-            if not look or _begins_like_torch_save(files, name):
+        with suppress(FileNotFoundError):
+            if not look or _may_be_torch_save(files, name):
                 yield Saved(files, name, files.modified(name))
 
 
@@ -252,8 +256,18 @@ def _number(one: Saved) -> int:
 def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool = False) -> Saved | None:
     try:
         return Saved(files, "", files.modified(last), tool, reason, export, bool(reason) and not export)
-    except OSError:  # deleted while we looked
+    except FileNotFoundError:  # deleted while we looked
         return None
+
+
+def _may_be_torch_save(files: Files, name: str) -> bool:
+    """Also true of a file that cannot be read; :meth:`Saved.examined` raises that."""
+    try:
+        return _begins_like_torch_save(files, name)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return True
 
 
 def _begins_like_torch_save(files: Files, name: str) -> bool:
@@ -273,6 +287,8 @@ def _examined_file(one: Saved) -> Saved | None:
             return None
     try:
         torch_file.check_records(files, name)
+    except CheckpointUnreadable:
+        raise
     except CheckpointCorrupt as error:
         return replace(one, tool=OTHERS, reason=str(error).removeprefix(f"{one.path} ").removeprefix(f"{one.path}: "))
     except CheckpointError:  # a module of TorchScript, or from a machine of another kind
@@ -300,6 +316,8 @@ def _damage(files: Files) -> str:
                     return f"{name} is no safetensors file"
             if folders := accelerate_folders(files):
                 accelerate_index(files, folders)
+    except CheckpointUnreadable:
+        raise
     except CheckpointError as error:
         return str(error)
     return ""

@@ -23,7 +23,7 @@ import torch
 
 from dcp_plugin import torch_pickles
 from dcp_plugin._torch import load_structure, record_offset
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint, damage_in
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
@@ -373,5 +373,7 @@ def mentions(files: Files, name: str, text: str) -> bool:
     try:
         with damage_in(name), files.open(name) as file, zipfile.ZipFile(file) as archive:
             return text.encode() in torch_pickles.pickle_in(archive, files.size(name))
+    except CheckpointUnreadable:
+        raise
     except CheckpointCorrupt:
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.format import DATA_SUFFIX, SUMMARY
+from dcp_plugin.format import DATA_SUFFIX, SUMMARY, exists
 from dcp_plugin.media import InFlight, Listed, Reservation
 from dcp_plugin.media.disk import commit, posix
 from dcp_plugin.media.disk.direct_io import BlockFile
@@ -105,9 +107,15 @@ class LocalDisk:
             return None
 
     def kind(self, path: Path) -> Literal["folder", "file", ""]:
-        if path.is_dir():
-            return "folder"
-        return "file" if path.exists() else ""
+        try:
+            mode = os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return ""
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # a link that leads to itself, and so nowhere
+                raise
+            return ""
+        return "folder" if stat.S_ISDIR(mode) else "file"
 
     def attach(self, directory: Path, put: Callable[[Path], None]) -> None:
         put(directory)
@@ -129,7 +137,7 @@ class LocalDisk:
         return self
 
     def may_have_base(self, path: Path) -> bool:
-        return (path / SUMMARY).exists()
+        return exists(self.open(path), SUMMARY)
 
     def time_from_names(self, path: Path) -> None:
         return None

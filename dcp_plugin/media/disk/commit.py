@@ -377,7 +377,7 @@ def locate(path: Path) -> Path:
             break
         try:
             records = [one for one in workspace.glob("*.json") if target_of(one) == _name_in(workspace, path)]
-        except OSError:  # the workspace has just been removed: a save has ended
+        except FileNotFoundError:  # the workspace has just been removed: a save has ended
             continue
         for record in records:
             aside = record.with_suffix(".aside")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from stat import S_ISLNK
@@ -115,7 +115,9 @@ class HeldFiles(LocalFiles):
                 self._descriptor = os.open(directory, _TO_HOLD)
         except OSError as error:
             self._refused = error
-        self._identity = _identity(directory if self._descriptor is None else self._descriptor)
+        self._identity: tuple[int, int] | None = None
+        with suppress(OSError):
+            self._identity = _identity(directory if self._descriptor is None else self._descriptor)
 
     def _at(self, name: str) -> tuple[Path | str, int | None]:
         if self._refused is not None:
@@ -151,7 +153,10 @@ class HeldFiles(LocalFiles):
                     raise
 
     def moved(self) -> bool:
-        return _identity(self.directory) != self._identity
+        try:
+            return _identity(self.directory) != self._identity
+        except OSError:  # the file system fails, which the caller's own error says
+            return False
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
@@ -168,9 +173,10 @@ class HeldFiles(LocalFiles):
 
 
 def _identity(place: Path | int) -> tuple[int, int] | None:
-    """Tells what is at a path, or open, from everything else; None if nothing is there."""
+    """Tells what is at a path, or open, from everything else; None if nothing is there. Raises OSError if the file
+    system fails."""
     try:
         there = os.stat(place)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return there.st_dev, there.st_ino

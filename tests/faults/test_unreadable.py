@@ -1,0 +1,270 @@
+"""Entries beside checkpoints that cannot be read: a run never starts afresh because of an error."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_plugin as dcp
+from dcp_plugin.runs import scan
+from tests.faults.victims import Fault, Victims, disarm
+from tests.launch import on_ranks
+from tests.places import names_in
+
+OTHER_USER = 12345
+
+
+class Clock:
+    """Time that only passes while a caller sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.on_sleep()
+
+
+def _stopped_clock() -> Clock:
+    clock = Clock()
+    scan.monotonic, scan.sleep = clock.monotonic, clock.sleep
+    return clock
+
+
+def as_another_user(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` in a process of a user without rights here: its result, or the text of its error."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(OTHER_USER)
+            os.setuid(OTHER_USER)
+            told = str(function(*args))
+        except dcp.CheckpointError as error:
+            told = f"{type(error).__name__}: {error}"
+        except BaseException:
+            told = traceback.format_exc()
+        os.write(theirs, told.encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        told = pipe.read()
+    os.waitpid(pid, 0)
+    return told
+
+
+@pytest.fixture
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that another user can read and write."""
+    folder = Path("/tmp") / f"dcp-shared-{os.getpid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _save(path: Path, step: int, **options: Any) -> Path:
+    dcp.save({"w": torch.full((4,), float(step)), "step": step}, path, step=step, **options)
+    return path
+
+
+def _start(root: Path) -> str:
+    return str(dcp.resume_or_init({"w": torch.zeros(4), "step": 0}, root))
+
+
+LOOKS = {
+    "latest": dcp.latest,
+    "resolve_resume": lambda root: dcp.resolve_resume("auto", root),
+    "resume_or_init": _start,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_run_that_belongs_to_another_user_is_no_fresh_start(shared: Path, look: str) -> None:
+    _save(shared / "run" / "step-1", 1)
+    (shared / "run").chmod(0o700)
+    told = as_another_user(LOOKS[look], shared / "run")
+    assert told.startswith(f"CheckpointUnreadable: {shared / 'run'} cannot be read: [Errno {errno.EACCES}]"), told
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_version_that_cannot_be_read_is_no_fresh_start(shared: Path, look: str) -> None:
+    _save(shared / "run" / "version_0" / "step-1", 1)
+    (shared / "run" / "version_0").chmod(0o700)
+    told = as_another_user(LOOKS[look], shared / "run")
+    assert "CheckpointUnreadable" in told and "version_0" in told and "Permission denied" in told
+    _save(shared / "run" / "version_1" / "step-2", 2)
+    told = as_another_user(LOOKS[look], shared / "run")
+    assert "CheckpointUnreadable" in told, "a complete one elsewhere may be an older one"
+    _save(shared / "run" / "step-3", 3)
+    told = as_another_user(LOOKS[look], shared / "run")
+    assert "step-3" in told and "CheckpointUnreadable" not in told
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_volume_with_lost_and_found_starts(shared: Path, look: str) -> None:
+    (shared / "lost+found").mkdir(mode=0o700)
+    told = as_another_user(LOOKS[look], shared)
+    assert "None" in told or "starts fresh" in told
+
+
+def test_a_framework_checkpoint_that_cannot_be_read_is_no_fresh_start(shared: Path) -> None:
+    torch.save({"pytorch-lightning_version": "2.6.0", "optimizer_states": [{}], "state_dict": {}}, shared / "last.ckpt")
+    (shared / "last.ckpt").chmod(0o600)
+    told = as_another_user(dcp.latest, shared)
+    assert "CheckpointUnreadable" in told and "last.ckpt" in told
+
+
+def test_what_is_passed_over_is_named_in_one_warning(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _save(shared / "step-1", 1)
+    for name in ("a", "b"):
+        (shared / name).mkdir(mode=0o700)
+    told = as_another_user(lambda: _warnings_of(dcp.latest, shared))
+    assert told.count("\n") == 0 and f"{shared / 'a'} " in told and f"{shared / 'b'} " in told
+
+
+def _warnings_of(look: Callable[[Path], Any], root: Path) -> str:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_plugin").addHandler(handler)
+    assert look(root) is not None
+    return "\n".join(said)
+
+
+ERRORS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN]
+
+
+def _look_while_it_fails(root: Path, look: str, ends: bool) -> tuple[str, float]:
+    clock = _stopped_clock()
+    if ends:
+        clock.on_sleep = disarm
+    try:
+        return str(LOOKS[look](root)), clock.now
+    except dcp.CheckpointError as error:
+        return f"{type(error).__name__}: {error}", clock.now
+
+
+@pytest.mark.parametrize("code", ERRORS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_an_error_that_passes_within_ten_seconds_is_waited_for(
+    victims: Victims, tmp_path: Path, look: str, code: int
+) -> None:
+    _save(tmp_path / "step-1", 1)
+    for calls in (("list",), ("open",), ("read",), ("stat",)):
+        fault = Fault("fail", code, calls=calls)
+        outcome = victims.run(_look_while_it_fails, tmp_path, look, True, below=tmp_path, faults=[fault])
+        assert outcome.error is None, (calls, outcome.traceback)
+        told, waited = outcome.result
+        assert "step-1" in told and "Unreadable" not in told, (calls, told)
+        assert 0 < waited < 10, calls
+
+
+@pytest.mark.parametrize("code", ERRORS)
+@pytest.mark.parametrize("look", LOOKS)
+def test_an_error_that_stays_is_raised_after_ten_seconds(
+    victims: Victims, tmp_path: Path, look: str, code: int
+) -> None:
+    _save(tmp_path / "step-1", 1)
+    for calls in (("list",), ("open",), ("read",)):
+        fault = Fault("fail", code, calls=calls)
+        outcome = victims.run(_look_while_it_fails, tmp_path, look, False, below=tmp_path, faults=[fault])
+        assert outcome.error is None, (calls, outcome.traceback)
+        told, waited = outcome.result
+        assert told.startswith("CheckpointUnreadable") and str(tmp_path) in told, (calls, told)
+        assert os.strerror(code) in told
+        assert 10 <= waited < 12, calls
+
+
+def test_a_stale_handle_of_a_deleted_folder_is_a_deletion(victims: Victims, tmp_path: Path) -> None:
+    gone = _save(tmp_path / "step-2", 2)
+    outcome = victims.run(
+        _delete_while_it_is_stale, tmp_path, gone, below=tmp_path, faults=[Fault("fail", errno.ESTALE, calls=("list",))]
+    )
+    assert outcome.result == "None", outcome.traceback
+
+
+def _delete_while_it_is_stale(root: Path, gone: Path) -> str:
+    def delete() -> None:
+        disarm()
+        shutil.rmtree(gone, ignore_errors=True)
+
+    _stopped_clock().on_sleep = delete
+    return str(dcp.latest(root))
+
+
+@on_ranks(2)
+def test_every_rank_raises_what_rank_0_cannot_read(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    if ours.ranks.rank == 0:
+        scan.Scan._state = _fail  # type: ignore[method-assign]
+        _stopped_clock()
+    with pytest.raises(dcp.CheckpointUnreadable, match=r"run cannot be read: \[Errno 5\] Input/output error"):
+        dcp.resume_or_init({"step": 0}, tmp_path / "run", checkpointer=ours)
+    ours.close()
+
+
+def _fail(self: scan.Scan, directory: Path) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+
+
+def _frozen_run(root: Path) -> None:
+    """A base, two checkpoints that leave out what it has, and one that is complete by itself."""
+    model = torch.nn.Linear(2, 2)
+    dcp.save({"model": model}, root / "base")
+    model.weight.requires_grad = False
+    ours = dcp.Checkpointer(trainable_only=True)
+    ours.load({"model": model}, root / "base")
+    for step in (1, 2):
+        ours.save({"model": model}, root / f"step-{step}", step=step)
+    ours.close()
+
+
+def _save_the_next(root: Path) -> None:
+    _stopped_clock()
+    _save(root / "step-3", 3, keep_last=1)
+
+
+def _prune(root: Path) -> None:
+    _stopped_clock()
+    dcp.prune(root, keep_last=1, damaged=True)
+
+
+@pytest.mark.parametrize("retention", [_save_the_next, _prune])
+def test_a_base_stays_while_a_checkpoint_that_may_need_it_cannot_be_read(
+    victims: Victims, tmp_path: Path, retention: Callable[[Path], None]
+) -> None:
+    _frozen_run(tmp_path)
+    if retention is _prune:
+        _save(tmp_path / "step-3", 3)
+    faults = [Fault("fail", errno.EIO, calls=("open", "read"), containing="step-2/dcp_plugin.json")]
+    outcome = victims.run(retention, tmp_path, below=tmp_path, faults=faults)
+    assert outcome.error is None, outcome.traceback
+    assert names_in(tmp_path) == ["base", "step-2", "step-3"]
+    retention(tmp_path)
+    assert names_in(tmp_path) == ["step-3"], "read again, all is pruned"
+
+
+def test_what_is_newer_than_an_entry_that_cannot_be_read_is_pruned(shared: Path) -> None:
+    (shared / "private").mkdir(mode=0o700)
+    os.utime(shared / "private", (1.0, 1.0))
+    told = as_another_user(lambda: [_save(shared / f"step-{n}", n, keep_last=1) for n in range(3)])
+    assert "Error" not in told
+    assert names_in(shared) == ["private", "step-2"]
