@@ -318,14 +318,21 @@ class Checkpointer:
         """Delete a checkpoint, with what nodes have of it in ``local_dir``, after the save in flight if that is writing
         it. Call it on one rank: with ``local_dir``, on rank 0.
 
+        Args:
+            path: A checkpoint of this package or of another tool, complete or torn, or a link to one: then the link
+                alone goes.
+
         Raises:
-            CheckpointError: A subscriber of that save's events calls it.
+            CheckpointError: There is something else at ``path``, or it is the working directory, a directory above
+                that, or a whole bucket: nothing is deleted. Or the file system failed; or a subscriber of that save's
+                events calls it.
         """
         where = as_path(path, self.config.storage_options)
         for handle in self._queue.handles:
             if handle.path == where:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
+        catalog.refuse_to_remove_other_things(where)
         if self.config.local_dir is not None:
             if self._kept is not None:
                 self._kept.client.forget(path_of(where))

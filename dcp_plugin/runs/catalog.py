@@ -30,9 +30,9 @@ from dcp_plugin.errors import (
     SaveFailed,
     some,
 )
-from dcp_plugin.format import METADATA, SUMMARY, exists
+from dcp_plugin.format import METADATA, SUMMARY, exists, has_traces
 from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
-from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order
+from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, is_checkpoint_folder
 from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.host_memory import collector_paused
@@ -292,6 +292,31 @@ def remove(path: PathLike) -> None:
         _warn_once(f"{path} is not deleted: {unreadable[0]} cannot be read, and may leave out what it has")
     else:
         medium_of(path).remove(path)
+
+
+def refuse_to_remove_other_things(path: Where) -> None:
+    """Refuse to delete what is no checkpoint. A link stands for what it leads to, or for nothing.
+
+    Raises:
+        CheckpointError: There is something else than a checkpoint, a save of this package that was torn, or a file
+            with a checkpoint of a framework.
+    """
+    medium = medium_of(path)
+    try:
+        kind = medium.kind(path)
+        if kind == "folder":
+            names = [name.rstrip("/") for name in medium.open(path).names()]
+            is_ours = has_traces(names) or path.parent.name == WORKSPACE
+            is_checkpoint = is_ours or is_checkpoint_folder(medium.open(path), path.name)
+        else:
+            is_checkpoint = not kind or Saved(medium.open(path.parent), path.name, 0.0).examined() is not None
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if not is_checkpoint:
+        raise CheckpointError(
+            f"{path} is no checkpoint, and is not deleted. Name a checkpoint: dcp_plugin.list_checkpoints(root) has "
+            f"those below a directory."
+        )
 
 
 @functools.cache  # ``keep_last`` comes by after every save

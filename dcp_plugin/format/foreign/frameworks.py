@@ -152,6 +152,9 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _OF_THE_TRAINER = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"}
 _OF_ACCELERATE = {"optimizer.bin", "scheduler.bin", "optimizer_0"}
 
+_NUMBERED = re.compile(r"checkpoint[-_]\d+")
+"""Folders that Accelerate and transformers rotate, complete or not."""
+
 _NO_OPTIMIZER = "it has weights, and no optimizer to go on with"
 
 _PICKLED = re.compile(rb"[^\0]+/data\.pkl")
@@ -212,6 +215,20 @@ def saved_as_folder(files: Files, names: Iterable[str]) -> Saved | None:
         tool, last = (TRANSFORMERS, TRAINER_STATE) if of_trainer else (ACCELERATE, RANDOM_STATES)
         return _folder(files, tool, "", f"it has no {last}: its save has not ended, or another tool has made it")
     return None
+
+
+def is_checkpoint_folder(files: Files, folder: str) -> bool:
+    """Whether a directory is a checkpoint of these tools, complete or not, and no folder of checkpoints.
+
+    Args:
+        folder: What the directory is called.
+    """
+    names = files.names()
+    if _NUMBERED.fullmatch(folder):
+        return True
+    saved = saved_as_folder(files, [name.rstrip("/") for name in names])
+    below = [name for name in names if name.endswith("/") and _NUMBERED.fullmatch(name.rstrip("/"))]
+    return saved is not None and not (saved.export and below)
 
 
 def saved_as_files(files: Files, names: Iterable[str], look: bool = True) -> Iterator[Saved]:

@@ -233,6 +233,8 @@ def remove(path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return
+        if _has_working_directory(path):
+            raise CheckpointError(f"cannot delete {path}: the working directory of this process is there.")
         reservation = _open_record(path)
         try:
             os.rename(path, reservation.directory.with_suffix(".deleted"))
@@ -427,10 +429,19 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
         raise other_things(final, names)
 
 
+def _has_working_directory(path: Path) -> bool:
+    """Whether the working directory of this process is at a path or below it."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was deleted
+        return False
+    return any(path.samefile(above) for above in (here, *here.parents))
+
+
 def _refuse_working_directory(final: Path) -> None:
-    if final.is_dir() and final.samefile(os.curdir):
+    if final.is_dir() and _has_working_directory(final):
         raise SaveFailed(
-            f"cannot save to {final}: it is the working directory of this process, which would go with the directory "
+            f"cannot save to {final}: it has the working directory of this process, which would go with the directory "
             f"that is replaced. Save to a new name, for example {final / 'checkpoint'}."
         )
 

@@ -33,13 +33,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_plugin.errors import CheckpointError, SaveFailed
-from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces
+from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces, is_own
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.launcher import launch_record
@@ -410,11 +410,14 @@ def remove(path: ObjectPath) -> None:
         CheckpointError: It could not be deleted, or not completely. From the first moment on it is no checkpoint.
     """
     client = client_of(path)
+    if not path.key:
+        raise CheckpointError(f"cannot delete {path}: it is a whole bucket. Name a checkpoint in it.")
     try:
-        if path.key and next(iter(client.below(path.key)), None) is not None:
-            reservation = _begin(client, path, None, deletes=True)
+        if names := {_name_below(path, one.key): one for one in client.below(path.key)}:
+            keeps = _names_of_others(client, path, names)
+            reservation = _begin(client, path, None, deletes=True, keeps=keeps)
             client.delete([below(path, METADATA)])
-            _clean(client, path, all_of_it=True)
+            _clean(client, path, all_of_it=True, keeps=keeps)
             _let_go(client, reservation)
         elif client.head(path.key) is not None:
             client.delete([path.key])
@@ -422,6 +425,18 @@ def remove(path: ObjectPath) -> None:
         raise CheckpointError(
             f"cannot delete {path}: {error}. It is there as it was, or is no checkpoint any more; delete it again."
         ) from error
+
+
+def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, Found]) -> list[str]:
+    """Objects and folders directly below a checkpoint of this package that are no part of it. Nothing is known of
+    another tool's."""
+    attached: list[str] = []
+    if SUMMARY in names:
+        attached = (_noted(client, names[SUMMARY], names[SUMMARY].size) or {}).get("attached") or []
+    elif not token_at(client, path):
+        return []
+    there = {name.partition("/")[0] for name in names}
+    return sorted(name for name in there if not is_own(name) and name not in attached)
 
 
 def link(path: ObjectPath, target: ObjectPath) -> None:
@@ -486,7 +501,7 @@ def sweep(client: Client, workspace: ObjectPath) -> None:
                 _put_over(client, workspace, found.key, json.dumps({**noted, "dead": True}).encode(), found.tag)
             if path is not None:
                 _outdate(client, path, noted)
-                _clean(client, path, all_of_it=bool(noted.get("deletes")))
+                _clean(client, path, all_of_it=bool(noted.get("deletes")), keeps=noted.get("keeps") or ())
                 client.abort_uploads(path.key, token)
                 if (copies := str(noted.get("copies", ""))) and copies not in _alive(client, workspace):
                     client.abort_uploads(path.key, copies)
@@ -599,9 +614,9 @@ def noted_in(client: Client, record: Found) -> tuple[str | None, object]:
     return target if is_target(target) else None, noted.get("launch")
 
 
-def _noted(client: Client, found: Found) -> dict[str, Any] | None:
+def _noted(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] | None:
     """What a record says; None if it is there no more."""
-    data = bytearray(min(found.size, 1 << 16))
+    data = bytearray(min(found.size, most))
     try:
         client.read(found.key, 0, [memoryview(data)], None)
         noted = json.loads(bytes(data))
@@ -612,11 +627,12 @@ def _noted(client: Client, found: Found) -> dict[str, Any] | None:
     return noted if isinstance(noted, dict) else {}
 
 
-def _clean(client: Client, path: ObjectPath, all_of_it: bool = False) -> None:
+def _clean(client: Client, path: ObjectPath, all_of_it: bool = False, keeps: Collection[str] = ()) -> None:
     """Delete the objects of saves to this path that are neither published nor alive.
 
     Args:
         all_of_it: Whatever else is there too, if nothing is published.
+        keeps: Objects and folders directly below that stay.
     """
     there = {_name_below(path, one.key): one.key for one in client.below(path.key)}
     alive = _alive(client, workspace_of(path))
@@ -627,7 +643,7 @@ def _clean(client: Client, path: ObjectPath, all_of_it: bool = False) -> None:
         dead += [key for name, key in there.items() if name in (INDEX, SUMMARY)]
         dead += [key for name, key in there.items() if _is_data_of_a_disk(name)]
     elif all_of_it and last is None:
-        dead += [key for name, key in there.items() if not token_in(name)]
+        dead += [key for name, key in there.items() if not token_in(name) and name.partition("/")[0] not in keeps]
     client.delete(dead)
 
 
