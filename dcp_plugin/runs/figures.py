@@ -117,12 +117,15 @@ def note(figures: SaveFigures) -> None:
 
 def _append(file: Path, line: bytes) -> None:
     posix.make_directories(file.parent)
+    posix.refuse_link(file.parent)
     if file not in _sizes or len(_sizes) > 64:
         _sizes.clear()
         there = _read(file)
         _sizes[file] = there.count(b"\n"), len(there)
         line = b"\n" + line if there and not there.endswith(b"\n") else line  # somebody died while writing
-    with open(file, "ab") as end:  # one write: who shares the file does not cut a line
+    with open(
+        posix.open_own(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"
+    ) as end:  # one write: who shares the file does not cut a line
         end.write(line)
     lines, nbytes = _sizes[file]
     _sizes[file] = lines + 1, nbytes + len(line)

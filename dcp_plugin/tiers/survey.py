@@ -18,6 +18,7 @@ from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, some
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.media import WORKSPACE, Readable, medium_of
+from dcp_plugin.media.disk import posix
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
@@ -55,6 +56,7 @@ def make_run(root: Where) -> str:
         medium = medium_of(root)
         if isinstance(root, Path):
             (root / WORKSPACE).mkdir(parents=True, exist_ok=True)
+            posix.refuse_link(root / WORKSPACE)
         medium.mark(root / WORKSPACE, RUN, fresh.encode())
         found = run_of(root) or fresh
     return found

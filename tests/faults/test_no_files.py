@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -142,3 +143,51 @@ def test_in_what_other_tools_and_a_crash_have_left(tmp_path: Path, kind: str) ->
         dcp.inspect(tmp_path / "nothing at all")
     _save(tmp_path / "2", 2)
     assert dcp.latest(tmp_path) == tmp_path / "2"
+
+
+def _link_in_place_of(path: Path, target: Path) -> list[str]:
+    """Files of the user's that look like ours, and a link to them."""
+    target.mkdir()
+    for name in ("package.json", "package.lock", "0123.json", "0123.saving", "saves.figures"):
+        (target / name).write_text('{"target": "1"}')
+    path.symlink_to(target)
+    return sorted(os.listdir(target))
+
+
+@on_ranks(1)
+def test_a_workspace_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "mine"
+    _save(run / "1", 1)
+    shutil.rmtree(run / ".dcp_plugin")
+    before = _link_in_place_of(run / ".dcp_plugin", target)
+    for act in (lambda: _save(run / "2", 2), lambda: _save(run / "1", 2), lambda: dcp.Checkpointer().remove(run / "1")):
+        with pytest.raises(dcp.CheckpointError, match=re.escape(str(run / ".dcp_plugin"))):
+            act()
+    dcp.prune(run, keep_last=1)
+    dcp.list_runs(run)
+    assert dcp.latest(run) == run / "1" and dcp.verify(run / "1").ok
+    assert sorted(os.listdir(target)) == before
+    assert all((target / name).read_text() == '{"target": "1"}' for name in before)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+@on_ranks(1)
+def test_figures_in_place_of_which_something_else_is_are_left_out(tmp_path: Path, kind: str) -> None:
+    (tmp_path / ".dcp_plugin").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    file = tmp_path / ".dcp_plugin" / "saves.figures"
+    file.symlink_to(tmp_path / "mine") if kind == "link" else KINDS[kind](file)
+    _save(tmp_path / "1", 1)
+    assert dcp.verify(tmp_path / "1").ok
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@on_ranks(1)
+def test_a_record_that_is_a_link_is_neither_followed_nor_believed(tmp_path: Path) -> None:
+    (tmp_path / ".dcp_plugin").mkdir()
+    (tmp_path / "mine.json").write_text('{"target": "1"}')
+    (tmp_path / ".dcp_plugin" / "0123.json").symlink_to(tmp_path / "mine.json")
+    _save(tmp_path / "1", 1)
+    _save(tmp_path / "1", 2)
+    assert dcp.inspect(tmp_path / "1").step == 2
+    assert (tmp_path / "mine.json").read_text() == '{"target": "1"}'

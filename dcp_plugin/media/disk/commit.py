@@ -35,6 +35,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,11 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
 def _taken_over(final: Path, copy_of: str) -> Reservation[Path] | None:
     """What is left of the same copy by a process that has ended. Raises SaveFailed if it goes on."""
     workspace = workspace_of(final)
-    for record in sorted(workspace.glob("*.json")):
+    for record in _records(workspace):
         if record.stem in _held:
             continue
         with suppress(OSError):
-            with posix.open_regular(record) as file:
+            with FileIO(posix.open_own(record, os.O_RDONLY)) as file:
                 noted = _parsed(file.readall())
             if noted.get("copy_of") != copy_of or _checked_target(noted) != _name_in(workspace, final):
                 continue
@@ -277,6 +278,7 @@ def note(path: Path, data: bytes) -> None:
     fresh = path.with_name(f"{path.name}.new")
     for attempt in range(_ATTEMPTS):
         posix.make_directories(path.parent)
+        posix.refuse_link(path.parent)
         try:
             fresh.unlink(missing_ok=True)
             with open(fresh, "xb") as file:
@@ -303,7 +305,7 @@ def sweep(workspace: Path) -> None:
     What fails again is left for the next time.
     """
     try:
-        records = sorted(workspace.glob("*.json"))
+        records = _records(workspace)
     except OSError:
         return
     for record in records:
@@ -316,7 +318,7 @@ def leftovers(workspace: Path) -> list[Leftover[Path]]:
     """What :func:`sweep` would tidy up. Where nothing can be locked or read, nobody can tell."""
     found: list[Leftover[Path]] = []
     try:
-        records = sorted(workspace.glob("*.json"))
+        records = _records(workspace)
     except OSError:
         return found
     for record in records:
@@ -348,7 +350,7 @@ def _open_if_ended(record: Path) -> int | None:
     try:
         return posix.lock(record, create=False)
     except OSError:
-        descriptor = os.open(record, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = posix.open_own(record, os.O_RDWR)
     noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
     if posix.has_ended(noted.get("machine"), noted.get("pid")):
         return descriptor
@@ -378,7 +380,9 @@ def locate(path: Path) -> Path:
         if looks_like_checkpoint(path):
             break
         try:
-            records = [one for one in workspace.glob("*.json") if target_of(one) == _name_in(workspace, path)]
+            records = [one for one in _records(workspace) if target_of(one) == _name_in(workspace, path)]
+        except NotADirectoryError:
+            break
         except FileNotFoundError:  # the workspace has just been removed: a save has ended
             continue
         for record in records:
@@ -489,11 +493,18 @@ def _identity(checkpoint: Path) -> str:
         return ""
 
 
+def _records(workspace: Path) -> list[Path]:
+    """The records in a workspace. Raises NotADirectoryError for a link, whose target may have files of the user's."""
+    posix.refuse_link(workspace)
+    return sorted(workspace.glob("*.json"))
+
+
 def _open_record(final: Path, **said: str) -> Reservation[Path]:
     """A new token, with its locked record in the workspace."""
     for attempt in range(_ATTEMPTS):
         reservation = _reservation(final, uuid.uuid4().hex[:16])
         posix.make_directories(_record(reservation).parent)
+        posix.refuse_link(_record(reservation).parent)
         try:
             _make_record(reservation, said)
         except (FileNotFoundError, BlockingIOError):
@@ -530,7 +541,7 @@ def _create_locked(record: Path) -> int:
     except FileNotFoundError:
         raise
     except OSError:  # a file system without locks: then nobody sweeps
-        descriptor = os.open(record, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = posix.open_own(record, os.O_RDWR | os.O_CREAT)
     if descriptor is None:
         raise BlockingIOError(errno.EAGAIN, "another process is sweeping there", str(record))
     return descriptor
@@ -599,7 +610,7 @@ def noted_in(record: Path) -> tuple[str | None, object]:
     if record.stem in _held:
         return _held[record.stem].target, None
     try:
-        with posix.open_regular(record) as file:
+        with FileIO(posix.open_own(record, os.O_RDONLY)) as file:
             noted = _parsed(file.readall())
     except OSError:
         return None, None

@@ -64,6 +64,23 @@ def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
     return file
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file in a workspace; its descriptor. A link is an error: what is written would go elsewhere."""
+    without_waiting = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    fd = os.open(path, flags | without_waiting, 0o644)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return fd
+
+
+def refuse_link(directory: Path) -> None:
+    """Raises NotADirectoryError if something else than a directory is there, such as a link to one."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(directory))
+
+
 def read_at(fd: int, memory: Sequence[memoryview], offset: int) -> int:
     """``preadv``; where there is none (Windows), a seek and reads, one thread at a time."""
     if hasattr(os, "preadv"):
@@ -202,7 +219,7 @@ def lock(path: Path, create: bool = True) -> int | None:
             f"this platform ({sys.platform}) has no POSIX file locks (Python's module fcntl), without which a "
             f"checkpoint cannot be published safely. Save on Linux, or in WSL on Windows."
         ) from error
-    fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0) | os.O_CLOEXEC, 0o644)
+    fd = open_own(path, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
