@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,15 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
         monkeypatch.setenv(name, value)
     made: object_server.Bucket = server.new_bucket()
     return made
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder in which other users can read and write."""
+    folder = Path(tempfile.mkdtemp(prefix="dcp-shared-", dir="/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(params=["disk", "s3"])

@@ -12,9 +12,10 @@ path is of.
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,15 +28,51 @@ from dcp_plugin.paths import ObjectPath, Where
 P = TypeVar("P", Path, ObjectPath)
 
 WORKSPACE = ".dcp_plugin"
-"""The directory beside checkpoints in which they are made, or noted while they are."""
+"""The directory beside checkpoints in which they are made, or noted while they are. Where one belongs to another user,
+and cannot be written, this user's has the number of the user behind it."""
+_OF_A_USER = re.compile(rf"{re.escape(WORKSPACE)}(-\d+)?")
 _ACCELERATE_NUMBERED = re.compile(r"checkpoints/checkpoint_\d+")
 
 
 def workspace_of(final: P) -> P:
     """Where a checkpoint is made and deleted: beside it. Only not among the numbered checkpoints of an Accelerate
     project: Accelerate takes every entry of that folder for one of them."""
+    return cast(P, workspace_in(_folder_of(final)))
+
+
+def workspaces_of(final: P) -> list[P]:
+    """The workspaces in which something may be that concerns a checkpoint."""
+    return cast(list[P], workspaces_in(_folder_of(final)))
+
+
+def _folder_of(final: Where) -> Where:
     numbered = _ACCELERATE_NUMBERED.fullmatch(f"{final.parent.name}/{final.name}")
-    return (final.parent.parent if numbered else final.parent) / WORKSPACE
+    return final.parent.parent if numbered else final.parent
+
+
+def is_workspace(name: str) -> bool:
+    """Whether a directory of this name is a workspace."""
+    return _OF_A_USER.fullmatch(name) is not None
+
+
+def workspace_in(folder: Where) -> Where:
+    """The workspace of this user in a folder of checkpoints, be it there or not."""
+    usual = folder / WORKSPACE
+    if isinstance(usual, Path) and hasattr(os, "geteuid"):
+        with suppress(OSError):
+            user = os.geteuid()
+            if os.lstat(usual).st_uid != user and not os.access(usual, os.W_OK | os.X_OK, effective_ids=True):
+                return folder / f"{WORKSPACE}-{user}"
+    return usual
+
+
+def workspaces_in(folder: Where) -> list[Where]:
+    """The workspaces of all users in a folder of checkpoints; the usual one, be it there or not."""
+    others: list[str] = []
+    if isinstance(folder, Path):
+        with suppress(OSError):
+            others = sorted(name for name in os.listdir(folder) if is_workspace(name) and name != WORKSPACE)
+    return [folder / name for name in (WORKSPACE, *others)]
 
 
 def other_things(final: Where, names: Iterable[str]) -> SaveFailed:

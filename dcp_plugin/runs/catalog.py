@@ -37,7 +37,7 @@ from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.launcher import Launch
-from dcp_plugin.media import WORKSPACE, Listed, Medium, medium_of
+from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, workspaces_in
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.damage import note_chosen
@@ -306,7 +306,7 @@ def refuse_to_remove_other_things(path: Where) -> None:
         kind = medium.kind(path)
         if kind == "folder":
             names = [name.rstrip("/") for name in medium.open(path).names()]
-            is_ours = has_traces(names) or path.parent.name == WORKSPACE
+            is_ours = has_traces(names) or is_workspace(path.parent.name)
             is_checkpoint = is_ours or is_checkpoint_folder(medium.open(path), path.name)
         else:
             is_checkpoint = not kind or Saved(medium.open(path.parent), path.name, 0.0).examined() is not None
@@ -386,11 +386,11 @@ def refuse_other_ranks(root: Where, launch: Launch | None) -> None:
         return
     medium = medium_of(root)
     entries: list[Listed[Any]] = []
-    for folder in (root, root / WORKSPACE):
+    for folder in (root, *workspaces_in(root)):
         with suppress(OSError):
             entries += medium.entries(folder)
     for entry in entries:
-        in_flight = medium.in_flight(entry.path) if entry.path.parent.name == WORKSPACE else None
+        in_flight = medium.in_flight(entry.path) if is_workspace(entry.path.parent.name) else None
         if in_flight is not None and (rank := launch.rank_in(in_flight.launch)) is not None:
             raise _without_group(root / in_flight.target, rank, launch)
         if entry.is_folder:
@@ -588,7 +588,7 @@ def was_published(state: CheckpointState | Saved) -> bool:
     """Whether this was a checkpoint once, and not only a save that was interrupted or an export of weights."""
     if isinstance(state, Saved):
         return not (state.interrupted or state.export)
-    in_flight = state.path.parent.name == WORKSPACE and state.path.suffix != ".aside"
+    in_flight = is_workspace(state.path.parent.name) and state.path.suffix != ".aside"
     if state.committed or in_flight:
         return state.committed
     return exists(medium_of(state.path).open(state.path), SUMMARY)

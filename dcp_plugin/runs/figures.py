@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dcp_plugin import events
-from dcp_plugin.media import medium_of, workspace_of
+from dcp_plugin.media import medium_of, workspace_of, workspaces_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.storage.writer import Spent, WrittenPart
@@ -164,7 +164,8 @@ def read(folder: Where) -> list[dict[str, Any]]:
     Of several lines about one save the last counts.
     """
     found: dict[object, dict[str, Any]] = {}
-    for number, line in enumerate(_read(workspace_of(cast(Path, folder / NAME)) / NAME).splitlines()):
+    data = b"\n".join(_read(workspace / NAME) for workspace in workspaces_of(cast(Path, folder / NAME)))
+    for number, line in enumerate(data.splitlines()):
         with suppress(ValueError, RecursionError):
             told = json.loads(line)
             if isinstance(told, dict):

@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcp_plugin.errors import CheckpointMismatch, some, unreadable
-from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.media import medium_of, workspace_in, workspaces_in
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
 
 logger = logging.getLogger("dcp_plugin")
@@ -52,16 +52,18 @@ def keep_apart(root: PathLike, resume: str | PathLike, storage_options: StorageO
     if _only_reads(resume, where, storage_options):
         return
     if looks:
-        _refuse(where, mine)
+        for workspace in workspaces_in(where):
+            _refuse(where, workspace, mine)
     name = f"sweep-{hashlib.blake2b(mine.encode(), digest_size=8).hexdigest()}{SUFFIX}"
     with suppress(OSError):  # who cannot write there has no checkpoints there
-        medium_of(where).note(where / WORKSPACE / name, mine.encode())
+        medium_of(where).note(workspace_in(where) / name, mine.encode())
     if looks:
-        _refuse(where, mine)
+        for workspace in workspaces_in(where):
+            _refuse(where, workspace, mine)
 
 
-def _refuse(root: Where, mine: str) -> None:
-    medium, workspace = medium_of(root), root / WORKSPACE
+def _refuse(root: Where, workspace: Where, mine: str) -> None:
+    medium = medium_of(root)
     try:
         names = [one.path.name for one in medium.entries(workspace) if one.path.suffix == SUFFIX]
         files = medium.open(workspace)
@@ -98,7 +100,7 @@ def compare(
     if looks and found is None:
         _warn_of_the_time(where, map(str, omegaconf.get_cache(composed)["now"].values()))
     settings = dict(_settings(omegaconf.to_container(composed, resolve=False)))
-    medium, workspace = medium_of(where), where / WORKSPACE
+    medium, workspace = medium_of(where), workspace_in(where)
     noted: dict[str, Any] = {}
     with suppress(OSError, ValueError), medium.open(workspace).open(_CONFIGURATION) as file:
         noted = json.loads(file.read(_MOST_OF_CONFIGURATION))

@@ -22,7 +22,7 @@ from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in
 from dcp_plugin.format import has_traces, uncommitted_reason
 from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import NewerFormat
-from dcp_plugin.media import WORKSPACE, Listed, Readable, medium_of
+from dcp_plugin.media import Listed, Readable, is_workspace, medium_of
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.storage.open import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
@@ -215,8 +215,9 @@ class Scan:
         for _ in range(_MOST_ROUNDS):
             self._listed[directory] = {(one.path, one.number) for one in entries}
             folders = {one.path: one.number for one in entries if one.is_folder}
-            workspace = directory / WORKSPACE
-            has_workspace = folders.pop(workspace, None) is not None
+            workspaces = [path for path in folders if is_workspace(path.name)]
+            for workspace in workspaces:
+                del folders[workspace]
             for path in seen.keys() - folders.keys():
                 self.states.pop(path, None)
                 self.unreadable.pop(path, None)
@@ -226,8 +227,8 @@ class Scan:
                     self.states.pop(path, None)
                     there = self._visit(path, depth - 1) and there
             seen = folders
-            now = folders, self._look_into_workspace(workspace) if has_workspace else []
-            if (there and not has_workspace) or now == before:
+            now = folders, [self._look_into_workspace(workspace) for workspace in workspaces]
+            if (there and not workspaces) or now == before:
                 break
             before = now
             entries = self._patience.read(lambda: self.medium.entries(directory))

@@ -17,7 +17,7 @@ from pathlib import Path
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, some
 from dcp_plugin.format.summary import Summary
-from dcp_plugin.media import WORKSPACE, Readable, medium_of
+from dcp_plugin.media import Readable, medium_of, workspace_in, workspaces_in
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import Where, as_path, resolved
@@ -40,12 +40,10 @@ def path_of(path: Where) -> Where:
 
 def run_of(root: Where) -> str | None:
     """What stands for the runs in a folder of checkpoints; None if nothing does. Raises OSError."""
-    files = medium_of(root).open(root / WORKSPACE)
-    try:
-        with files.open(RUN) as file:
+    for workspace in workspaces_in(root):
+        with suppress(FileNotFoundError, NotADirectoryError), medium_of(root).open(workspace).open(RUN) as file:
             return file.read(64).decode("ascii", "replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return None
 
 
 def make_run(root: Where) -> str:
@@ -53,11 +51,11 @@ def make_run(root: Where) -> str:
     found = run_of(root)
     if found is None:
         fresh = uuid.uuid4().hex
-        medium = medium_of(root)
-        if isinstance(root, Path):
-            (root / WORKSPACE).mkdir(parents=True, exist_ok=True)
-            posix.refuse_link(root / WORKSPACE)
-        medium.mark(root / WORKSPACE, RUN, fresh.encode())
+        workspace = workspace_in(root)
+        if isinstance(workspace, Path):
+            workspace.mkdir(parents=True, exist_ok=True)
+            posix.refuse_link(workspace)
+        medium_of(root).mark(workspace, RUN, fresh.encode())
         found = run_of(root) or fresh
     return found
 

@@ -22,7 +22,7 @@ from dcp_plugin.errors import (
     damage_in,
 )
 from dcp_plugin.format import has_traces
-from dcp_plugin.media import WORKSPACE, medium_of
+from dcp_plugin.media import is_workspace, medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.catalog import refuse_to_replace_a_base
 from dcp_plugin.runs.scan import Scan
@@ -333,4 +333,4 @@ def _links_below(root: Path, checkpoints: set[Where]) -> Iterator[tuple[Path, Pa
             path = Path(parent, name)
             if path.is_symlink() and isinstance(found := by_place.get(resolved(path)), Path):
                 yield path, found
-        folders[:] = [name for name in folders if name != WORKSPACE and Path(parent, name) not in checkpoints]
+        folders[:] = [name for name in folders if not is_workspace(name) and Path(parent, name) not in checkpoints]

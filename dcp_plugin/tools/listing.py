@@ -18,7 +18,7 @@ from dcp_plugin.format import DAMAGED, INDEX, SUMMARY, exists, index_file, opene
 from dcp_plugin.format.foreign import torch_file
 from dcp_plugin.format.foreign.frameworks import Saved, in_order
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
-from dcp_plugin.media import WORKSPACE, Medium, Readable, Usage
+from dcp_plugin.media import Medium, Readable, Usage, is_workspace
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
 from dcp_plugin.runs.scan import Scan
@@ -154,7 +154,7 @@ class _Looked:
     @property
     def folder(self) -> Where:
         above = self.listed.path.parent
-        return above.parent if above.name == WORKSPACE or self.is_part else above
+        return above.parent if is_workspace(above.name) or self.is_part else above
 
     @property
     def step(self) -> int | None:
@@ -215,7 +215,7 @@ def _step_in(one: Saved) -> int | None:
 
 
 def _look_into(one: CheckpointState, medium: Medium) -> _Looked:
-    if one.path.parent.name == WORKSPACE and not one.committed:  # a save in flight, as the scan has told
+    if is_workspace(one.path.parent.name) and not one.committed:  # a save in flight, as the scan has told
         return _Looked(ListedCheckpoint(one.path, "torn", one.reason, OURS, one.step, one.time, 0, 0), Usage(), one)
     return in_one_view(one.path, lambda path, files: _look_at_files(one, files), medium=medium)
 
@@ -278,4 +278,4 @@ def _with_base(looked: _Looked, summary: Summary) -> _Looked:
 
 def is_in_flight(one: ListedCheckpoint) -> bool:
     """Whether it stands for a save that has no name yet, or for what is moved aside."""
-    return one.path.parent.name == WORKSPACE
+    return is_workspace(one.path.parent.name)

@@ -6,8 +6,7 @@ import errno
 import logging
 import os
 import shutil
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from dcp_plugin.runs import scan
 from tests.faults.victims import Fault, Victims, disarm
 from tests.launch import on_ranks
 from tests.places import names_in
-
-OTHER_USER = 12345
+from tests.users import as_another_user
 
 
 class Clock:
@@ -42,41 +40,6 @@ def _stopped_clock() -> Clock:
     clock = Clock()
     scan.monotonic, scan.sleep = clock.monotonic, clock.sleep
     return clock
-
-
-def as_another_user(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` in a process of a user without rights here: its result, or the text of its error."""
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgroups([])
-            os.setgid(OTHER_USER)
-            os.setuid(OTHER_USER)
-            told = str(function(*args))
-        except dcp.CheckpointError as error:
-            told = f"{type(error).__name__}: {error}"
-        except BaseException:
-            told = traceback.format_exc()
-        os.write(theirs, told.encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours) as pipe:
-        told = pipe.read()
-    os.waitpid(pid, 0)
-    return told
-
-
-@pytest.fixture
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that another user can read and write."""
-    folder = Path("/tmp") / f"dcp-shared-{os.getpid()}"
-    folder.mkdir()
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
 
 
 def _save(path: Path, step: int, **options: Any) -> Path:

@@ -42,7 +42,7 @@ from typing import Any
 from dcp_plugin import format as layout
 from dcp_plugin.errors import CheckpointError, DurabilityUnknown, SaveFailed
 from dcp_plugin.launcher import launch_record
-from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of
+from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of, workspaces_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.media.disk.hard_links import usage_of
 
@@ -102,7 +102,8 @@ def reserve(final: Path, among_other_files: bool = False, copy_of: str = "") -> 
         _refuse_below_a_file(final)
         posix.make_directories(final.parent)
         reservation = _taken_over(final, copy_of) if copy_of else None
-        sweep(workspace_of(final))
+        for workspace in workspaces_of(final):
+            sweep(workspace)
         if reservation is None:
             reservation = _open_record(final, **({"copy_of": copy_of} if copy_of else {}))
         _held[reservation.token].as_a_whole = bool(copy_of)
@@ -375,12 +376,16 @@ def _sweep_one(workspace: Path, record: Path) -> None:
 
 def locate(path: Path) -> Path:
     """``path``, or where its checkpoint is if a crash came between the two renames of an overwrite."""
-    workspace = workspace_of(path)
     for _ in range(_ATTEMPTS):
         if looks_like_checkpoint(path):
             break
         try:
-            records = [one for one in _records(workspace) if target_of(one) == _name_in(workspace, path)]
+            records = [
+                record
+                for workspace in workspaces_of(path)
+                for record in _records(workspace)
+                if target_of(record) == _name_in(workspace, path)
+            ]
         except NotADirectoryError:
             break
         except FileNotFoundError:  # the workspace has just been removed: a save has ended
@@ -507,7 +512,7 @@ def _open_record(final: Path, **said: str) -> Reservation[Path]:
         posix.refuse_link(_record(reservation).parent)
         try:
             _make_record(reservation, said)
-        except (FileNotFoundError, BlockingIOError):
+        except (FileNotFoundError, BlockingIOError, PermissionError):  # or another user has just made the workspace
             if attempt + 1 == _ATTEMPTS:
                 raise
         else:
