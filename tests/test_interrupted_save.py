@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +240,48 @@ def test_a_torn_stock_directory_is_listed_but_never_latest(tmp_path: Path) -> No
         dcp.load({"n": 0}, torn)
     with pytest.raises(dcp.CheckpointIncomplete, match="resume=auto"):
         dcp.resolve_resume(torn, tmp_path)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_save_that_another_node_takes_for_dead_fails_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """The other node shares no locks with this one, and is itself stopped in the middle of the deletion."""
+    path = tmp_path / "ck"
+    dcp.save({"w": torch.zeros(1000)}, path, step=1)
+    publish, sync = commit.publish, posix.sync_directory
+
+    def be_swept_and_publish(reservation: Any) -> None:
+        def sweep_once(directory: Path) -> None:  # when the directory is known to be there
+            monkeypatch.setattr(posix, "sync_directory", sync)
+            sync(directory)
+            pid = os.fork()
+            if pid == 0:
+                _sweep_as_another_node(directory.parent)
+            os.waitpid(pid, 0)
+
+        monkeypatch.setattr(posix, "sync_directory", sweep_once)
+        publish(reservation)
+
+    monkeypatch.setattr(commit, "publish", be_swept_and_publish)
+    if not exchange:
+        monkeypatch.setattr(posix, "exchange", lambda one, other: False)
+    with pytest.raises(dcp.SaveFailed, match="No such file or directory"):
+        dcp.save({"w": torch.ones(1000)}, path, step=2)
+    assert dcp.verify(path).ok and dcp.inspect(path).step == 1
+    assert is_tidy(tmp_path)
+
+
+def _sweep_as_another_node(workspace: Path) -> None:
+    def delete_the_data(path: Path) -> bool:
+        for file in path.glob("*.distcp"):
+            file.unlink()
+        return False
+
+    try:
+        commit._held.clear()
+        posix.lock = lambda record, create=True: os.open(record, os.O_RDWR)  # type: ignore[assignment]
+        posix.delete = delete_the_data  # type: ignore[assignment]
+        commit.sweep(workspace)
+    finally:
+        os._exit(0)

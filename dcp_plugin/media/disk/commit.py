@@ -14,9 +14,11 @@ and ``dcp_plugin.index`` too). So a save never writes there. It goes through the
   copy again takes over its record and its directory, as it does after a copy that died.
 
 Deleting renames to ``<token>.deleted`` first, for the same reason. After a crash, the kernel has dropped the lock:
-:func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. Where a file system has no
-locks, it does so after processes of its own machine that have ended. Nothing in ``.dcp_plugin`` is ever taken for a
-checkpoint, and its names do not contain those of checkpoints, because frameworks look for patterns in layout.
+:func:`sweep`, called by the next save, puts back what was moved aside and deletes the rest. It begins by renaming the
+directory of the dead to ``<token>.deleted``, so that a save that was wrongly taken for dead cannot be published. Where
+a file system has no locks, it does so after processes of its own machine that have ended. Nothing in ``.dcp_plugin`` is
+ever taken for a checkpoint, and its names do not contain those of checkpoints, because frameworks look for patterns in
+layout. Where ``.dcp_plugin`` is another user's, this user's has the number of the user behind its name.
 
 Two saves to one path at the same time are not guarded against each other beyond this: the last to publish wins.
 """
@@ -210,6 +212,7 @@ def _take_name(reservation: Reservation[Path], replaces: bool) -> None:
     if replaces and posix.exchange(directory, final):
         return
     if replaces:
+        os.lstat(directory)  # where another process has taken it, what is there stays where it is
         os.rename(final, directory.with_suffix(".aside"))
     os.rename(directory, final)
 
@@ -366,6 +369,10 @@ def _sweep_one(workspace: Path, record: Path) -> None:
     try:
         # Through the descriptor: closing another one of the file would drop the lock.
         noted = _parsed(os.pread(descriptor, _MAX_RECORD, 0))
+        # First of all the directory loses its name: its process may only have been suspended on a node that shares no
+        # locks with this one, and would give the final name to a directory that is half deleted.
+        with suppress(FileNotFoundError):
+            os.rename(record.with_suffix(".saving"), record.with_suffix(".deleted"))
         if (target := _checked_target(noted)) is not None:
             _recover(_reservation(workspace.parent / target, record.stem), noted)
         if _delete_all(path for path in workspace.glob(f"{record.stem}.*") if path != record):
@@ -632,7 +639,7 @@ def _recover(reservation: Reservation[Path], noted: dict[str, Any]) -> None:
     final, directory = reservation.final, reservation.directory
     if _restore(reservation) or "publishing" not in noted or not final.is_dir():
         return
-    for old in (directory, directory.with_suffix(".aside")):
+    for old in (directory.with_suffix(".deleted"), directory.with_suffix(".aside")):
         if _identity(old) != noted["publishing"]:
             _keep_other_files(old, final)
 
