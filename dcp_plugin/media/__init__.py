@@ -41,7 +41,7 @@ def workspace_of(final: P) -> P:
 
 
 def workspaces_of(final: P) -> list[P]:
-    """The workspaces in which something may be that concerns a checkpoint."""
+    """Return the workspaces of all users in which a checkpoint may be made, or set aside."""
     return cast(list[P], workspaces_in(_folder_of(final)))
 
 
@@ -56,7 +56,7 @@ def is_workspace(name: str) -> bool:
 
 
 def workspace_in(folder: Where) -> Where:
-    """The workspace of this user in a folder of checkpoints, be it there or not."""
+    """Return the workspace of this user in a folder of checkpoints, whether it exists or not."""
     usual = folder / WORKSPACE
     if isinstance(usual, Path) and hasattr(os, "geteuid"):
         with suppress(OSError):
@@ -67,7 +67,7 @@ def workspace_in(folder: Where) -> Where:
 
 
 def workspaces_in(folder: Where) -> list[Where]:
-    """The workspaces of all users in a folder of checkpoints; the usual one, be it there or not."""
+    """Return the workspaces of all users in a folder of checkpoints, and the usual one whether it exists or not."""
     others: list[str] = []
     if isinstance(folder, Path):
         with suppress(OSError):

@@ -41,7 +41,7 @@ from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, workspaces
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read
+from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read, may_pass
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, said_base
 from dcp_plugin.storage.reader import ShardedReader
@@ -289,17 +289,17 @@ def remove(path: PathLike) -> None:
     if completed is not None:
         _warn_once(f"{path} is not deleted: it has the frozen parameters that checkpoints beside it leave out")
     elif unreadable:
-        _warn_once(f"{path} is not deleted: {unreadable[0]} cannot be read, and may leave out what it has")
+        _warn_once(f"{path} is not deleted: {next(iter(unreadable))} cannot be read, and may leave out what it has")
     else:
         medium_of(path).remove(path)
 
 
 def refuse_to_remove_other_things(path: Where) -> None:
-    """Refuse to delete what is no checkpoint. A link stands for what it leads to, or for nothing.
+    """Refuse to delete anything but a checkpoint of this package or another tool, complete or torn, or a link to one.
 
     Raises:
-        CheckpointError: There is something else than a checkpoint, a save of this package that was torn, or a file
-            with a checkpoint of a framework.
+        CheckpointError: The path is something else.
+        CheckpointUnreadable: The file system fails to read it.
     """
     medium = medium_of(path)
     try:
@@ -324,32 +324,33 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def _completed_by(base: Where) -> tuple[Where | None, list[Where]]:
-    """A checkpoint in the same directory that cannot be loaded without this one; and the entries there that may be one,
-    and cannot be read. Symlinks are ignored."""
+def _completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
+    """Return a checkpoint in the same directory that cannot be loaded without this one; and the entries there that may
+    be one, and cannot be read. Symlinks are ignored."""
     medium = medium_of(base)
     if (isinstance(base, Path) and base.is_symlink()) or not exists(medium.open(base), METADATA):
-        return None, []
+        return None, {}
     summary: Summary | None = None
     with suppress(CheckpointCorrupt):
         summary = read_summary(base)
     own = summary.index_sha256 if summary else ""
     medium = medium.snapshot(base.parent)
-    unreadable: list[Where] = []
+    unreadable: dict[Where, Exception] = {}
     for one in medium.entries(base.parent):
         checkpoint: Where = one.path
-        if one.is_file or checkpoint.name == LOST_AND_FOUND or not medium.may_have_base(checkpoint):
+        is_none = one.is_file or checkpoint.name == LOST_AND_FOUND or is_workspace(checkpoint.name)
+        if is_none or not medium.may_have_base(checkpoint):
             continue
         try:
             said = said_base(checkpoint, medium)
             needed = said and _is_base(base, own, Base.of_summary(said, checkpoint), checkpoint)
             if needed and not _is_replaced(checkpoint):
-                return checkpoint, []
+                return checkpoint, {}
         except FileNotFoundError:  # deleted meanwhile
             continue
-        except (CheckpointUnreadable, OSError):
-            is_base = summary is None or (not summary.base and may_need(checkpoint, summary.time, medium))
-            unreadable += [checkpoint] if is_base else []
+        except (CheckpointUnreadable, OSError) as error:
+            if summary is None or (not summary.base and may_need(checkpoint, summary.time, medium)):
+                unreadable[checkpoint] = error
         except (CheckpointCorrupt, ValueError):
             continue
     return None, unreadable
@@ -364,8 +365,14 @@ def may_need(unreadable: Where, saved: float, medium: Medium) -> bool:
 
 
 def refuse_to_replace_a_base(path: Where) -> None:
-    """Raises SaveFailed if the checkpoint at a path completes another one, which could not be loaded any more."""
-    dependent, _ = _completed_by(path)
+    """Refuse to replace a checkpoint that completes another one, which could not be loaded any more.
+
+    Raises:
+        SaveFailed: It does, or a failing disk hides whether it does.
+    """
+    dependent, unreadable = _completed_by(path)
+    if error := next(filter(may_pass, unreadable.values()), None):
+        raise SaveFailed(f"cannot save {path}: {error}. It may leave out what the checkpoint there has.") from error
     if dependent is not None:
         raise SaveFailed(
             f"cannot save {path}: the checkpoint there has the frozen parameters that {dependent} leaves "

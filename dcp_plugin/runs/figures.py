@@ -123,10 +123,8 @@ def _append(file: Path, line: bytes) -> None:
         there = _read(file)
         _sizes[file] = there.count(b"\n"), len(there)
         line = b"\n" + line if there and not there.endswith(b"\n") else line  # somebody died while writing
-    with open(
-        posix.open_own(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"
-    ) as end:  # one write: who shares the file does not cut a line
-        end.write(line)
+    with open(posix.open_own(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end:
+        end.write(line)  # one write: who shares the file does not cut a line
     lines, nbytes = _sizes[file]
     _sizes[file] = lines + 1, nbytes + len(line)
     if lines + 1 > MOST_SAVES + _SLACK or nbytes + len(line) > _MOST_BYTES:

@@ -239,9 +239,10 @@ def resolve_resume(
     Raises:
         CheckpointNotFound: ``"must"`` and there is none, or nothing is at the path.
         CheckpointIncomplete: The path is a torn checkpoint.
+        CheckpointUnreadable: ``"auto"`` or ``"must"``, and ``root`` cannot be read; or an entry below it cannot, and no
+            complete checkpoint is beside or above that entry; or a newer version of this package has saved the newest.
         CheckpointCorrupt: ``"auto"``, and all that this run has saved is damaged, or only another tool can load it. A
             save that was interrupted is not damage: a run that never completed one starts anew.
-        CheckpointUnreadable: ``"auto"`` or ``"must"``, and a newer version of this package has saved the newest.
         CheckpointMismatch: ``"auto"`` or ``"must"`` in a job of a Hydra sweep, and ``root`` has the checkpoints of
             another job.
 

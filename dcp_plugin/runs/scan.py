@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Patience:
-    """Repeats reads that fail with an error that may pass, for 10 s in all."""
+    """A repetition of reads that fail with an error that may pass, for 10 s in all."""
 
     def __init__(self) -> None:
         self._until: float | None = None
@@ -55,12 +55,19 @@ class Patience:
             try:
                 return read()
             except (OSError, CheckpointUnreadable) as error:
+                if not may_pass(error):
+                    raise
                 now = monotonic()
                 if self._until is None:
                     self._until = now + _PATIENCE
-                if _code_of(error) not in _MAY_PASS or now >= self._until:
+                if now >= self._until:
                     raise
             sleep(_PAUSE)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the file system failed with an error after which the same read may succeed."""
+    return _code_of(error) in _MAY_PASS
 
 
 def _code_of(error: Exception) -> int | None:
@@ -119,7 +126,7 @@ class Scan:
         read_all: Whether to look into each checkpoint. Otherwise, where names of files tell when it was saved, nothing
             is read of it, its step included.
         in_flight: Whether to note saves in flight where their records would have to be read for that.
-        patience: Of the look that this scan is a part of.
+        patience: Shared by the scans of one search, which waits for 10 s in all.
 
     Raises:
         CheckpointUnreadable: The root cannot be read, or the store of a URL cannot be listed.

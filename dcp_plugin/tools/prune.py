@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format import DAMAGED, SUMMARY, exists
-from dcp_plugin.media import Leftover, Usage, medium_of, workspace_of
+from dcp_plugin.media import Leftover, Usage, is_workspace, medium_of, workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.catalog import may_need
 from dcp_plugin.runs.scan import state_of
@@ -310,7 +310,10 @@ def _keep_what_unreadable_ones_may_need(decided: dict[Where, PrunedCheckpoint], 
         needed_by = [
             entry
             for entry in found.unreadable
-            if one.deleted and path not in found.bases and may_need(entry, listed[path].time, found.scan.medium)
+            if one.deleted
+            and path not in found.bases
+            and not is_workspace(entry.name)
+            and may_need(entry, listed[path].time, found.scan.medium)
         ]
         if needed_by:
             reason = f"{needed_by[0]} cannot be read, and may leave out what this one has"

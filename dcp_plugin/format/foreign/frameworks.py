@@ -278,7 +278,7 @@ def _folder(files: Files, tool: str, last: str, reason: str = "", export: bool =
 
 
 def _may_be_torch_save(files: Files, name: str) -> bool:
-    """Also true of a file that cannot be read; :meth:`Saved.examined` raises that."""
+    """Return whether :meth:`Saved.examined` has to look into a file: also if it cannot be read, which that raises."""
     try:
         return _begins_like_torch_save(files, name)
     except FileNotFoundError:

@@ -506,7 +506,7 @@ def _identity(checkpoint: Path) -> str:
 
 
 def _records(workspace: Path) -> list[Path]:
-    """The records in a workspace. Raises NotADirectoryError for a link, whose target may have files of the user's."""
+    """Return the records in a workspace. Raises NotADirectoryError for a link: its target may have the user's files."""
     posix.refuse_link(workspace)
     return sorted(workspace.glob("*.json"))
 

@@ -65,7 +65,8 @@ def open_regular(path: Path | str, directory: int | None = None) -> io.FileIO:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a regular file in a workspace; its descriptor. A link is an error: what is written would go elsewhere."""
+    """Open a regular file in a workspace and return its descriptor. A link is an error, since writes would go to its
+    target."""
     without_waiting = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags | without_waiting, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -75,7 +76,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def refuse_link(directory: Path) -> None:
-    """Raises NotADirectoryError if something else than a directory is there, such as a link to one."""
+    """Raise NotADirectoryError if a path is anything but a directory, such as a link to one."""
     with suppress(FileNotFoundError):
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no directory", str(directory))

@@ -41,6 +41,7 @@ from typing import Any
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, PACKED, SUMMARY, has_traces, is_own
 from dcp_plugin.format.packed import END, end_of, new_token, next_edition, packed, time_of, token_in
+from dcp_plugin.format.summary import MAX_SIZE
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Leftover, Reservation, is_target, other_things, workspace_of
@@ -428,15 +429,20 @@ def remove(path: ObjectPath) -> None:
 
 
 def _names_of_others(client: Client, path: ObjectPath, names: Mapping[str, Found]) -> list[str]:
-    """Objects and folders directly below a checkpoint of this package that are no part of it. Nothing is known of
-    another tool's."""
-    attached: list[str] = []
+    """Return the objects and folders directly below a checkpoint of this package that are no part of it; nothing for a
+    checkpoint of another tool."""
+    attached: list[Any] = []
     if SUMMARY in names:
-        attached = (_noted(client, names[SUMMARY], names[SUMMARY].size) or {}).get("attached") or []
+        attached = _list_in(_noted(client, names[SUMMARY], MAX_SIZE) or {}, "attached")
     elif not token_at(client, path):
         return []
     there = {name.partition("/")[0] for name in names}
     return sorted(name for name in there if not is_own(name) and name not in attached)
+
+
+def _list_in(noted: Mapping[str, Any], name: str) -> list[Any]:
+    value = noted.get(name)
+    return value if isinstance(value, list) else []
 
 
 def link(path: ObjectPath, target: ObjectPath) -> None:
@@ -501,7 +507,7 @@ def sweep(client: Client, workspace: ObjectPath) -> None:
                 _put_over(client, workspace, found.key, json.dumps({**noted, "dead": True}).encode(), found.tag)
             if path is not None:
                 _outdate(client, path, noted)
-                _clean(client, path, all_of_it=bool(noted.get("deletes")), keeps=noted.get("keeps") or ())
+                _clean(client, path, all_of_it=bool(noted.get("deletes")), keeps=_list_in(noted, "keeps"))
                 client.abort_uploads(path.key, token)
                 if (copies := str(noted.get("copies", ""))) and copies not in _alive(client, workspace):
                     client.abort_uploads(path.key, copies)
