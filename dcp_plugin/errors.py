@@ -84,7 +84,10 @@ class NotInCheckpoint(CheckpointMismatch, KeyError):
 
 
 class UnsafeCheckpoint(CheckpointError):
-    """A value can only be stored or loaded by executing pickled code, and ``allow_pickle`` does not have its key."""
+    """A value needs pickled code to be executed, and ``allow_pickle`` does not have its key.
+
+    Or tensors take far more memory than the files of the checkpoint hold, and have no target that the caller allocated.
+    """
 
 
 class SaveFailed(CheckpointError):

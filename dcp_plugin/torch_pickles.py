@@ -26,8 +26,13 @@ _MOST_PICKLE = 1 << 28
 """Bytes of a pickle. That of a million tensors takes half of it."""
 
 _ENTRY_COMPRESSED = re.compile(rb"PK\x01\x02.{6}(?!\0\0)", re.DOTALL)
-_BIG, _NUMBER, _ARRAY = 1, 2, 4
-"""Marks of an object: it has a number of more than 53 bits in it, a number, the class ``bytearray``."""
+_BIG, _NUMBER, _ARRAY, _ENCODE, _CODEC = 1, 2, 4, 8, 16
+"""Marks of an object: it has a number of more than 53 bits in it, a number, the class ``bytearray``, the function
+``encode``; it is the name of a fast codec, or a pair that ends in one."""
+_FAST_CODECS = {b"utf8", b"latin1", b"ascii"}
+"""Without hyphens and underscores. Others, such as punycode, take quadratic time."""
+
+_MARK_OF = {b"bytearray": _ARRAY, b"encode": _ENCODE}
 
 _MOST_LATE = 100
 """How much may be added to containers that are in a tuple already, as in objects that lead to themselves."""
@@ -42,6 +47,11 @@ _FIXED = {
 }
 
 
+def allowance(nbytes: int) -> int:
+    """Return how many bytes of memory ``nbytes`` of a file may expand to."""
+    return _FREE + _COPIES * nbytes
+
+
 class _Followed:
     """The stack of a pickle, with what is said of the objects in place of these."""
 
@@ -50,7 +60,7 @@ class _Followed:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.left = _FREE + _COPIES * len(data)
+        self.left = allowance(len(data))
         self.unusual = self.late = 0
 
     def run(self) -> None:
@@ -110,7 +120,9 @@ class _Followed:
         return self._text(at + 1, self.data[at])
 
     def _text(self, at: int, size: int) -> int:
-        self.stack.append((0, size + 1, 0))
+        text = self.data[at : at + size] if size <= 8 else b""
+        is_codec = text.lower().replace(b"-", b"").replace(b"_", b"") in _FAST_CODECS
+        self.stack.append((0, size + 1, _CODEC if is_codec else 0))
         return at + size
 
     def large_number(self, at: int) -> int:
@@ -121,7 +133,7 @@ class _Followed:
     def name(self, at: int) -> int:
         middle = self.data.index(b"\n", at)
         end = self.data.index(b"\n", middle + 1)
-        self.stack.append((0, 1, _ARRAY if self.data[middle + 1 : end] == b"bytearray" else 0))
+        self.stack.append((0, 1, _MARK_OF.get(self.data[middle + 1 : end], 0)))
         return end + 1
 
     def tuple_of(self, items: list[Any]) -> None:
@@ -132,7 +144,8 @@ class _Followed:
                 one[3] = True
         if depth >= _DEPTH:
             raise ValueError("its pickle nests tuples too deep")
-        self.stack.append((depth + 1, size + 1, marks))
+        is_call_with_codec = len(items) == 2 and items[1][2] & _CODEC
+        self.stack.append((depth + 1, size + 1, marks if is_call_with_codec else marks & ~_CODEC))
 
     def marked_tuple(self, at: int) -> int:
         self.tuple_of(self.pop_mark())
@@ -157,7 +170,7 @@ class _Followed:
         if type(target) is list:
             for one in items:
                 target[1] += one[1]
-                target[2] |= one[2]
+                target[2] |= one[2] & ~_CODEC
             if target[3]:
                 self.late += sum(one[1] for one in items)
                 if self.late > _MOST_LATE:
@@ -194,12 +207,14 @@ class _Followed:
         depth, size, marks, *_ = self.stack.pop()
         function = self.stack.pop()
         self._spend(size)
+        if function[2] & _ENCODE and not marks & _CODEC:
+            raise ValueError("its pickle encodes text, and not as UTF-8, Latin-1 or ASCII")
         marks |= function[2]
         if marks & _ARRAY and marks & _NUMBER:
             raise ValueError("its pickle makes a bytearray of any size")
         if marks & _BIG and size > _MOST_UNUSUAL:
             raise ValueError("its pickle makes something of many large numbers")
-        self.stack.append((depth, size, marks & ~_NUMBER))
+        self.stack.append((depth, size, marks & ~(_NUMBER | _CODEC)))
         return at
 
     def build(self, at: int) -> int:

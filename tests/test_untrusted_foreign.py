@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import json
 import os
@@ -17,10 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 from torch import nn
 
 import dcp_plugin as dcp
+from dcp_plugin.tools.contents import statistics
 
 STATE = {"a": torch.arange(300.0), "b": torch.ones(7, dtype=torch.int16)}
 
@@ -278,6 +281,75 @@ def test_a_tensor_that_leaves_its_record_is_refused(tmp_path: Path) -> None:
     _rewritten(tmp_path / "file", change)
     with pytest.raises(dcp.CheckpointCorrupt):
         dcp.inspect(tmp_path / "file")
+
+
+@pytest.mark.parametrize("codec", ["latin1", "latin-1", "UTF-8", "utf_8", "ascii"])
+def test_bytes_that_a_pickle_spells_as_text_come_back(tmp_path: Path, codec: str) -> None:
+    class Spelled:
+        def __reduce__(self) -> Any:
+            return codecs.encode, ("text", codec)
+
+    torch.save({"model": STATE, "spelled": Spelled()}, tmp_path / "file")
+    target = {"spelled": b""}
+    dcp.load(target, tmp_path / "file")
+    assert target == {"spelled": b"text"}
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> Path:
+    """A file of less than 2 kB with a tensor of 1 TiB."""
+    path = tmp_path / "bomb"
+    torch.save({"a": torch.ones(1).expand(1 << 38), "b": torch.ones(2)}, path)
+    assert path.stat().st_size < 2000
+    return path
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: dcp.load({"model": {}}, path),
+        dcp.read,
+        lambda path: dcp.export(path, path.with_name("out"), format="torch"),
+        lambda path: dcp.export(path, path.with_name("out"), format="hf", max_shard_size="1MB"),
+        lambda path: dcp.export(path, path.with_name("out"), format="dcp"),
+        lambda path: dcp.diff(path, path, checksums=False),
+        statistics,
+    ],
+    ids=["load", "read", "export torch", "export hf", "import", "diff", "statistics"],
+)
+def test_a_small_file_does_not_expand_to_a_tensor_of_any_size(bomb: Path, use: Callable[[Path], Any]) -> None:
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"1024\.0 GiB.*bomb.*model\.a"):
+        use(bomb)
+    assert list(bomb.parent.iterdir()) == [bomb]
+
+
+def test_many_names_of_one_tensor_do_not_expand_to_any_size(tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 20)
+    torch.save({f"{number}": tensor for number in range(400)}, tmp_path / "file")
+    with pytest.raises(dcp.UnsafeCheckpoint, match=r"1\.6 GiB"):
+        dcp.read(tmp_path / "file")
+    few = dcp.read(tmp_path / "file", include=["model.0", "model.1?"])
+    assert len(few) == 11 and all(torch.equal(one, tensor) for one in few.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_stock_checkpoint_does_not_expand_to_a_tensor_of_any_size(tmp_path: Path) -> None:
+    stock.save({"model": {"a": torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = stock.FileSystemReader(tmp_path).read_metadata()
+    described = metadata.state_dict_metadata["model.a"]
+    described.size = described.chunks[0].sizes = torch.Size([1 << 38])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for target in ({}, {"a": None}):
+        with pytest.raises(dcp.UnsafeCheckpoint, match=r"1024\.0 GiB"):
+            dcp.load({"model": target}, tmp_path)
+
+
+def test_a_tensor_of_the_caller_allows_a_small_file_to_expand(tmp_path: Path) -> None:
+    torch.save({"a": torch.full((1,), 3.0).expand(17, 1 << 20), "b": torch.ones(2)}, tmp_path / "file")
+    target = {"a": torch.zeros(17, 1 << 20), "b": torch.zeros(2)}
+    dcp.load({"model": target}, tmp_path / "file")
+    assert (target["a"] == 3).all() and (target["b"] == 1).all()
+    assert torch.equal(dcp.read(tmp_path / "file", exclude="model.a")["model.b"], torch.ones(2))
 
 
 @pytest.mark.parametrize("named", ["../outside.safetensors", "/etc/passwd", "sub/inside.safetensors", "..", ""])

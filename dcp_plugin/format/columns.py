@@ -106,6 +106,17 @@ class KeyColumns:
     def shape_of(self, slot: int) -> Shape:
         return tuple(self.columns["shape"][self.shape_starts[slot] : self.shape_starts[slot + 1]].tolist())
 
+    @functools.cached_property
+    def nbytes(self) -> Column:
+        """Bytes that each tensor takes in memory, 0 for a value; as floats, which do not overflow."""
+        itemsizes = np.zeros(NO_TENSOR + 1)
+        itemsizes[: len(self.dtypes)] = [dtype.itemsize for dtype in self.torch_dtypes]
+        nbytes: Column = itemsizes[self.columns["dtype"]]
+        for ndim in range(1, 1 + int(self.columns["ndim"].max(initial=0))):
+            slots = np.flatnonzero(self.columns["ndim"] == ndim)
+            nbytes[slots] *= product(self.columns["shape"][self.shape_starts[slots][:, None] + np.arange(ndim)])
+        return nbytes
+
     def shapes_of(self, slots: Column) -> list[Shape]:
         """Those of many keys at once."""
         ndim = self.columns["ndim"][slots].astype(np.int64)

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_plugin.errors import CheckpointCorrupt
+from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, some
 from dcp_plugin.format.columns import (
     NO_TENSOR,
     ROWS_IN_CACHE,
@@ -41,6 +41,7 @@ from dcp_plugin.format.columns import (
     totals,
 )
 from dcp_plugin.format.payload import SMALLEST_BLOCK, block_counts
+from dcp_plugin.torch_pickles import allowance
 from dcp_plugin.types import KeyPath, Shape
 
 __all__ = ["CheckpointIndex", "Entry", "Location", "StoredChunk", "StoredTensor", "StoredValue"]
@@ -59,11 +60,11 @@ class _Chunks(Sequence[StoredChunk]):
     """The chunks of a key; each becomes an object when it is asked for."""
 
     def __init__(self, index: CheckpointIndex, slot: int) -> None:
-        self._index, self._slot = index, slot
+        self.parent, self._slot = index, slot
 
     @functools.cached_property
     def _boxes(self) -> tuple[Column, Column]:
-        return self._index.table.boxes_of(self._slot)
+        return self.parent.table.boxes_of(self._slot)
 
     def __len__(self) -> int:
         return len(self._boxes[0])
@@ -72,7 +73,7 @@ class _Chunks(Sequence[StoredChunk]):
         if isinstance(number, slice):
             return tuple(self[each] for each in range(*number.indices(len(self))))
         at, (offsets, sizes) = range(len(self))[number], self._boxes
-        location = self._index.location(int(self._index.table.chunk_starts[self._slot]) + at)
+        location = self.parent.location(int(self.parent.table.chunk_starts[self._slot]) + at)
         return StoredChunk(tuple(offsets[at].tolist()), tuple(sizes[at].tolist()), location)
 
     def at(self, offsets: Shape) -> StoredChunk | None:
@@ -95,6 +96,16 @@ class StoredTensor:
         has saved does not tell before it is read."""
         location = self.chunks[0].location if self.chunks else None
         return location is not None and location.payload_offset is None and location.payload_length > 0
+
+    def empty(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a tensor of this shape, by default of the stored dtype.
+
+        Raises:
+            UnsafeCheckpoint: As :meth:`CheckpointIndex.require_bounded` for all keys.
+        """
+        if isinstance(self.chunks, _Chunks):
+            self.chunks.parent.require_bounded()
+        return torch.empty(self.shape, dtype=dtype or self.dtype, device=device)
 
     def chunk_at(self, offsets: Shape, hint: int | None = None) -> StoredChunk | None:
         """The chunk that begins there; ``hint`` is its number, if the asking planner knows it."""
@@ -146,6 +157,8 @@ class CheckpointIndex(Mapping[str, Entry]):
         self.version: str | None = CURRENT_DCP_VERSION
         """The version of DCP's layout that the ``.metadata`` names; None before torch 2.9."""
         self.smallest_block = smallest_block
+        self.where = ""
+        """What messages call the checkpoint."""
         self.file_names = list(files)
         self._entries: dict[str, Entry] = {}
         self.slots = table.slots
@@ -264,7 +277,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         both = CheckpointIndex.of(self.table.with_added(other.table), places, {**self.files, **other.files})
         both.smallest_block = self.smallest_block
         both.transforms, both.strides = {**self.transforms, **other.transforms}, {**self.strides, **other.strides}
-        both.left_out, both.beside = self.left_out, self.beside
+        both.left_out, both.beside, both.where = self.left_out, self.beside, self.where
         both.empty = [*self.empty, *other.empty]
         return both
 
@@ -317,6 +330,29 @@ class CheckpointIndex(Mapping[str, Entry]):
         unusual = {key: path for key, path in (paths or {}).items() if path != default_path(key)}
         return cls.of(KeyColumns(keys, list(dtype_names), unusual, columns), Places.of(locations), files)
 
+    def require_bounded(self, keys: Iterable[str] | None = None) -> None:
+        """Check that tensors take about as much memory as the files hold.
+
+        A tensor with a stride of 0 has any size in a file of a kilobyte, and so have a million keys of one tensor.
+
+        Args:
+            keys: The tensors that are given memory; all if None.
+
+        Raises:
+            UnsafeCheckpoint: The tensors take more than :func:`dcp_plugin.torch_pickles.allowance`.
+        """
+        nbytes = self.table.nbytes
+        if keys is not None:
+            nbytes = nbytes[[self.slots[key] for key in keys]]
+        held = sum(self.files.values())
+        if nbytes.sum() > allowance(held):
+            largest = self.table.keys[int(np.argmax(self.table.nbytes))]
+            raise UnsafeCheckpoint(
+                f"{self.where}: the tensors take {nbytes.sum() / 2**30:.1f} GiB of memory, and "
+                f"{some(list(self.files))} hold {held} bytes; the largest tensor is {largest}. If you trust the "
+                f"checkpoint, load it into tensors that you allocate (dcp_plugin.load), or select fewer keys."
+            )
+
     def validate(self, where: str, shares_bytes: bool = False) -> None:
         """Check every item against the sizes of the files that the index lists, and every box against its tensor.
 
@@ -327,7 +363,7 @@ class CheckpointIndex(Mapping[str, Entry]):
         Raises:
             CheckpointCorrupt: Naming file and key.
         """
-        columns = self.columns
+        columns, self.where = self.columns, where
         for name in (*self.files, *self.beside):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
                 raise CheckpointCorrupt(f"{where}: the index names {name!r}, which leaves the checkpoint")

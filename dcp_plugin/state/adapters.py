@@ -549,7 +549,7 @@ class TreeAdapter:
             mine = with_memory(mine)
             if not self.may_grow or shape_of(mine) == entry.shape:
                 return mine
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return entry.empty()
 
     def missing(self, current: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
         """The structure may differ from the checkpoint's; an object is missing if nothing of it is stored."""

@@ -76,7 +76,7 @@ class Deferred:
                 return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
             return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
         on_device = is_tensor(like) and not is_meta(like)
-        return torch.empty(shape, dtype=dtype, device=like.device if on_device else None)
+        return self.entry.empty(like.device if on_device else None, dtype)
 
 
 class ModuleLoad:

@@ -373,7 +373,7 @@ class OptimizerLoad:
         if entry.shape == sharded_value(like).shape and not own:  # a ShardedTensor warns when asked for its size
             return _empty_like(like, self._dtype_of_slot(entry.dtype, like))
         on_device = entry.shape != () or self._steps_on_device(fqn)
-        return torch.empty(entry.shape, dtype=entry.dtype, device=like.device if on_device else "cpu")
+        return entry.empty(like.device if on_device else "cpu")
 
     def _dtype_of_slot(self, stored: torch.dtype, like: Any) -> torch.dtype:
         """Torch's own optimizers want state of the dtype of the parameter, which may have been another at the save.
@@ -522,7 +522,7 @@ class Memory:
             return _empty_like(self._layouts[fqn], entry.dtype)
         if reason := self.refusal(entry):
             self._refused[key] = reason
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return entry.empty()
 
     def names_parameter(self, key: str) -> bool:
         """Return whether a key contains the name of a parameter of this rank."""
@@ -567,4 +567,4 @@ def _merged(current: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, Any
 
 
 def _target_for(entry: Entry) -> torch.Tensor | None:
-    return torch.empty(entry.shape, dtype=entry.dtype) if isinstance(entry, StoredTensor) else None
+    return entry.empty() if isinstance(entry, StoredTensor) else None

@@ -294,7 +294,9 @@ def statistics(
         (-4.0, 3.0, -0.5, 5.0, 1, 0)
     """
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
-        entries = {key: reader.index[key] for key in keys.select(reader.index, include, exclude, reader.path)}
+        selected = keys.select(reader.index, include, exclude, reader.path)
+        reader.index.require_bounded(selected)
+        entries = {key: reader.index[key] for key in selected}
         stored = {key: one for key, one in entries.items() if isinstance(one, StoredTensor)}
         why_not = {key: _why_not(one, reader.opened.format) for key, one in stored.items()}
         parts = [Part.whole(key, one) for key, one in stored.items() if not why_not[key]]

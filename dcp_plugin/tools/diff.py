@@ -202,6 +202,8 @@ def diff(
     options: dict[str, Any] = {"io_threads": io_threads, "storage_options": storage_options}
     with ShardedReader(a, **options) as one, ShardedReader(b, **options) as other:
         selected = _Selected.of(one, other, include, exclude, rename or {})
+        one.index.require_bounded([*selected.common.values(), *selected.removed])
+        other.index.require_bounded([*selected.common, *selected.added])
         return _Comparison(one, other, selected, checksums, amounts, progress).result()
 
 

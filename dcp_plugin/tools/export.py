@@ -206,6 +206,7 @@ def _names(
     name."""
     index = reader.index
     chosen = keys.select(index, include, exclude, reader.path)
+    index.require_bounded(chosen)
     if made_as in ("hf", "safetensors"):
         chosen = [key for key in chosen if isinstance(index[key], StoredTensor)]
         if not keys.texts(include):

@@ -80,6 +80,7 @@ def read_keys(
 ) -> dict[str, Any]:
     """What an open checkpoint has under these keys, as :func:`read` gives it."""
     index = reader.index
+    index.require_bounded(wanted)
     found: dict[str, Any] = dict.fromkeys(wanted)
     sizes = {key: _nbytes(index[key]) for key in wanted}
     total, done = sum(sizes.values()), 0

@@ -42,6 +42,7 @@ SHARED = (  # one that is in another 1800 times, and filled then
     + b"uu"
 )
 COPIED = b"c_codecs\nencode\nh\1h\2\x86R"
+DISTINCT = "".join(map(chr, range(0x4E00, 0x9E00))).encode() * 2
 METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x0c\0\0\0planner_data%sub."
 PATCH = b"cpathlib\nPurePosixPath\n}(X\x0b\0\0\0is_absoluteNub"
 
@@ -83,6 +84,12 @@ FILES: dict[str, dict[str, bytes]] = {
     "torch: bytes of any size": _torch_file(b"c__builtin__\nbytearray\n\x8a\5\0\0\0\0\2\x85R"),
     "torch: one text copied again and again": _torch_file(
         b"](X\xa0\x86\1\0" + b"x" * 100_000 + b"q\1X\6\0\0\0latin1q\2" + COPIED * 20_000 + b"e"
+    ),
+    "torch: a codec of quadratic cost": _torch_file(
+        b"c_codecs\nencode\nX" + struct.pack("<I", len(DISTINCT)) + DISTINCT + b"X\x08\0\0\0punycode\x86R"
+    ),
+    "torch: a codec of quadratic cost, from a list": _torch_file(
+        b"c_codecs\nencode\n](X" + struct.pack("<I", len(DISTINCT)) + DISTINCT + b"X\x08\0\0\0punycodeX\4\0\0\0utf8eR"
     ),
     "torch: the same dictionaries in each other": _torch_file(SHARED),
     "torch: compressed": _torch_file(b"](" + b"]" * 50_000_000 + b"e", zipfile.ZIP_DEFLATED),
