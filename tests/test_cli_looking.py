@@ -175,6 +175,38 @@ def test_inspect_and_verify_what_others_saved(tmp_path: Path) -> None:
         assert "have no checksum: they can be read" in _run("verify", tmp_path / name).stdout
 
 
+@pytest.fixture
+def run_with_exported_model(tmp_path: Path) -> Path:
+    """Two checkpoints, the first one damaged, and the file that a finished training leaves beside them."""
+    run = tmp_path / "run"
+    for step in (1, 2):
+        dcp.save({"model": torch.nn.Linear(2, 3)}, run / f"checkpoint-{step}", step=step)
+    save_file({"weight": torch.zeros(3, 2)}, run / "model.safetensors")
+    flip(run / "checkpoint-1", "model.weight")
+    return run
+
+
+def test_verify_of_a_run_verifies_every_checkpoint_in_it(run_with_exported_model: Path) -> None:
+    run = run_with_exported_model
+    report = dcp.verify(run)
+    assert not report.ok and report.path == run and all("checkpoint-1" in line for line in report.errors)
+    assert report.items == 5 and report.unverified == ["model.weight"]
+    result = _run("verify", run)
+    assert result.exit_code == 1 and f"{run}: DAMAGED" in result.output
+    shutil.rmtree(run / "checkpoint-1")
+    (run / "model.safetensors").unlink()
+    assert dcp.verify(run).items == 2 and _run("verify", run).exit_code == 0
+    (run / "checkpoint-2" / ".metadata").unlink()
+    assert "checkpoint-2" in dcp.verify(run).errors[0]
+
+
+def test_inspect_of_a_run_with_weights_beside_names_what_could_be_meant(run_with_exported_model: Path) -> None:
+    run = run_with_exported_model
+    with pytest.raises(dcp.CheckpointNotFound, match=r"model\.safetensors in it, and .*checkpoint-1"):
+        dcp.inspect(run)
+    assert dcp.inspect(run / "model.safetensors").values == []
+
+
 def test_verify_takes_several_and_tells_the_damaged_from_what_cannot_be_read(tmp_path: Path) -> None:
     for name in ("good", "flipped", "cut"):
         dcp.save({"w": torch.ones(1000)}, tmp_path / name)

@@ -618,7 +618,8 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
 
     Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened, or the path
+            is that of a run with another tool's file in it.
 
     Example:
         >>> import torch, dcp_plugin
@@ -629,6 +630,12 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
     """
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
         index, summary = reader.index, reader.summary
+    below = [] if summary else _checkpoints_below(reader.path)
+    if below:
+        raise CheckpointNotFound(
+            f"{path} is not a checkpoint: it has {some(list(index.files))} in it, and {below[0]}. Name the one that "
+            f"you mean; dcp_plugin.latest({str(path)!r}) finds the newest checkpoint."
+        )
     with collector_paused():
         tensors, values = _listed(index.table)
     return CheckpointInfo(
@@ -671,13 +678,15 @@ def verify(
     storage_options: StorageOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Read every byte of a checkpoint and compare it with its checksum; what a base completes it with, too.
+    """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
+
+    What a base completes a checkpoint with is read, too.
 
     Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
     other tools, and what a framework has put beside. Not what was added to the directory after the save.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
         io_threads: Threads that read.
         base: Where its base is now, if that was moved.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
@@ -685,10 +694,11 @@ def verify(
 
     Returns:
         What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
-        tool's) are only read, and listed.
+        tool's) are only read, and listed. Of a run, the sums; a checkpoint that cannot be opened is one of the errors.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointUnreadable: The file system failed; also for a run.
 
     Example:
         >>> import torch, dcp_plugin
@@ -696,8 +706,47 @@ def verify(
         >>> dcp_plugin.verify("run/step-1").ok
         True
     """
+    where = as_path(path, storage_options)
+    verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, base=base, progress=progress)
+    below = _checkpoints_below(where)
+    return _verify_run(where, below, verify_one) if below else verify_one(where)
+
+
+def _checkpoints_below(path: Where) -> list[Where]:
+    """Return the checkpoints of a run, in the order of their names; none if ``path`` is a checkpoint itself."""
+    if medium_of(path).kind(path) != "folder":
+        return []
+    scan = Scan(path, others=True)
+    below = [*scan.states, *(saved.path for saved in scan.of_others)] if scan.states else []
+    return [] if path in below else sorted(below, key=str)
+
+
+def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], VerifyReport]) -> VerifyReport:
+    """Verify the checkpoints of a run, and the weights that another tool has left beside them."""
+    errors: list[str] = []
+    unverified: list[str] = []
+    items = nbytes = 0
+    for path in (run, *below):
+        try:
+            report = verify_one(path)
+        except CheckpointNotFound:  # no weights are beside them, or the training has deleted one
+            continue
+        except CheckpointUnreadable:
+            raise
+        except CheckpointError as error:
+            errors.append(str(error))
+        else:
+            items, nbytes = items + report.items, nbytes + report.nbytes
+            errors += report.errors
+            unverified += report.unverified
+    return VerifyReport(run, items, nbytes, errors, unverified)
+
+
+def _verify_checkpoint(
+    path: Where, io_threads: int, base: PathLike | None, progress: Callable[[int, int], None] | None
+) -> VerifyReport:
     for _ in range(_MOST_LOOKS):
-        with ShardedReader(path, io_threads=io_threads, base=base, storage_options=storage_options) as reader:
+        with ShardedReader(path, io_threads=io_threads, base=base) as reader:
             report = _verified(reader, io_threads, progress)
             if not report.errors or not reader.opened.files.moved():
                 return report
