@@ -29,6 +29,8 @@ import dcp_plugin as dcp
 from dcp_plugin import _torch
 from dcp_plugin.cli.app import app
 from dcp_plugin.format import torch_archive
+from dcp_plugin.media.objects.client import client_of
+from dcp_plugin.paths import as_path
 from tests import launch, programs
 from tests.compare import assert_same, same_tree
 from tests.launch import on_ranks
@@ -312,6 +314,23 @@ def test_from_a_bucket_and_into_one(path: Path, tmp_path: Path, bucket: Bucket) 
     again = _run("export", path, f"{bucket.url}/t.pt", "--format", "torch")
     assert (again.exit_code, "exists" in again.stderr) == (3, True)
     assert bucket.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("name", ["folder", "m.safetensors"])
+def test_an_export_into_a_bucket_that_fails_deletes_only_what_it_has_written(
+    path: Path, bucket: Bucket, name: str
+) -> None:
+    out: Any = as_path(f"{bucket.url}/{name}")
+    other = out / "notes.txt"
+
+    def fail_at_the_end(done: int, total: int) -> None:
+        client_of(out).put(other.key, b"of another job")
+        if done == total:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        dcp.export(path, out, "safetensors", max_shard_size="1KB", progress=fail_at_the_end)
+    assert [found.key for found in client_of(out).below("")] == [other.key]
 
 
 # What goes wrong

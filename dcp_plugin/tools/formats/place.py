@@ -2,22 +2,23 @@
 
 On a disk it is made where saves are made (:mod:`dcp_plugin.media.disk.commit`), and renamed when all of it is durable;
 what a crash leaves behind, the next save beside it deletes. In an object store each object appears when it is complete,
-and those of an export that fails are deleted.
+and an export that fails deletes the objects that it has written, and no others.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from dcp_plugin.errors import CheckpointError, SaveFailed
+from dcp_plugin.errors import SaveFailed
 from dcp_plugin.media import Medium, NewFile, Reservation, medium_of
 from dcp_plugin.media.disk import posix
-from dcp_plugin.paths import Where
+from dcp_plugin.media.objects.client import client_of
+from dcp_plugin.paths import ObjectPath, Where
 
 
 class Place:
@@ -33,6 +34,8 @@ class Place:
         self._is_file = is_file
         self._medium: Medium = medium_of(out)
         self._reservation: Reservation[Any] | None = None
+        self._written: list[Where] = []
+        """The complete objects of this rank."""
 
     def begin(self) -> Where:
         """Check that nothing is there, and make the directory that files are written into.
@@ -47,9 +50,12 @@ class Place:
         self._reservation = self._medium.reserve(self.out)
         return cast(Where, self._reservation.directory)
 
-    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> NewFile:
-        """A new file of the output, see :meth:`~dcp_plugin.media.Medium.create`."""
-        return self._medium.create(directory, name, size, wrote)
+    @contextmanager
+    def create(self, directory: Where, name: str, size: int, wrote: Callable[[int], None]) -> Iterator[NewFile]:
+        """Write a new file of the output, see :meth:`~dcp_plugin.media.Medium.create`."""
+        with self._medium.create(directory, name, size, wrote) as file:
+            yield file
+        self._written.append(directory.parent / name)
 
     def flush(self, directory: Where) -> None:
         """Make durable which files this rank has written."""
@@ -63,7 +69,7 @@ class Place:
         """
         if self._reservation is None:
             for name, data in last.items():
-                with self._medium.create(directory, name, len(data), lambda count: None) as file:
+                with self.create(directory, name, len(data), lambda count: None) as file:
                     file.write(data)
         elif self._is_file:
             made: Path = self._reservation.directory / self.out.name
@@ -85,9 +91,10 @@ class Place:
         if self._reservation is not None:
             self._medium.discard(self._reservation)
             self._reservation = None
-        elif self._medium.keeps_names:
-            with suppress(OSError, CheckpointError):
-                self._medium.remove(self.out)
+        for path in self._written:
+            if isinstance(path, ObjectPath):
+                with suppress(OSError):
+                    client_of(path).delete([path.key])
 
 
 def require_absent(out: Where, otherwise: str = "exists. Name another one, or delete it first.") -> None:
