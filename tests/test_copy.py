@@ -146,6 +146,26 @@ def _hugging_face(path: Path) -> None:
     (path / "config.json").write_text("{}")
 
 
+def test_a_copy_leaves_out_extra_files_that_are_links_out_of_the_checkpoint(tmp_path: Path) -> None:
+    _hugging_face(tmp_path / "from")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "from" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "from" / "same.json").symlink_to("config.json")
+    report = dcp.copy(tmp_path / "from", tmp_path / "to")
+    assert report.passed_over == [f"{tmp_path}/from/tokenizer.json: a link that leads elsewhere"]
+    assert names_in(tmp_path / "to") == [name for name in names_in(tmp_path / "from") if name != "tokenizer.json"]
+
+
+def test_a_copy_of_a_snapshot_of_hugging_face_s_cache_has_all_files(tmp_path: Path) -> None:
+    _hugging_face(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for name in names_in(tmp_path / "blobs"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert dcp.copy(snapshot, tmp_path / "to").passed_over == []
+    assert _files(tmp_path / "to") == _files(tmp_path / "blobs")
+
+
 def _lightning(path: Path) -> None:
     path.parent.mkdir(parents=True)
     said = {"pytorch-lightning_version": "2.5.0", "epoch": 1, "global_step": 3, "optimizer_states": [], "loops": {}}

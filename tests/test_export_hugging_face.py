@@ -12,6 +12,7 @@ from torch import nn
 
 import dcp_plugin as dcp
 from tests import launch
+from tests.places import names_in
 
 KINDS = ("gpt2", "tied", "untied", "lora")
 SMALL = {
@@ -67,6 +68,16 @@ def _check(root: Path, name: str, logits: torch.Tensor) -> None:
     assert len(report.files) > 2, report
     made = AutoModelForCausalLM.from_pretrained(root / f"{name}-hf")
     assert torch.equal(_logits(made), logits), name
+
+
+def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    dcp.save({"model": nn.Linear(2, 2)}, tmp_path / "ck")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "ck" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "ck" / "vocab.txt").write_text("a")
+    report = dcp.export(tmp_path / "ck", tmp_path / "hf", "hf")
+    assert names_in(tmp_path / "hf") == ["model.safetensors", "vocab.txt"]
+    assert report.notes[0] == "tokenizer.json was left out: it is a link that leads out of the checkpoint."
 
 
 def test_tied_weights_go_out_once_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

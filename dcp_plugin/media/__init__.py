@@ -244,7 +244,7 @@ class Readable(Files, Protocol):
     def open(self, name: str) -> RangedFile: ...
 
     def leads_elsewhere(self, name: str) -> bool:
-        """Whether a file is a link to something outside of the checkpoint, where the medium has such links."""
+        """Return whether a file is a link out of the checkpoint. The blobs of Hugging Face's cache belong to it."""
 
     def keep(self, names: Iterable[str]) -> None:
         """Make sure, for as many of these files as is reasonable, that they can be opened until :meth:`close`, even if

@@ -127,15 +127,16 @@ def open_source(path: Where, of_others: bool = False) -> Source:
 
 def _of_folder(path: Where, files: Readable, opened: Opened | None, stored: list[str]) -> Source:
     names = files.tree(stored) if isinstance(files, PackedFiles) else stored
-    left_out = []
+    elsewhere = {name for name in names if files.leads_elsewhere(name)}
     if opened is not None and opened.summary is not None:
         opened.check_files(opened.index.files)
         known = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.beside}
-        elsewhere = {name for name in names if files.leads_elsewhere(name)}
         if wrong := sorted(elsewhere & known):
             raise CheckpointCorrupt(f"{path}: {wrong[0]} is a link that leaves the checkpoint")
-        left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(elsewhere)]
-        names = [name for name in names if name not in elsewhere]
+    elif opened is not None:  # whose tensors may be anywhere
+        elsewhere -= opened.index.files.keys()
+    left_out = [f"{path}/{name}: a link that leads elsewhere" for name in sorted(elsewhere)]
+    names = [name for name in names if name not in elsewhere]
     sizes = {name: files.size(name) for name in names}
     if opened is None or opened.summary is None:
         token = _token_of(files, sizes)

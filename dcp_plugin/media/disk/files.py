@@ -84,7 +84,9 @@ class LocalFiles:
             return False
         if not linked and ".." not in parts:
             return False
-        return (self.directory / name).resolve().parent != (self.directory.resolve() / name).parent
+        directory, target = self.directory.resolve(), (self.directory / name).resolve().parent
+        is_cached = directory.parent.name == "snapshots" and target == directory.parent.parent / "blobs"
+        return target != (directory / name).parent and not is_cached
 
     def keep(self, names: Iterable[str]) -> None:
         pass

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,8 @@ class Beside:
     """The small files that say which model it is, and its tokenizer."""
 
     files: dict[str, bytes]
+    left_out: list[str]
+    """A line for each link out of the checkpoint, which is not followed."""
 
     @classmethod
     def of(cls, reader: ShardedReader, config: PathLike | None) -> Beside:
@@ -55,17 +57,20 @@ class Beside:
         Raises:
             CheckpointNotFound: There is no ``config.json`` in that folder.
         """
-        found = _small_files(reader.opened.files)
+        own = reader.opened.files
+        links = [name for name in _BESIDE if own.leads_elsewhere(name)]
+        left_out = [f"{name} was left out: it is a link that leads out of the checkpoint." for name in links]
+        found = _small_files(own, [name for name in _BESIDE if name not in links])
         if config is not None:
             folder = as_path(config)
             try:
-                named = _small_files(medium_of(folder).open(folder))
+                named = _small_files(medium_of(folder).open(folder), _BESIDE)
             except OSError as error:
                 raise CheckpointNotFound(f"config={folder} cannot be read: {error.strerror or error}") from error
             if not {CONFIG, ADAPTER} & named.keys():
                 raise CheckpointNotFound(f"config={folder}: there is no {CONFIG} in it")
             found |= named
-        return cls(found)
+        return cls(found, left_out)
 
     def said(self, name: str) -> dict[str, Any]:
         """What a JSON file says; nothing if it is not there."""
@@ -78,9 +83,9 @@ class Beside:
         return said if isinstance(said, dict) else {}
 
 
-def _small_files(files: Files) -> dict[str, bytes]:
+def _small_files(files: Files, names: Iterable[str]) -> dict[str, bytes]:
     found = {}
-    for name in _BESIDE:
+    for name in names:
         if exists(files, name) and files.size(name) <= _MOST:
             found[name] = read(files, name)
     return found
@@ -100,9 +105,10 @@ def layout(selected: Selected, config: PathLike | None, most: int | None, as_it_
     adapter = {key: name for key, name in selected.names.items() if _OF_ADAPTER.search(f".{name}")}
     if adapter and not as_it_is:
         return _with_adapter(selected, adapter, beside, most)
-    notes: list[str] = []
+    notes = list(beside.left_out)
     if not as_it_is:
-        selected, notes = _of_model(selected, beside)
+        selected, of_model = _of_model(selected, beside)
+        notes += of_model
     made = safetensors_files.layout(selected, "model", most)
     return selected, replace(made, last={**made.last, **_said_of(beside, selected.dtype)}, notes=notes)
 
@@ -227,7 +233,7 @@ def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside
         name = said.get("base_model_name_or_path")
         notes = [f"The base model is not in it: from_pretrained takes the one that {ADAPTER} names, {name!r}."]
     last = {**base.last, **_said_of(beside, selected.dtype)}
-    return replace(selected, names=names), Layout([*made.files, *base.files], last, notes)
+    return replace(selected, names=names), Layout([*made.files, *base.files], last, [*beside.left_out, *notes])
 
 
 def _without_adapter_name(match: re.Match[str]) -> str:
