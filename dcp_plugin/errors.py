@@ -16,18 +16,44 @@ from __future__ import annotations
 
 import difflib
 import errno
+import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 EXPLAINED = "https://dcp-plugin.readthedocs.io/en/latest/troubleshooting.html"
+
+
+def printable(text: str) -> str:
+    """Escape control characters but newline and tab, and the controls of bidirectional text, as JSON does.
+
+    A checkpoint chooses the names in it. Names become parts of messages, and would steer the terminal.
+    """
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class _PrintableRecords(logging.Filter):
+    """Escapes the messages of a logger."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if (escaped := printable(message)) != message:
+            record.msg, record.args = escaped, ()
+        return True
+
+
+for _name in ("dcp_plugin", "dcp_plugin.keeper"):  # a logger's filter does not see the records of its children
+    logging.getLogger(_name).addFilter(_PrintableRecords())
 
 
 class CheckpointError(Exception):
     """Base class of everything this package raises on purpose."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
         super().add_note(self._where_explained())
 
     def add_note(self, note: str, /) -> None:

@@ -175,6 +175,55 @@ def test_inspect_and_verify_what_others_saved(tmp_path: Path) -> None:
         assert "have no checksum: they can be read" in _run("verify", tmp_path / name).stdout
 
 
+STEERING = "\x1b[2J\x7f\x9b31m\u202etxt\u2066"
+ESCAPED = r"\u001b[2J\u007f\u009b31m\u202etxt\u2066"
+
+
+def test_no_command_prints_a_control_character_of_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, out = tmp_path / f"run{STEERING}", tmp_path / "out"
+    for number in (1, 2):
+        state = {f"w{STEERING}": torch.full((3,), 1.0 * number), f"text{STEERING}": STEERING}
+        dcp.save(state, run / f"step-{number}", step=number, metrics={f"m{STEERING}": 1.0})
+    first, second = run / "step-1", run / "step-2"
+    torch.save({"model": {f"w{STEERING}": torch.ones(2)}}, tmp_path / "file")
+    commands: list[tuple[Any, ...]] = [
+        ("list", run), ("inspect", first), ("inspect", first, "--all"), ("inspect", first, "--stats"),
+        ("inspect", first, "--key", "*"), ("verify", first, run), ("read", first), ("diff", first, second),
+        ("export", first, out / STEERING, "--format", "torch"), ("import", tmp_path / "file", out / "ck"),
+        ("copy", run, out / f"c{STEERING}"), ("prune", run, "--keep-last", "1", "--dry-run"),
+        ("report", run, "--out", out / f"{STEERING}.html"), ("load-plan", first, "--into", str(second)),
+        ("read", first, STEERING), ("inspect", tmp_path / STEERING),
+    ]  # fmt: skip
+    flip(second, f"w{STEERING}")
+    commands.append(("verify", second))
+    for command in commands:
+        for more in ((), ("--json",)):
+            result = _run(*command, *more)
+            assert result.exit_code in (0, 1, 3), (command, result.output)
+            assert not set("\x1b\x7f\x9b\u202e\u2066") & set(result.output), (command, result.output)
+    dcp.latest(run)
+    assert _json("inspect", first)["checkpoint"]["tensors"][0]["key"] == f"w{STEERING}"
+    with pytest.raises(dcp.CheckpointMismatch, match=re.escape(ESCAPED)):
+        dcp.load({STEERING: torch.ones(1)}, first)
+    (second / ".metadata").write_bytes(b"")
+    assert dcp.latest(run) == first
+    assert ESCAPED in caplog.text and STEERING not in caplog.text
+
+
+def test_a_sparse_table_of_contents_is_damage_that_no_command_reads(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        dcp.save({"w": torch.ones(3)}, tmp_path / f"step-{number}", step=number)
+    os.truncate(tmp_path / "step-2" / ".metadata", 1 << 40)
+    os.truncate(tmp_path / "step-3" / "dcp_plugin.index", 1 << 40)
+    (run,) = dcp.list_runs(tmp_path)
+    assert [one.state for one in run.checkpoints][:2] == ["whole", "damaged"]
+    assert not dcp.prune(tmp_path, keep_last=3, dry_run=True).deleted
+    assert dcp.latest(tmp_path) == tmp_path / "step-1"
+    for number in (2, 3):
+        with pytest.raises(dcp.CheckpointCorrupt, match="1099511627776 bytes"):
+            dcp.load({"w": torch.ones(3)}, tmp_path / f"step-{number}")
+
+
 @pytest.fixture
 def run_with_exported_model(tmp_path: Path) -> Path:
     """Two checkpoints, the first one damaged, and the file that a finished training leaves beside them."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli.output import JsonOption, StorageOptionsOption, progress, show, told, where
+from dcp_plugin.cli.output import JsonOption, StorageOptionsOption, echo, progress, show, told, where
 
 _MOST_SHOWN = 5
 
@@ -39,16 +39,16 @@ def copy_command(
         show({"copy": report})
         return
     for path in report.copied:
-        typer.echo(f"copied  {path}")
+        echo(f"copied  {path}")
     for path in report.skipped:
-        typer.echo(f"there   {path}")
+        echo(f"there   {path}")
     for path in report.links:
-        typer.echo(f"linked  {path}")
-    typer.echo(str(report))
+        echo(f"linked  {path}")
+    echo(str(report))
     for title, lines in (("not verified", report.unverified), ("passed over", report.passed_over)):
         for line in lines[:_MOST_SHOWN]:
-            typer.echo(f"{title}: {line}")
+            echo(f"{title}: {line}")
         if len(lines) > _MOST_SHOWN:
-            typer.echo(f"{title}: and {len(lines) - _MOST_SHOWN} more (--json lists them)")
+            echo(f"{title}: and {len(lines) - _MOST_SHOWN} more (--json lists them)")
     for line in report.needs:
-        typer.echo(f"NEEDED: {line}", err=True)
+        echo(f"NEEDED: {line}", err=True)

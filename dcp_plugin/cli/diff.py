@@ -13,6 +13,7 @@ from dcp_plugin.cli.output import (
     IncludeOption,
     JsonOption,
     StorageOptionsOption,
+    echo,
     pair,
     progress,
     shape,
@@ -129,7 +130,7 @@ def _print(found: CheckpointDiff, depth: int, most: int | None) -> None:
             for module, (changed, tensors, amount) in modules.items()
         ]
         _section("", ("module", "tensors", *_AMOUNT), rows, most, numbers=("tensors", *_AMOUNT))
-        typer.echo()
+        echo()
     rows = [(one.key, shape(one.shape), one.dtype, *(_amount(one.amount) if told_of else ())) for one in found.changed]
     numbers = _AMOUNT if told_of else ()
     _section("changed", ("tensor", "shape", "dtype", *numbers), rows, most, numbers)
@@ -141,11 +142,11 @@ def _print(found: CheckpointDiff, depth: int, most: int | None) -> None:
     _section("renamed", ("A", "B"), list(found.renamed.items()), most)
     _section("only in A", ("key",), [(key,) for key in found.removed], most)
     _section("only in B", ("key",), [(key,) for key in found.added], most)
-    typer.echo(str(found))
+    echo(str(found))
     compared = found.unchanged + len(found.changed) + len(found.values)
     decided = f"{compared - len(found.read)} keys compared by their checksums" if compared > len(found.read) else ""
     read = f"{len(found.read)} by their bytes" if found.read else ""
-    typer.echo(f"{', '.join(filter(None, (decided, read))) or 'nothing to compare'}; {size(found.bytes_read)} read")
+    echo(f"{', '.join(filter(None, (decided, read))) or 'nothing to compare'}; {size(found.bytes_read)} read")
 
 
 _AMOUNT = ("elements", "largest", "relative")
@@ -177,27 +178,27 @@ def _section(
     if not rows:
         return
     if title:
-        typer.echo(f"{title}: {len(rows)}")
+        echo(f"{title}: {len(rows)}")
     table(columns, rows[:most], tuple(numbers))
     if most is not None and len(rows) > most:
-        typer.echo(f"… and {len(rows) - most} more (--all)")
+        echo(f"… and {len(rows) - most} more (--all)")
     if title:
-        typer.echo()
+        echo()
 
 
 def _print_divergence(found: Divergence) -> None:
-    typer.echo(found.verdict)
+    echo(found.verdict)
     first, last = found.compared[0], found.compared[-1]
-    typer.echo(f"compared: {len(found.compared)} of the steps that both have, {first} to {last}")
+    echo(f"compared: {len(found.compared)} of the steps that both have, {first} to {last}")
     for run, steps in ((found.run1, found.only_in_1), (found.run2, found.only_in_2)):
         if steps:
-            typer.echo(f"only in {run}: step {', '.join(map(str, steps))}")
+            echo(f"only in {run}: step {', '.join(map(str, steps))}")
     if found.texts:
-        typer.echo(f"texts that differ, and do not count: {', '.join(found.texts[:_FIRST])}")
+        echo(f"texts that differ, and do not count: {', '.join(found.texts[:_FIRST])}")
     rows = []
     for kind, keys in found.differ.items():
         rows += [(kind if at == 0 else "", key) for at, key in enumerate(keys[:_FIRST])]
         rows += [("", f"… and {len(keys) - _FIRST} more")] if len(keys) > _FIRST else []
     if rows:
-        typer.echo(f"\nwhat differs at step {found.step}")
+        echo(f"\nwhat differs at step {found.step}")
         table(("", "key"), rows)

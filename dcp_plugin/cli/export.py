@@ -16,6 +16,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     PathArgument,
     StorageOptionsOption,
+    echo,
     pair,
     progress,
     show,
@@ -124,7 +125,7 @@ def _export(
         if as_json:
             show({"export": report})
         else:
-            typer.echo(str(report))
+            echo(str(report))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     PathArgument,
     StorageOptionsOption,
+    echo,
     progress,
     shape,
     show,
@@ -72,9 +73,9 @@ def _document(info: CheckpointInfo) -> dict[str, Any]:
 
 def _print_all(info: CheckpointInfo, values: bool) -> None:
     for tensor in info.tensors:
-        typer.echo(f"{tensor.nbytes:>16,}  {tensor.dtype:<14}  {shape(tensor.shape):<20}  {tensor.key}")
+        echo(f"{tensor.nbytes:>16,}  {tensor.dtype:<14}  {shape(tensor.shape):<20}  {tensor.key}")
     for one in info.values if values else ():
-        typer.echo(f"{'':>16}  {'value':<14}  {'':<20}  {one}")
+        echo(f"{'':>16}  {'value':<14}  {'':<20}  {one}")
 
 
 def _print_tree(info: CheckpointInfo, depth: int) -> None:
@@ -98,9 +99,9 @@ def _rows(node: Node, depth: int, level: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_summary(info: CheckpointInfo) -> None:
-    typer.echo(str(info))
+    echo(str(info))
     if info.versions:
-        typer.echo(", ".join(f"{name} {version}" for name, version in info.versions.items()))
+        echo(", ".join(f"{name} {version}" for name, version in info.versions.items()))
 
 
 def _show_chunks(at: Where, globs: list[str], as_json: bool) -> None:
@@ -131,7 +132,7 @@ def _show_stats(at: Where, include: Iterable[str], exclude: Iterable[str], as_js
     numbers = ("min", "max", "mean", "norm", "NaN", "Inf")
     table(("key", "shape", "dtype", *numbers), [_numbers_of(one) for one in found], numbers=numbers)
     broken = [one.key for one in found if one.nans or one.infs]
-    typer.echo(f"{at}: {len(found)} tensors, {len(broken)} of them with NaN or Inf")
+    echo(f"{at}: {len(found)} tensors, {len(broken)} of them with NaN or Inf")
 
 
 def _numbers_of(one: TensorStats) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     RootArgument,
     StorageOptionsOption,
+    echo,
     fail,
     show,
     size,
@@ -46,13 +47,13 @@ def list_command(
         show({"root": at, "runs": [_document(run) for run in runs]})
         return
     if not runs:
-        typer.echo(f"{at}: no checkpoint is there, or below.")
+        echo(f"{at}: no checkpoint is there, or below.")
         return
     for number, run in enumerate(runs):
-        typer.echo(("\n" if number else "") + f"{run.folder}: {len(run.checkpoints)} checkpoint(s), {size(run.nbytes)}")
+        echo(("\n" if number else "") + f"{run.folder}: {len(run.checkpoints)} checkpoint(s), {size(run.nbytes)}")
         _print(run)
     if any(run.resumes for run in runs):
-        typer.echo(f"\n{_AUTO} is what an automatic resume of its run loads.")
+        echo(f"\n{_AUTO} is what an automatic resume of its run loads.")
 
 
 def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = False) -> Where:
@@ -91,7 +92,7 @@ def _print(run: Run) -> None:
         numbers=("step", "age", "size", "own", "ranks"),
     )
     for line in _notes(run):
-        typer.echo(f"  {line}")
+        echo(f"  {line}")
 
 
 def _name(run: Run, one: ListedCheckpoint) -> str:

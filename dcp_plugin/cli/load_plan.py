@@ -15,6 +15,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     PathArgument,
     StorageOptionsOption,
+    echo,
     fail,
     pair,
     shape,
@@ -92,12 +93,12 @@ def _print_plan(plan: PlannedLoad) -> None:
     for label, keys in (("missing", plan.report.missing), ("unexpected", plan.report.unexpected)):
         if not told.issuperset(keys):  # all of them here, or all of them there
             for key in keys:
-                typer.echo(f"{label}: {key}")
+                echo(f"{label}: {key}")
     for warning in plan.warnings:
-        typer.echo(f"warning: {warning}")
+        echo(f"warning: {warning}")
     left_out = f"; {len(plan.report.left_out)} left out" if plan.report.left_out else ""
     size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
-    typer.echo(f"{len(plan.items)} items, {size} of {plan.path}{left_out}")
+    echo(f"{len(plan.items)} items, {size} of {plan.path}{left_out}")
 
 
 class NoTarget(CheckpointError):

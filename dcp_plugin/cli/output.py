@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from dcp_plugin.errors import printable
+
 if TYPE_CHECKING:
     from dcp_plugin.paths import Where
 
@@ -79,6 +81,11 @@ def pair(option: str, text: str, what: str) -> tuple[str, str]:
     return left, right
 
 
+def echo(text: str = "", err: bool = False) -> None:
+    """Print a text without what would steer a terminal: names in it may come from an untrusted checkpoint."""
+    typer.echo(printable(text), err=err)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> None:
     """Print a table.
 
@@ -89,6 +96,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     from rich.console import Console
     from rich.table import Table
 
+    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
         shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -102,12 +110,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
         shown.add_row(*row)
     with console.capture() as captured:
         console.print(shown)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
+    echo("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
 
 
 def show(document: dict[str, Any]) -> None:
     """Print the one JSON document of a command. What JSON has no word for is text or null."""
-    typer.echo(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+    echo(json.dumps(_plain(document), indent=2, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:
@@ -148,13 +156,13 @@ def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     with bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(printable(title), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def fail(message: str, status: int = FAILED) -> NoReturn:
     """End with a message on stderr."""
-    typer.echo(message, err=True)
+    echo(message, err=True)
     raise typer.Exit(status)
 
 

@@ -13,6 +13,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     RootArgument,
     StorageOptionsOption,
+    echo,
     progress,
     show,
     size,
@@ -85,4 +86,4 @@ def _print(report: PruneReport) -> None:
         rows.append((str(left.path), "", nbytes, would if left.deleted else "kept", left.what))
     if rows:
         table(("path", "step", "size", "", "why"), rows, numbers=("step", "size"))
-    typer.echo(str(report))
+    echo(str(report))

@@ -11,6 +11,7 @@ from dcp_plugin.cli.output import (
     JsonOption,
     PathArgument,
     StorageOptionsOption,
+    echo,
     progress,
     shape,
     show,
@@ -47,7 +48,7 @@ def read_command(
             show({"items": {key: _described(value, full) for key, value in found.items()}})
             return
         for key, value in found.items():
-            typer.echo(f"{key}: {_text(value, full)}")
+            echo(f"{key}: {_text(value, full)}")
 
 
 def _text(value: Any, full: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_plugin.cli.output import JsonOption, StorageOptionsOption, show, told, where
+from dcp_plugin.cli.output import JsonOption, StorageOptionsOption, echo, show, told, where
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The folder of a run's checkpoints, or one above it: a directory or a URL.")
@@ -32,9 +32,9 @@ def report_command(
         figures = collect(root)
         page = write(figures, out or "report.html") if out is not None or not as_json else None
     if not as_json:
-        typer.echo(f"{page}: {len(figures.published)} saves of {figures.root}")
+        echo(f"{page}: {len(figures.published)} saves of {figures.root}")
         for why in dict.fromkeys(figures.missing.values()):
-            typer.echo(why)
+            echo(why)
         return
     trainings = {**asdict(figures.trainings), "goodput": figures.trainings.goodput}
     show({"report": {**asdict(figures), "trainings": trainings}, "out": page})

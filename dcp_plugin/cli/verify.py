@@ -14,6 +14,7 @@ from dcp_plugin.cli.output import (
     NO,
     JsonOption,
     StorageOptionsOption,
+    echo,
     progress,
     show,
     size,
@@ -75,13 +76,11 @@ def _document(report: VerifyReport, seconds: float) -> dict[str, Any]:
 def _print(said: dict[str, Any]) -> None:
     if "error" in said:
         what = "DAMAGED" if said["status"] == NO else "cannot be verified"
-        typer.echo(f"{said['path']}: {what}: {said['error']['message']}", err=said["status"] != NO)
+        echo(f"{said['path']}: {what}: {said['error']['message']}", err=said["status"] != NO)
         return
     rate = f"{said['bytes_per_second'] / 1e9:.2f} GB/s"
     state = "intact" if said["ok"] else f"DAMAGED, {len(said['errors'])} item(s)"
-    typer.echo(
-        f"{said['path']}: {state}; {said['items']} items, {size(said['nbytes'])} in {said['seconds']:.2f} s, {rate}"
-    )
+    echo(f"{said['path']}: {state}; {said['items']} items, {size(said['nbytes'])} in {said['seconds']:.2f} s, {rate}")
     lines = list(said["errors"])
     if unverified := said["unverified"]:
         lines.append(
@@ -89,6 +88,6 @@ def _print(said: dict[str, Any]) -> None:
             f"tell ({', '.join(unverified[:3])}{', …' if len(unverified) > 3 else ''})"
         )
     for line in lines[:_MOST_LISTED]:
-        typer.echo(f"  {line}")
+        echo(f"  {line}")
     if len(lines) > _MOST_LISTED:
-        typer.echo(f"  and {len(lines) - _MOST_LISTED} more; --json has all")
+        echo(f"  and {len(lines) - _MOST_LISTED} more; --json has all")

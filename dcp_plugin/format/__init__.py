@@ -9,12 +9,13 @@ A checkpoint is committed if, and only if, it has ``.metadata``; one of ours has
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, Protocol
 
-from dcp_plugin.errors import unreadable
+from dcp_plugin.errors import CheckpointCorrupt, unreadable
 
 METADATA = ".metadata"
 SUMMARY = "dcp_plugin.json"
@@ -25,6 +26,9 @@ DAMAGED = "dcp_plugin.damaged"
 
 PACKED = "dcp_plugin-"
 """How the folder of a save begins that is written in place, see :mod:`dcp_plugin.format.packed`."""
+
+MOST_TABLE = 1 << 32
+"""Bytes of a ``.metadata`` or an index. Those of 16 million chunks take 2.4 GB."""
 
 _METADATA_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
@@ -78,10 +82,18 @@ def opened(files: Files, name: str) -> Iterator[BinaryIO]:
         raise unreadable(f"{files.where}/{name} cannot be read", error) from error
 
 
-def read(files: Files, name: str, most: int = -1) -> bytes:
-    """A file, or its first bytes; raises as :func:`opened`."""
+def read(files: Files, name: str, most: int | None = None) -> bytes:
+    """Return a file, or its first bytes.
+
+    Raises:
+        CheckpointCorrupt: As :func:`opened`; or all of a file was asked for that is larger than any table of contents.
+    """
     with opened(files, name) as file:
-        return file.read(most)
+        if most is None and (size := file.seek(0, os.SEEK_END)) > MOST_TABLE:
+            raise CheckpointCorrupt(f"{files.where}/{name} has {size} bytes, more than a table of contents ever has")
+        if most is None:
+            file.seek(0)
+        return file.read(-1 if most is None else most)
 
 
 def expect(file: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:

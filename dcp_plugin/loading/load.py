@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from dcp_plugin._torch import sharded_value
 from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, some
+from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, printable, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
 from dcp_plugin.loading.matching import LoadMode, Match, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
@@ -103,7 +103,7 @@ class Loading:
         self._apply(match)
         if self._ranks.rank == 0:
             for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
-                warnings.warn(message, stacklevel=3)
+                warnings.warn(printable(message), stacklevel=3)
         reader, loaded = self._reader, [*self._targets, *match.deferred]
         return replace(
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
