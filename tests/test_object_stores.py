@@ -301,6 +301,23 @@ def _counted(method: Callable[..., Any], asked: list[str]) -> Callable[..., Any]
     return counted
 
 
+@pytest.mark.parametrize(
+    "key", ["run//log.txt", "run/./a", "run/step-1/..", "run/a%01b", "run/step-1/%7F", "run/step-1//x"]
+)
+def test_a_key_that_is_no_path_changes_nothing(bucket: Bucket, tmp_path: Path, key: str) -> None:
+    run = f"{bucket.url}/run"
+    for step in (1, 2):
+        dcp.save({"step": step}, f"{run}/step-{step}", step=step)
+    bucket.server.ask("PUT", f"{bucket.name}/{key}")
+    assert dcp.latest(run) == f"{run}/step-2" and len(dcp.list_checkpoints(run)) == 2
+    dcp.save({"step": 3}, f"{run}/step-1", step=3)
+    assert dcp.latest(run) == f"{run}/step-1"
+    assert len(dcp.copy(run, tmp_path / "copy").copied) == 2
+    dcp.prune(run, keep_last=1)
+    (run_left,) = dcp.list_runs(run)
+    assert [one.step for one in run_left.checkpoints] == [3]
+
+
 def test_neighbours_are_read_together(bucket: Bucket, proxy: Proxy) -> None:
     small = {f"{number:03}": torch.randn(30, 30) for number in range(300)}
     values = {f"{number:03}": number for number in range(100)}

@@ -629,8 +629,9 @@ def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> Ch
         ('w', (2, 3), ['step'])
     """
     with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
-        index, summary = reader.index, reader.summary
-    below = [] if summary else _checkpoints_below(reader.path)
+        index, summary, files = reader.index, reader.summary, reader.opened.files
+        is_file_of_other_tool = files.where != str(reader.path)
+        below = [] if is_file_of_other_tool or exists(files, METADATA) else _checkpoints_below(reader.path)
     if below:
         raise CheckpointNotFound(
             f"{path} is not a checkpoint: it has {some(list(index.files))} in it, and {below[0]}. Name the one that "

@@ -35,6 +35,9 @@ _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
 _SHORTEST_SECRET = 3
+_REFUSED_KEY = "Encountered object with invalid path"
+"""How obstore ends a listing with a key that is no path: an empty part, ``.``, ``..``, a control character."""
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
 _NOT_ASKED_AGAIN = "list response body"
 """What obstore says of a listing that broke off, which is the one thing that it does not ask for again."""
 
@@ -306,8 +309,32 @@ class ObstoreClient:
                             yield _found(meta, last)
                 return
             except OSError as error:
+                if self._refuses_a_key(error):
+                    yield from (one for one in self._known(self._pages(prefix)) if last is None or one.key > last)
+                    return
                 if _NOT_ASKED_AGAIN not in str(error) or attempt + 1 == _ATTEMPTS:
                     raise
+
+    def _refuses_a_key(self, error: OSError) -> bool:
+        return self._url.startswith("s3://") and _REFUSED_KEY in str(error)
+
+    def _pages(self, prefix: str, delimiter: str = "") -> Iterator[Any]:
+        """Yield the pages of a listing that obstore refuses because of one key. Others put such keys; we never do."""
+        try:
+            yield from uploads.pages(self._url, self._store.config, prefix, delimiter)
+        except ImportError:
+            reason = "obstore cannot list a key with an empty part, a dot or a control character: pip install botocore"
+            raise OSError(errno.EIO, reason, f"{self._url}/{prefix}") from None
+        except Exception as error:
+            raise self._error(error, prefix) from None
+
+    @staticmethod
+    def _known(pages: Iterable[Any]) -> Iterator[Found]:
+        """Yield the objects whose keys are paths."""
+        for page in pages:
+            for one in page.get("Contents", ()):
+                if _is_path(one["Key"]):
+                    yield Found(one["Key"], one["Size"], one["LastModified"].timestamp(), one["ETag"])
 
     def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
         for attempt in range(_ATTEMPTS):
@@ -316,6 +343,12 @@ class ObstoreClient:
                     result = self._obstore.list_with_delimiter(self._store, prefix or None)
                 break
             except OSError as error:
+                if self._refuses_a_key(error):
+                    pages = list(self._pages(prefix, "/"))
+                    below = (
+                        one["Prefix"].removesuffix("/") for page in pages for one in page.get("CommonPrefixes", ())
+                    )
+                    return list(self._known(pages)), list(filter(_is_path, below))
                 if _NOT_ASKED_AGAIN not in str(error) or attempt + 1 == _ATTEMPTS:
                     raise
         return [_found(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
@@ -369,6 +402,10 @@ class _ObstoreUpload:
     def abort(self) -> None:
         with suppress(Exception):  # this is how obstore is told to abort it
             self._writer.__exit__(RuntimeError, RuntimeError("the save has failed"), None)
+
+
+def _is_path(key: str) -> bool:
+    return not {"", ".", ".."} & set(key.split("/")) and not _CONTROL.search(key)
 
 
 def _found(meta: Any, key: str) -> Found:

@@ -1,5 +1,8 @@
-"""Uploads in parts that were neither finished nor aborted. obstore cannot list them; botocore can, which comes with
-s3fs. Where that is not installed, a rule of the bucket's life cycle is what gives their bytes back."""
+"""Listings of an S3 bucket that obstore does not make, and botocore, which comes with s3fs, does.
+
+These are uploads in parts that were neither finished nor aborted, and objects beside those of which obstore refuses the
+keys. Where botocore is not installed, a rule of the bucket's life cycle gives the bytes of uploads back.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,18 @@ def abort(url: str, config: Mapping[str, Any], prefix: str, token: str) -> None:
                 client.abort_multipart_upload(Bucket=_bucket(url), Key=one["Key"], UploadId=one["UploadId"])
 
 
+def pages(url: str, config: Mapping[str, Any], prefix: str, delimiter: str = "") -> Iterator[Any]:
+    """Yield the pages of a listing, as botocore returns them.
+
+    Raises:
+        ImportError: botocore is not installed.
+        Exception: Whatever botocore raises.
+    """
+    below = f"{prefix}/" if prefix else ""
+    paginator = _connected(config).get_paginator("list_objects_v2")
+    yield from paginator.paginate(Bucket=_bucket(url), Prefix=below, Delimiter=delimiter)
+
+
 def _bucket(url: str) -> str:
     return url.partition("://")[2]
 
@@ -47,25 +62,34 @@ def _listed(client: Any, url: str, prefix: str) -> Iterator[Any]:
 def _client(url: str, config: Mapping[str, Any], prefix: str) -> Iterator[Any]:
     """botocore's; None where it is not installed. The block ends at the first thing that fails."""
     try:
-        from botocore.config import Config
-        from botocore.session import Session
-    except ImportError:
-        yield None
-        return
-    try:
-        given = {
-            "aws_access_key_id": config.get("access_key_id"),
-            "aws_secret_access_key": config.get("secret_access_key"),
-            "aws_session_token": config.get("token") or config.get("session_token"),
-            "region_name": config.get("region"),
-            "endpoint_url": config.get("endpoint"),
-        }
-        style = "virtual" if str(config.get("virtual_hosted_style_request")).lower() == "true" else "path"
-        patience: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}
-        yield Session().create_client(
-            "s3",
-            config=Config(s3={"addressing_style": style}, **patience),
-            **{name: one for name, one in given.items() if one},
-        )
+        try:
+            client = _connected(config)
+        except ImportError:
+            client = None
+        yield client
     except Exception as error:  # whatever it is, a save need not fail of it; its text may tell the configuration
         logger.debug("unfinished uploads below %s/%s cannot be seen to: %s", url, prefix, type(error).__name__)
+
+
+def _connected(config: Mapping[str, Any]) -> Any:
+    """Return botocore's client. Raises ImportError where botocore is not installed."""
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.session import Session
+
+    given = {
+        "aws_access_key_id": config.get("access_key_id"),
+        "aws_secret_access_key": config.get("secret_access_key"),
+        "aws_session_token": config.get("token") or config.get("session_token"),
+        "region_name": config.get("region"),
+        "endpoint_url": config.get("endpoint"),
+    }
+    style = "virtual" if str(config.get("virtual_hosted_style_request")).lower() == "true" else "path"
+    more: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}
+    if str(config.get("skip_signature")).lower() == "true":
+        more["signature_version"] = UNSIGNED
+    return Session().create_client(
+        "s3",
+        config=Config(s3={"addressing_style": style}, **more),
+        **{name: one for name, one in given.items() if one},
+    )
