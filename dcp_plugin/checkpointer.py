@@ -100,6 +100,8 @@ class Checkpointer:
         here: the other ranks need not be at the same point."""
         if _program_ends() or not hasattr(self, "_queue"):  # a setting was refused, and nothing made
             return
+        if self._queue.is_inherited:
+            return
         held = ["a process group"] * self._groups.held
         held += [f"{pool.nbytes:,} bytes of host memory" for pool in self._pools if pool.nbytes]
         if self._kept is not None:
@@ -443,11 +445,16 @@ class Checkpointer:
     def close(self) -> None:
         """Finish what is in flight, free the host copy and leave the process group. Saving again is possible.
 
+        A checkpointer belongs to the process that made it: in a process that is forked from that one, this does
+        nothing, and the other methods raise ``CheckpointError``.
+
         A run that ends without this, or while an exception is handled, has failed, as far as :meth:`due` is concerned.
 
         Raises:
             SaveFailed: As :meth:`wait`.
         """
+        if self._queue.is_inherited:
+            return
         clean = not isinstance(sys.exception(), Exception)  # else that is what ends the training
         with self._queue.call("close"):
             try:

@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import multiprocessing
+import os
 import signal
 import threading
 import traceback
@@ -344,8 +345,31 @@ def _in_the_child(ours: dcp.Checkpointer, handle: dcp.SaveHandle, root: Path, sa
         handle.wait()
     except dcp.SaveFailed as error:
         said.put(str(error))
-    ours.wait()
-    ours.save({"n": 2}, root / "child")
+    own = dcp.Checkpointer(async_save=True)
+    own.save({"n": 2}, root / "child")
+    own.close()
+
+
+@on_ranks(2)
+def test_a_checkpointer_that_a_fork_inherits_refuses_to_save_and_closes_at_once(tmp_path: Path) -> None:
+    ours = dcp.Checkpointer(async_save=True)
+    ours.save({"n": 1}, tmp_path / "ck").wait()
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=_save_and_close_in_the_child, args=(ours, tmp_path, said := fork.SimpleQueue()))
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0
+    assert f"belongs to process {os.getpid()}" in said.get()
+    ours.save({"n": 2}, tmp_path / "ck").wait()
+    ours.close()
+
+
+def _save_and_close_in_the_child(ours: dcp.Checkpointer, root: Path, said: Any) -> None:
+    try:
+        ours.save({"n": 3}, root / "child")
+    except dcp.CheckpointError as error:
+        said.put(str(error))
     ours.close()
 
 

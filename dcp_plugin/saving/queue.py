@@ -232,11 +232,17 @@ class SaveQueue:
         self._saves: deque[tuple[SaveHandle, threading.Thread]] = deque()
         self._calling = threading.RLock()
         self._beginning: SaveHandle | None = None
+        self._process = os.getpid()
         self.warns_at_exit = True  # whether this rank warns at the end of a program that does not wait
 
     def __reduce__(self) -> tuple[type[SaveQueue], tuple[()]]:
         """A copy has no saves in flight."""
         return SaveQueue, ()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return whether this process was forked from the one that made the checkpointer."""
+        return self._process != os.getpid()
 
     @property
     def handles(self) -> list[SaveHandle]:
@@ -255,8 +261,14 @@ class SaveQueue:
         """While active, the calling thread has the checkpointer for itself.
 
         Raises:
-            CheckpointError: Another thread has it; or the caller is a subscriber that a save in flight waits for.
+            CheckpointError: Another thread has it; or the caller is a subscriber that a save in flight waits for; or
+                the process was forked from the one that made the checkpointer.
         """
+        if self.is_inherited:
+            raise CheckpointError(
+                f"cannot {what}: this Checkpointer belongs to process {self._process}, from which this process was "
+                "forked. Make a Checkpointer in this process."
+            )
         if not self._calling.acquire(blocking=False):
             raise CheckpointError(
                 f"cannot {what}: another thread is in a call of the same Checkpointer. One thread at a time may save, "
