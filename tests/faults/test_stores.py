@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -24,6 +25,7 @@ import dcp_plugin as dcp
 from dcp_plugin.errors import CheckpointUnreadable
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.media.objects import commit
+from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import ObjectPath, as_path
 from dcp_plugin.runs import catalog, figures
 from tests import launch
@@ -115,6 +117,30 @@ def test_parts_that_the_dead_had_sent_are_given_back(
     assert dcp.latest(root) is None
     save(root / "step-2", 2)
     assert bucket.unfinished_uploads() == [] and _left(bucket) == []
+
+
+def test_many_records_of_the_dead_do_not_hold_up_a_save(
+    bucket: Bucket, proxy: Proxy, root: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_saved, sweep_some = threading.Event(), commit._sweep_some
+    monkeypatch.setattr(commit, "_SWEPT_TOGETHER", 20)
+    monkeypatch.setattr(commit, "_sweep_some", lambda *args: has_saved.wait() and sweep_some(*args))
+    client = client_of(root)
+    dead = {"host": "gone", "machine": "gone", "pid": 1, "replaces": None, "dead": True}
+    for number in range(50):
+        token = f"{number:012x}deadbeef"
+        client.put((root / f".dcp_plugin/{token}.json").key, json.dumps({"target": f"step-{number}", **dead}).encode())
+        client.put((root / f"step-{number}/__0_0-{token}.distcp").key, b"left")
+    proxy.forget()
+    save(root / "next", 1)
+    has_saved.set()
+    (thread,) = [one for one in threading.enumerate() if one.name == "dcp-sweep"]
+    thread.join()
+    assert not _left(bucket)
+    records = proxy.count(lambda request: request.method == "GET" and request.path.endswith(".json"))
+    deletions = proxy.count(lambda request: request.method == "POST" and "delete" in request.query)
+    assert records <= 2 * 51 and deletions < 50 + 20, "the save and the thread read each record once"
+    assert len(proxy.requests) < 50 * 8
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,9 +110,11 @@ class Client(Protocol):
         """The keys of uploads below ``prefix`` that were neither finished nor aborted, as far as the store lists them.
         Never raises OSError."""
 
-    def abort_uploads(self, prefix: str, token: str) -> None:
-        """Give back the parts of uploads that nobody will finish: those below ``prefix`` with this in their keys. Where
-        that cannot be, it is left to a rule of the bucket's life cycle. Never raises OSError."""
+    def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
+        """Give back the parts of unfinished uploads below ``prefix`` that have one of ``tokens`` in their keys.
+
+        Where that cannot be, it is left to a rule of the bucket's life cycle. Never raises OSError.
+        """
 
 
 class Upload(Protocol):
@@ -382,9 +384,9 @@ class ObstoreClient:
     def unfinished_uploads(self, prefix: str) -> list[str]:
         return uploads.unfinished(self._url, self._store.config, prefix) if self._url.startswith("s3://") else []
 
-    def abort_uploads(self, prefix: str, token: str) -> None:
+    def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
         if self._url.startswith("s3://"):
-            uploads.abort(self._url, self._store.config, prefix, token)
+            uploads.abort(self._url, self._store.config, prefix, tokens)
 
 
 class _ObstoreUpload:
@@ -494,7 +496,7 @@ class MemoryClient:
     def unfinished_uploads(self, prefix: str) -> list[str]:
         return []
 
-    def abort_uploads(self, prefix: str, token: str) -> None:
+    def abort_uploads(self, prefix: str, tokens: Collection[str]) -> None:
         """Nothing is kept of them."""
 
 

@@ -14,7 +14,8 @@ Whoever reads the old checkpoint while a new one takes its place still finds the
 deleted by the save after the new one. Deleting a checkpoint deletes ``.metadata`` first.
 
 Records of the dead are recognised by the time at which they were last put, by the clock of the store; on the machine of
-the dead, by the number of its process. What they tell of is deleted by the next save beside it (:func:`sweep`):
+the dead, by the number of its process. What they tell of is deleted by the next save beside it (:func:`sweep`), for up
+to 100 of them together:
 
 1. The record is put again, as that of one who is dead. Who is not dead after all learns of it before it commits, and
    the next one goes on if this one dies, too.
@@ -34,7 +35,8 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +52,7 @@ from dcp_plugin.media.objects.client import (
     IN_FLIGHT,
     MOST_COPIED,
     PART,
+    STREAMS,
     Changed,
     Client,
     Found,
@@ -66,6 +69,10 @@ _LEASE = 15 * _BEAT
 _CLOCKS_DIFFER = 2.0
 """Seconds. Below that, the clock of this machine is the finer one; a store tells full seconds."""
 _ATTEMPTS = 5
+_SWEPT_AT_ONCE = 16
+"""Records beside which a save itself deletes what the dead have left: each takes some ten requests."""
+_SWEPT_TOGETHER = 100
+"""Records that are deleted by one request."""
 _COMMITTING = 60.0
 """Seconds after which no other attempt to put ``.metadata`` begins."""
 SAVING = ".saving"
@@ -93,6 +100,7 @@ class _Held:
 
 
 _held: dict[str, _Held] = {}
+_swept_in_threads: set[ObjectPath] = set()
 _conditional: dict[str, bool] = {}
 """Whether a store has conditional requests, where that was tried."""
 _last_time = [0.0]
@@ -128,9 +136,10 @@ def reserve(final: ObjectPath, among_other_files: bool = False, copy_of: str = "
         try:
             if copy_of:
                 _refuse_if_copied_twice(client, reservation)
-            sweep(client, workspace_of(final))
+            records = _Records(client, workspace_of(final))
+            _sweep_beside(client, workspace_of(final), records)
             if names or folders:
-                _clean(client, final)
+                _clean(client, final, _listed(client, final), records.alive())
         except BaseException:
             _let_go(client, reservation)  # nothing is written yet
             raise
@@ -418,7 +427,8 @@ def remove(path: ObjectPath) -> None:
             keeps = _names_of_others(client, path, names)
             reservation = _begin(client, path, None, deletes=True, keeps=keeps)
             client.delete([below(path, METADATA)])
-            _clean(client, path, all_of_it=True, keeps=keeps)
+            there = _listed(client, path)
+            _clean(client, path, there, _Records(client, workspace_of(path)).alive(), all_of_it=True, keeps=keeps)
             _let_go(client, reservation)
         elif client.head(path.key) is not None:
             client.delete([path.key])
@@ -461,7 +471,7 @@ def link(path: ObjectPath, target: ObjectPath) -> None:
         client.read(metadata.key, 0, [memoryview(data)], metadata.tag)
         published = client.head(below(path, METADATA))
         reservation = _begin(client, path, published.tag if published else None, copies=token)
-        _clean(client, path)
+        _clean(client, path, _listed(client, path), _Records(client, workspace_of(path)).alive())
         for name, one in there.items():
             if token_in(name) in ("", token):
                 _copy(client, one, below(path, name))
@@ -493,29 +503,112 @@ def _copy(client: Client, found: Found, to: str) -> None:
         raise
 
 
-def sweep(client: Client, workspace: ObjectPath) -> None:
+@dataclass(frozen=True)
+class _Dead:
+    """The record of a save whose process has died."""
+
+    token: str
+    record: Found
+    noted: dict[str, Any]
+
+
+class _Records:
+    """The records of a workspace. Each is read once, and again when it has changed."""
+
+    def __init__(self, client: Client, workspace: ObjectPath) -> None:
+        self._client, self._workspace = client, workspace
+        self._noted: dict[tuple[str, str], dict[str, Any] | None] = {}
+
+    def read(self) -> dict[str, tuple[Found, dict[str, Any] | None]]:
+        """Return the records that are there now, by token, and what each says."""
+        found = _records(self._client, self._workspace)
+        unknown = [one for one in found.values() if (one.key, one.tag) not in self._noted]
+        if unknown:
+            with ThreadPoolExecutor(min(STREAMS, len(unknown)), thread_name_prefix="dcp-records") as pool:
+                read = pool.map(lambda one: _noted(self._client, one), unknown)
+                self._noted |= {(one.key, one.tag): noted for one, noted in zip(unknown, read, strict=True)}
+        return {token: (one, self._noted[one.key, one.tag]) for token, one in found.items()}
+
+    def alive(self) -> set[str]:
+        """Return the tokens of saves in flight, and of those whose objects are being copied."""
+        alive = set[str]()
+        for token, (_, noted) in self.read().items():
+            held = _held.get(token)
+            noted = {"copies": held.copies} if held else noted
+            if noted is not None and not noted.get("dead"):
+                alive |= {token, str(noted.get("copies", ""))}
+        return alive
+
+
+def sweep(client: Client, workspace: ObjectPath, records: _Records | None = None) -> None:
     """Delete what saves have left that died. What fails is left for the next time."""
-    records = _records(client, workspace)
-    now = max((one.modified for one in records.values()), default=0.0)  # that of this save was put just now
-    for token, found in records.items():
-        noted = _noted(client, found) if token not in _held else None
-        if noted is None or not (noted.get("dead") or _is_dead(noted, found, now)):
-            continue
-        path = workspace.parent / noted["target"] if is_target(noted.get("target")) else None
-        try:
-            if not noted.get("dead"):
-                _put_over(client, workspace, found.key, json.dumps({**noted, "dead": True}).encode(), found.tag)
-            if path is not None:
-                _outdate(client, path, noted)
-                _clean(client, path, all_of_it=bool(noted.get("deletes")), keeps=_list_in(noted, "keeps"))
-                client.abort_uploads(path.key, token)
-                if (copies := str(noted.get("copies", ""))) and copies not in _alive(client, workspace):
-                    client.abort_uploads(path.key, copies)
-            client.delete([found.key])
-        except Changed:  # it has let go, or says that it lives
-            continue
-        except OSError as error:
-            logger.warning("what is left of a save of %s cannot be deleted: %s", path, error)
+    records = records or _Records(client, workspace)
+    there = records.read()
+    now = max((found.modified for found, _ in there.values()), default=0.0)  # that of this save was put just now
+    dead = [
+        _Dead(token, found, noted)
+        for token, (found, noted) in there.items()
+        if token not in _held and noted is not None and (noted.get("dead") or _is_dead(noted, found, now))
+    ]
+    for first in range(0, len(dead), _SWEPT_TOGETHER):
+        _sweep_some(client, workspace, records, dead[first : first + _SWEPT_TOGETHER])
+
+
+def _sweep_some(client: Client, workspace: ObjectPath, records: _Records, dead: list[_Dead]) -> None:
+    """Delete what some of the dead have left. The order is the one that the module's docstring gives."""
+    left: dict[ObjectPath, list[_Dead]] = {}
+    gone: list[_Dead] = []
+    for one in dead:
+        path = workspace.parent / one.noted["target"] if is_target(one.noted.get("target")) else None
+        with _left_for_the_next(path), suppress(Changed):  # it has let go, or says that it lives
+            if not one.noted.get("dead"):
+                said = json.dumps({**one.noted, "dead": True}).encode()
+                _put_over(client, workspace, one.record.key, said, one.record.tag)
+            if path is None:
+                gone.append(one)
+            else:
+                _outdate(client, path, one.noted)
+                left.setdefault(path, []).append(one)
+    there: dict[ObjectPath, dict[str, str]] = {}
+    for path in left:
+        with _left_for_the_next(path):
+            there[path] = _listed(client, path)
+    alive = records.alive()
+    for path, objects in there.items():
+        with _left_for_the_next(path):
+            deletes = [one.noted for one in left[path] if one.noted.get("deletes")]
+            keeps = {name for noted in deletes for name in _list_in(noted, "keeps")}
+            _clean(client, path, objects, alive, bool(deletes), keeps)
+            gone += left[path]
+    copied = {str(one.noted.get("copies", "")) for one in gone} - {"", *alive}
+    if gone:
+        client.abort_uploads(workspace.parent.key, {one.token for one in gone} | copied)
+        client.delete([one.record.key for one in gone])
+
+
+@contextmanager
+def _left_for_the_next(path: ObjectPath | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("what is left of a save of %s cannot be deleted: %s", path, error)
+
+
+def _sweep_beside(client: Client, workspace: ObjectPath, records: _Records) -> None:
+    """:func:`sweep`, in a thread where so many records are there that the save would wait for it."""
+    if len(records.read()) <= _SWEPT_AT_ONCE:
+        sweep(client, workspace, records)
+    elif workspace not in _swept_in_threads:
+        _swept_in_threads.add(workspace)
+        threading.Thread(target=_sweep_in_thread, args=(client, workspace), name="dcp-sweep", daemon=True).start()
+
+
+def _sweep_in_thread(client: Client, workspace: ObjectPath) -> None:
+    try:
+        with _left_for_the_next(workspace):
+            sweep(client, workspace)
+    finally:
+        _swept_in_threads.discard(workspace)
 
 
 def leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath]]:
@@ -528,7 +621,7 @@ def leftovers(client: Client, workspace: ObjectPath) -> list[Leftover[ObjectPath
             continue
         if noted.get("dead") or _is_dead(noted, record, time.time()):
             found += _left_by(client, workspace.parent / noted["target"], token, bool(noted.get("deletes")))
-    alive = _alive(client, workspace)
+    alive = _Records(client, workspace).alive()
     for key in uploads:
         path, token = _save_of(workspace.parent, key)
         if token and token not in alive and workspace_of(path) == workspace:
@@ -567,11 +660,11 @@ def tidy(client: Client, workspace: ObjectPath) -> None:
     reservation = _begin(client, workspace.parent / name, None)  # whose record tells the time by the store's clock
     try:
         sweep(client, workspace)
-        alive = _alive(client, workspace)
+        alive = _Records(client, workspace).alive()
         for one in left:
             path, token = _save_of(workspace.parent, one.path.key)
             if one.what == _UPLOAD and token not in alive:
-                client.abort_uploads(path.key, token)
+                client.abort_uploads(path.key, {token})
     finally:
         _let_go(client, reservation)
 
@@ -581,17 +674,6 @@ def _records(client: Client, workspace: ObjectPath) -> dict[str, Found]:
     prefix = below(workspace, "")
     there = (one for one in client.below(workspace.key) if one.key.endswith(".json"))
     return {one.key.removeprefix(prefix).removesuffix(".json"): one for one in there}
-
-
-def _alive(client: Client, workspace: ObjectPath) -> set[str]:
-    """The saves in flight, and those whose objects are being copied."""
-    alive = set[str]()
-    for token, found in _records(client, workspace).items():
-        held = _held.get(token)
-        noted = {"copies": held.copies} if held else _noted(client, found)
-        if noted is not None and not noted.get("dead"):
-            alive |= {token, str(noted.get("copies", ""))}
-    return alive
 
 
 def _outdate(client: Client, path: ObjectPath, noted: Mapping[str, Any]) -> None:
@@ -633,15 +715,26 @@ def _noted(client: Client, found: Found, most: int = 1 << 16) -> dict[str, Any] 
     return noted if isinstance(noted, dict) else {}
 
 
-def _clean(client: Client, path: ObjectPath, all_of_it: bool = False, keeps: Collection[str] = ()) -> None:
+def _listed(client: Client, path: ObjectPath) -> dict[str, str]:
+    """Return the keys of the objects below a path, by the names there."""
+    return {_name_below(path, one.key): one.key for one in client.below(path.key)}
+
+
+def _clean(
+    client: Client,
+    path: ObjectPath,
+    there: dict[str, str],
+    alive: set[str],
+    all_of_it: bool = False,
+    keeps: Collection[str] = (),
+) -> None:
     """Delete the objects of saves to this path that are neither published nor alive.
 
     Args:
+        there: The objects, listed before ``alive`` was.
         all_of_it: Whatever else is there too, if nothing is published.
         keeps: Objects and folders directly below that stay.
     """
-    there = {_name_below(path, one.key): one.key for one in client.below(path.key)}
-    alive = _alive(client, workspace_of(path))
     last = client.head(below(path, METADATA))
     published = token_at(client, path) if last else ""
     dead = [key for name, key in there.items() if (token := token_in(name)) and token not in {*alive, published}]

@@ -7,7 +7,7 @@ keys. Where botocore is not installed, a rule of the bucket's life cycle gives t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +26,11 @@ def unfinished(url: str, config: Mapping[str, Any], prefix: str) -> list[str]:
     return found
 
 
-def abort(url: str, config: Mapping[str, Any], prefix: str, token: str) -> None:
-    """Abort those with ``token`` in their keys. What fails is left to the life cycle."""
+def abort(url: str, config: Mapping[str, Any], prefix: str, tokens: Collection[str]) -> None:
+    """Abort those with one of ``tokens`` in their keys. What fails is left to the life cycle."""
     with _client(url, config, prefix) as client:
         for one in _listed(client, url, prefix):
-            if token in one["Key"]:
+            if any(token in one["Key"] for token in tokens):
                 client.abort_multipart_upload(Bucket=_bucket(url), Key=one["Key"], UploadId=one["UploadId"])
 
 
