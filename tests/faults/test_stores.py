@@ -340,6 +340,34 @@ def test_a_load_that_is_refused_says_where_and_why(bucket: Bucket, proxy: Proxy,
     assert isinstance(failed.value, (CheckpointUnreadable, dcp.CheckpointNotFound))  # which is no damage
 
 
+IMPATIENT = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "query"), [("PUT", ".metadata", ""), ("POST", "", "delete"), ("GET", "", "list-type")]
+)
+def test_a_store_that_has_answered_once_is_asked_for_up_to_three_minutes(
+    bucket: Bucket, proxy: Proxy, method: str, path: str, query: str
+) -> None:
+    root: Any = as_path(f"{bucket.url}/run", {"retry_config": {"backoff": IMPATIENT}})
+    save(root / "last", 1)
+    proxy.on(where(method, path, query), Answer(503, "SlowDown"), times=40)
+    save(root / "last", 2)
+    save(root / "next", 3)
+    assert number_in(root / "last") == 2 and not _left(bucket, kept=1)
+
+
+def test_a_store_that_has_never_answered_is_given_up_within_20_s(bucket: Bucket) -> None:
+    """The limits are obstore's: an attempt to connect of 10 s, and 8 s after which no other begins."""
+    client: Any = client_of(as_path(f"{bucket.url}/run"))
+    asked = client._store
+    assert asked.retry_config["retry_timeout"] == timedelta(seconds=8)
+    assert asked.client_options["connect_timeout"] == "10s"
+    assert client.head("run/a") is None, "an answer, too"
+    asked = client._store
+    assert asked.retry_config["retry_timeout"] == timedelta(minutes=3) and asked.retry_config["max_retries"] >= 100
+
+
 PASSING = {
     "failing": Answer(500, "InternalError"),
     "busy": Answer(503, "SlowDown"),

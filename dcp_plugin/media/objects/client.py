@@ -7,9 +7,11 @@ All stores but one are obstore's. ``memory://`` is fsspec's, which frameworks se
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ MOST_COPIED = 5 << 30
 _MOST_PARTS = 9_000  # S3 takes 10 000 in an upload
 _MOST_DELETED = 1_000
 _ATTEMPTS = 5
+_INIT_BACKOFF, _MAX_BACKOFF = timedelta(milliseconds=100), timedelta(seconds=15)
+_sleep = time.sleep
 _SHORTEST_SECRET = 3
 _REFUSED_KEY = "Encountered object with invalid path"
 """How obstore ends a listing with a key that is no path: an empty part, ``.``, ``..``, a control character."""
@@ -186,7 +190,7 @@ def _options_of(path: ObjectPath) -> dict[str, Any]:
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     client = {"timeout": timedelta(minutes=5), "connect_timeout": timedelta(seconds=10), "allow_http": allow_http}
     client |= _table(given, "client_options")
-    retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **_table(given, "retry_config")}
+    retries = {"max_retries": 100, "retry_timeout": timedelta(minutes=3), **_table(given, "retry_config")}
     if unknown := retries.keys() - _RETRIES:
         raise ValueError(f"retry_config has no {min(unknown)!r}, but {', '.join(sorted(_RETRIES))}")
     for name, value in given.items():
@@ -213,6 +217,10 @@ def _table(given: dict[str, Any], name: str) -> dict[str, Any]:
     return table
 
 
+_UNTIL_ANSWERED = timedelta(seconds=8)
+"""For how long a request is repeated while the store has never answered this process: its address may be mistyped. An
+attempt to connect takes up to 10 s, and a call makes up to two requests."""
+_HASTY_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2}
 _RETRIES = {"max_retries", "retry_timeout", "backoff"}
 _ENDPOINT = re.compile(r"https?://[^/\s]")
 _CHECKED_BY_CRC = {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
@@ -229,7 +237,13 @@ class ObstoreClient:
             raise ValueError(_MISSING.format(path.store)) from error
         self._obstore, self._url, self._secrets = obstore, path.store, credentials.secrets_in(dict(path.options or {}))
         try:
-            self._store: Any = from_url(path.store, **_options_of(path))
+            options = _options_of(path)
+            self._patient: Any = from_url(path.store, **options)
+            self._retries = options["retry_config"]
+            hasty = {**self._retries, "retry_timeout": _UNTIL_ANSWERED, "backoff": _HASTY_BACKOFF}
+            is_given = "retry_config" in dict(path.options or {})
+            self._hasty = self._patient if is_given else from_url(path.store, **options | {"retry_config": hasty})
+            self._has_answered = False
         except Exception as error:
             raise ValueError(
                 f"{path.store} cannot be reached with these options: {said(error, _texts_in(path.options))}. Those of "
@@ -237,19 +251,39 @@ class ObstoreClient:
                 f"given, they come from the environment."
             ) from None
 
+    @property
+    def _store(self) -> Any:
+        """The store as obstore has it: with the retries of the configuration once it has answered this process."""
+        return self._patient if self._has_answered else self._hasty
+
+    def _asks_again(self, error: OSError, attempt: int, began: float) -> bool:
+        """Pause before the next attempt of a request that obstore does not repeat; False if that was the last one."""
+        backoff = self._retries.get("backoff", {})
+        pause = backoff.get("init_backoff", _INIT_BACKOFF).total_seconds() * backoff.get("base", 2) ** attempt
+        pause = min(pause, backoff.get("max_backoff", _MAX_BACKOFF).total_seconds())
+        is_last = attempt + 1 >= max(_ATTEMPTS, self._retries["max_retries"])
+        over = time.monotonic() - began + pause > self._retries["retry_timeout"].total_seconds()
+        if error.errno in (errno.EACCES, errno.ENODEV) or is_last or over:
+            return False
+        _sleep(pause)
+        return True
+
     @contextmanager
     def _asked(self, key: str, conditional: bool = False) -> Iterator[None]:
         _refuse_in_fork(self._url)
         kinds = self._obstore.exceptions
         try:
             yield
+            self._has_answered = True
         except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
+            self._has_answered = True
             if conditional:
                 raise Changed(said(error, self._secrets)) from None
             raise self._error(error, key) from None
         except kinds.NotSupportedError as error:
             raise NoConditions(said(error, self._secrets)) from None
         except (kinds.BaseError, OSError) as error:  # the latter from a writer
+            self._has_answered = self._has_answered or isinstance(error, FileNotFoundError)
             raise self._error(error, key) from None
 
     def _error(self, error: Exception, key: str) -> OSError:
@@ -302,7 +336,8 @@ class ObstoreClient:
 
     def below(self, prefix: str) -> Iterator[Found]:
         last = None
-        for attempt in range(_ATTEMPTS):
+        began = time.monotonic()
+        for attempt in itertools.count():
             try:
                 with self._asked(prefix):
                     for page in self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000):
@@ -314,7 +349,7 @@ class ObstoreClient:
                 if self._refuses_a_key(error):
                     yield from (one for one in self._known(self._pages(prefix)) if last is None or one.key > last)
                     return
-                if _NOT_ASKED_AGAIN not in str(error) or attempt + 1 == _ATTEMPTS:
+                if _NOT_ASKED_AGAIN not in str(error) or not self._asks_again(error, attempt, began):
                     raise
 
     def _refuses_a_key(self, error: OSError) -> bool:
@@ -339,7 +374,8 @@ class ObstoreClient:
                     yield Found(one["Key"], one["Size"], one["LastModified"].timestamp(), one["ETag"])
 
     def directly_below(self, prefix: str) -> tuple[list[Found], list[str]]:
-        for attempt in range(_ATTEMPTS):
+        began = time.monotonic()
+        for attempt in itertools.count():
             try:
                 with self._asked(prefix):
                     result = self._obstore.list_with_delimiter(self._store, prefix or None)
@@ -351,7 +387,7 @@ class ObstoreClient:
                         one["Prefix"].removesuffix("/") for page in pages for one in page.get("CommonPrefixes", ())
                     )
                     return list(self._known(pages)), list(filter(_is_path, below))
-                if _NOT_ASKED_AGAIN not in str(error) or attempt + 1 == _ATTEMPTS:
+                if _NOT_ASKED_AGAIN not in str(error) or not self._asks_again(error, attempt, began):
                     raise
         return [_found(meta, meta["path"]) for meta in result["objects"]], list(result["common_prefixes"])
 
@@ -362,7 +398,8 @@ class ObstoreClient:
 
     def _delete(self, keys: list[str]) -> None:
         """obstore sends this once; after a reset nobody knows whether it was done, and it does no harm to ask again."""
-        for attempt in range(_ATTEMPTS):
+        began = time.monotonic()
+        for attempt in itertools.count():
             try:
                 with self._asked(keys[0]):
                     self._obstore.delete(self._store, keys)
@@ -374,7 +411,7 @@ class ObstoreClient:
                     self._delete([key])
                 return
             except OSError as error:
-                if attempt + 1 == _ATTEMPTS or error.errno == errno.EACCES:
+                if not self._asks_again(error, attempt, began):
                     raise
 
     def copy(self, key: str, to: str) -> None:
