@@ -389,6 +389,15 @@ class Ranks:
         return box[0]
 
     def _collective(self, step: str, call: Callable[[], T]) -> T:
+        """Run collectives of the group, whose failure closes the group.
+
+        Their names in c10d have at most 15 characters (``broadcast_``, ``scatter_``). Two worker threads of one gloo
+        group that finish operations with longer names at the same moment free one buffer twice
+        (``ProcessGroupGloo::runLoop``), and the process dies of SIGSEGV.
+
+        Raises:
+            RankFailure: A rank has failed, or does not answer.
+        """
         if self._group is None:
             raise RankFailure(f"rank {self.rank} cannot {step}: an earlier failure has closed the group of ranks.")
         try:

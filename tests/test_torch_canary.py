@@ -21,7 +21,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import dcp_plugin as dcp
 from dcp_plugin import _torch, _torch_modules
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
 from tests import launch
@@ -53,6 +55,24 @@ def test_torch_notes_where_the_record_of_a_meta_storage_begins(tmp_path: Path) -
         assert tensor.is_meta and begin is not None
         expected = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype)
         assert data[begin : begin + expected.nbytes] == expected.numpy().tobytes()
+
+
+@on_ranks(2)
+def test_names_of_our_collectives_are_short_enough_for_gloo(tmp_path: Path) -> None:
+    """Gloo frees the name of an operation twice if it has more than 15 characters."""
+    called: set[str] = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                called.add(func._schema.name.removeprefix("c10d::").rstrip("_"))
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Linear(200, 200)
+    with Names():
+        dcp.save({"model": model, "n": 1}, tmp_path / "ck")
+        dcp.load({"model": model, "n": 0}, tmp_path / "ck")
+    assert "broadcast" in called and max(map(len, called)) <= 15, called
 
 
 def test_a_module_keeps_its_own_parameters_and_buffers_where_we_look() -> None:
