@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_plugin.types import VERSION
 
 if TYPE_CHECKING:
+    from dcp_plugin import events as events
     from dcp_plugin import hf as hf
     from dcp_plugin.api import load, resume_or_init, save
     from dcp_plugin.checkpointer import Checkpointer
@@ -146,8 +147,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hf":
-        return importlib.import_module("dcp_plugin.hf")
+    if name in ("events", "hf"):
+        return importlib.import_module(f"dcp_plugin.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -224,6 +224,19 @@ def test_a_sparse_table_of_contents_is_damage_that_no_command_reads(tmp_path: Pa
             dcp.load({"w": torch.ones(3)}, tmp_path / f"step-{number}")
 
 
+@pytest.mark.parametrize("command", [("list",), ("prune", "--keep-last", "1")])
+def test_a_place_where_nothing_is_has_an_error_as_json(tmp_path: Path, command: tuple[str, ...]) -> None:
+    result = _run(*command, tmp_path / "nope", "--json")
+    assert result.exit_code == 3 and "nothing is there" in result.stderr
+    assert json.loads(result.stdout)["error"]["type"] == "FileNotFoundError"
+
+
+def test_a_report_that_cannot_be_written_names_the_page(tmp_path: Path) -> None:
+    dcp.save({"n": 1}, tmp_path / "step-1", step=1)
+    result = _run("report", tmp_path, "--out", tmp_path / "nope" / "x.html")
+    assert result.exit_code == 3 and f"'{tmp_path}/nope/x.html'" in result.stderr
+
+
 @pytest.fixture
 def run_with_exported_model(tmp_path: Path) -> Path:
     """Two checkpoints, the first one damaged, and the file that a finished training leaves beside them."""

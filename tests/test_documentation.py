@@ -7,6 +7,8 @@ import doctest
 import importlib
 import re
 import shutil
+import subprocess
+import sys
 import uuid
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -171,3 +173,9 @@ def test_every_public_function_and_class_has_an_example() -> None:
         made_by_us = isinstance(public, type) and (issubclass(public, Exception) or is_dataclass(public))
         texts = [public, *vars(public).values()] if isinstance(public, type) else [public]
         assert made_by_us or any(">>> " in (one.__doc__ or "") for one in texts), name
+
+
+def test_events_are_there_after_the_import_of_the_package() -> None:
+    script = "import dcp_plugin; print(dcp_plugin.events.subscribe.__name__)"
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert made.stdout == "subscribe\n"

@@ -13,7 +13,6 @@ from dcp_plugin.cli.output import (
     RootArgument,
     StorageOptionsOption,
     echo,
-    fail,
     show,
     size,
     table,
@@ -57,7 +56,11 @@ def list_command(
 
 
 def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = False) -> Where:
-    """The directory or prefix that was typed; ends with a message if nothing is there, or a file."""
+    """Return the directory or prefix that was typed.
+
+    Raises:
+        FileNotFoundError: Nothing is there, or a file.
+    """
     from dcp_plugin.errors import damage_in
     from dcp_plugin.media import medium_of
 
@@ -65,7 +68,7 @@ def folder(root: str, storage_option: list[str] | None, may_be_nowhere: bool = F
     with damage_in(at):
         kind = medium_of(at).kind(at)
     if kind != "folder" and (kind or not may_be_nowhere):
-        fail(f"{at} is a file; inspect looks into one." if kind else f"{at}: nothing is there.")
+        raise FileNotFoundError(f"{at} is a file; inspect looks into one." if kind else f"{at}: nothing is there.")
     return at
 
 

@@ -53,9 +53,11 @@ def write(figures: RunFigures, out: str | os.PathLike[str]) -> Path:
     try:
         fresh.write_text(text, "utf-8")
         os.replace(fresh, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             fresh.unlink()
+        if isinstance(error, OSError):
+            raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
     return path
 
