@@ -30,7 +30,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_plugin as dcp
 from dcp_plugin.format.packed import END, end_of, new_token, packed
-from dcp_plugin.media.objects.client import MemoryClient
+from dcp_plugin.media.objects.client import MemoryClient, client_of
+from dcp_plugin.paths import as_path
 from tests import launch
 from tests.compare import same_bytes
 from tests.faults.network import Answer
@@ -316,6 +317,26 @@ def test_a_key_that_is_no_path_changes_nothing(bucket: Bucket, tmp_path: Path, k
     dcp.prune(run, keep_last=1)
     (run_left,) = dcp.list_runs(run)
     assert [one.step for one in run_left.checkpoints] == [3]
+
+
+def test_verify_reads_neighbours_together_and_finds_each_changed_one(bucket: Bucket, proxy: Proxy) -> None:
+    url = f"{bucket.url}/run/step-1"
+    dcp.save({f"w{number}": torch.full((1000 + number,), 1.0 * number) for number in range(200)}, url, step=1)
+    proxy.forget()
+    report = dcp.verify(url)
+    assert report.ok and report.items == 200
+    assert len(proxy.requests) < 30, [str(request) for request in proxy.requests]
+    path: Any = as_path(url)
+    (data,) = [found for found in client_of(path).below(path.key) if found.key.endswith(".distcp")]
+    content = bytearray(data.size)
+    client_of(path).read(data.key, 0, [memoryview(content)], None)
+    index = dcp.ShardedReader(url).index
+    for key in ("w7", "w150"):
+        location = index[key].chunks[0].location
+        content[location.offset + location.payload_offset] ^= 1
+    client_of(path).put(data.key, bytes(content))
+    errors = dcp.verify(url).errors
+    assert len(errors) == 2 and "w7 in" in errors[0] and "w150 in" in errors[1]
 
 
 def test_neighbours_are_read_together(bucket: Bucket, proxy: Proxy) -> None:

@@ -44,6 +44,7 @@ from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read, may_pass
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, said_base
+from dcp_plugin.storage.read_items import in_windows
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tiers.survey import Survey, Surveyor
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
@@ -769,10 +770,11 @@ def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, i
     threads = max(io_threads, reader.opened.files.streams)
     with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
         errors, done = [], 0
-        said_of = pool.map(lambda item: reader.check(*item), items.values())
-        for (_, place), said in zip(items.values(), said_of, strict=True):
-            errors += [said] if said else []
-            done += place.length
+        alone = [[item] for item in items.values()]
+        windows = list(in_windows(items.values())) if reader.opened.files.streams else alone
+        for window, wrong in zip(windows, pool.map(reader.check, windows), strict=True):
+            errors += wrong
+            done += sum(place.length for _, place in window)
             if progress is not None:
                 progress(done, nbytes)
         errors += check_rest.check(reader.opened, pool)

@@ -27,6 +27,8 @@ from dcp_plugin.storage.open import Opened
 MOST_HASHED = 64 << 20
 """Bytes of a file beside the data files that is hashed when it is saved: whoever saves it waits for that."""
 BYTES = " bytes"
+_WINDOW = 4 << 20
+"""Bytes in which gaps are read together."""
 _MOST_HEAD = 64 << 10
 """More bytes than come before a payload."""
 
@@ -86,7 +88,8 @@ def check_between(files: Readable, index: CheckpointIndex, number: int) -> str:
     places = index.columns["place"][index.columns["file"] == number]
     try:
         with files.open(name) as file:
-            for begin, end in _gaps(places, index.files[name]):
+            gaps = _gaps(places, index.files[name])
+            for begin, end in _used(file, gaps) if files.streams else gaps:
                 _check_gap(file, begin, end)
     except (OSError, CheckpointCorrupt) as error:
         return f"{files.where}: {name}: {error}"
@@ -100,6 +103,19 @@ def _gaps(places: Column, size: int) -> list[tuple[int, int]]:
     ends = np.concatenate((places[:, 0], [size]))
     there = ends > begins
     return list(zip(begins[there].tolist(), ends[there].tolist(), strict=True))
+
+
+def _used(file: RangedFile, gaps: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the gaps that may not be zeros. Those near each other are read together: in a store each is a request."""
+    first = 0
+    while first < len(gaps):
+        last = first
+        while last + 1 < len(gaps) and gaps[last + 1][1] - gaps[first][0] <= _WINDOW:
+            last += 1
+        near, first = gaps[first : last + 1], last + 1
+        start = near[0][0]
+        data = _read(file, start, near[-1][1]) if len(near) > 1 else None
+        yield from (gap for gap in near if data is None or any(data[gap[0] - start : gap[1] - start]))
 
 
 def _check_gap(file: RangedFile, begin: int, end: int) -> None:

@@ -25,6 +25,8 @@ from dcp_plugin.media import Readable, stretches
 from dcp_plugin.storage.batches import Batch, Count
 from dcp_plugin.storage.open import gone_or_damaged
 
+_WINDOW = 4 << 20
+"""Bytes of items that a check reads together: in a store each read is a request."""
 _HEADS_GAP, _HEADS_TOGETHER = 64 << 10, 1 << 20
 
 
@@ -96,13 +98,58 @@ def _read_batches(files: Readable, work: Iterator[Batch]) -> Count:
     return count
 
 
-def check_item(files: Readable, key: str, location: Location, smallest_block: int) -> None:
+_Named = tuple[str, Location]
+"""A key, and where its item is."""
+
+
+def in_windows(items: Iterable[_Named]) -> Iterator[list[_Named]]:
+    """Group the items of each file that one read brings, in the order of the file."""
+    group: list[_Named] = []
+    for key, location in sorted(items, key=lambda item: (item[1].file, item[1].offset)):
+        first = group[0][1] if group else location
+        if group and (location.file != first.file or location.offset + location.length - first.offset > _WINDOW):
+            yield group
+            group = []
+        group.append((key, location))
+    if group:
+        yield group
+
+
+def check_items(files: Readable, items: list[_Named], smallest_block: int) -> list[str]:
+    """Check items of one file that lie near each other. Return a line for each that is wrong."""
+    begin, end = items[0][1].offset, max(location.offset + location.length for _, location in items)
+    window: memoryview | None = None
+    if len(items) > 1 and end - begin <= _WINDOW:
+        with suppress(OSError, CheckpointCorrupt):  # the check of the item says what is wrong
+            whole = Location(items[0][1].file, begin, end - begin, None, 0)
+            window = memoryview(b"".join(bytes(piece) for _, piece in _pieces(files, items[0][0], whole)))
+    errors = []
+    for key, location in items:
+        at = location.offset - begin
+        pieces = None if window is None else [(0, window[at : at + location.length])] if location.length else []
+        try:
+            check_item(files, key, location, smallest_block, pieces)
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
+def check_item(
+    files: Readable,
+    key: str,
+    location: Location,
+    smallest_block: int,
+    pieces: Iterable[tuple[int, memoryview]] | None = None,
+) -> None:
     """Read one item completely, frame included, and compare what has a checksum.
+
+    Args:
+        pieces: The bytes, and where in the item they are; read if None.
 
     Raises:
         CheckpointCorrupt: Naming file and key.
     """
-    pieces = _pieces(files, key, location)
+    pieces = _pieces(files, key, location) if pieces is None else pieces
     if location.checksums is None:
         for _ in pieces:
             pass

@@ -277,13 +277,9 @@ class ShardedReader(StorageReader):
         for item, target in targets:
             planner.commit_tensor(item, target)
 
-    def check(self, key: str, location: Location) -> str:
-        """Read one item completely. An empty string, or what is wrong with it."""
-        try:
-            read_items.check_item(self.opened.files, key, location, self.index.smallest_block)
-        except Exception as error:
-            return str(error)
-        return ""
+    def check(self, items: list[tuple[str, Location]]) -> list[str]:
+        """Read items of one file completely, by key. Return a line for each that is wrong."""
+        return read_items.check_items(self.opened.files, items, self.index.smallest_block)
 
     def item(self, key: str) -> bytes:
         """All bytes of a value, or of a tensor that is one item, checked.
