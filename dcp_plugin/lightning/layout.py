@@ -61,7 +61,9 @@ def to_state(checkpoint: Checkpoint, allow_pickle: tuple[str, ...] = ()) -> dict
     optimizers = extra.get("optimizer_states")
     if optimizers and all(isinstance(state, OwnLayout) or is_keyed_by_name(state) for state in optimizers):
         del extra["optimizer_states"]
-        state.update(zip(numbered(OPTIM, len(optimizers)), map(flatten_optimizer, optimizers), strict=True))
+        # What Lightning has where a module has no optimizer is an empty state.
+        flat = [flatten_optimizer(state) or {} for state in optimizers]
+        state.update(zip(numbered(OPTIM, len(optimizers)), flat, strict=True))
     return {**state, EXTRA: extra}
 
 

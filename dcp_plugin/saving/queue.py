@@ -421,10 +421,13 @@ def _as_exception(error: BaseException, path: Where) -> Exception:
 
 def _without_our_frames(failure: Exception) -> None:
     """Drop the frames of the thread from errors whose message tells all, so that a traceback shows where they are
-    raised to the caller. Those of a cause that is not ours stay."""
+    raised to the caller. The innermost frame of an OSError stays, and so do all frames of another cause."""
     error: BaseException | None = failure
     while isinstance(error, (CheckpointError, OSError)):
-        error.__traceback__ = None
+        innermost = error.__traceback__ if isinstance(error, OSError) else None
+        while innermost is not None and innermost.tb_next is not None:
+            innermost = innermost.tb_next
+        error.__traceback__ = innermost
         error = error.__cause__ or error.__context__
 
 

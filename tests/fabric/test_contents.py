@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from dcp_plugin.paths import ObjectPath, Where
-from tests import launch
 from tests.compare import assert_same, full, full_state, same_bytes
 from tests.fabric import WORLD_SIZE
 from tests.launch import on_ranks
@@ -174,11 +173,8 @@ def test_a_filter_is_a_callable_per_name_of_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layouts", [("single",), ("ddp", "fsdp2")], ids="+".join)
+@on_ranks(of=lambda layouts: WORLD_SIZE[layouts[0]])
 def test_a_module_gets_what_its_own_state_dict_gave(tmp_path: Path, layouts: tuple[str, ...]) -> None:
-    launch.run(_save_a_part_and_more, WORLD_SIZE[layouts[0]], layouts, tmp_path)
-
-
-def _save_a_part_and_more(layouts: tuple[str, ...], root: Path) -> None:
     from tests.fabric import training as t
 
     class Owning(t.Net):
@@ -204,14 +200,14 @@ def _save_a_part_and_more(layouts: tuple[str, ...], root: Path) -> None:
         saved, state = set_up(fabric)
         fabric.backward(state["net"](torch.ones(2, 6)).sum())
         state["optimizer"].step()
-        fabric.save(root / layout, state)
+        fabric.save(tmp_path / layout, state)
         for raw in (False, True):
             loaded, target = set_up(fabric)
             if raw:
-                fabric.load_raw(root / layout, target["net"])
-                fabric.load_raw(root / layout, target["optimizer"])
+                fabric.load_raw(tmp_path / layout, target["net"])
+                fabric.load_raw(tmp_path / layout, target["optimizer"])
             else:
-                fabric.load(root / layout, target)
+                fabric.load(tmp_path / layout, target)
             names, count, average = loaded.handed
             assert set(names) == set(saved.state_dict()) and count == {"of": 3}
             assert same_bytes(average, torch.arange(3))

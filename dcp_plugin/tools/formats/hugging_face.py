@@ -229,7 +229,7 @@ def _with_adapter(selected: Selected, adapter: Mapping[str, str], beside: Beside
         names |= of_base.names
     else:
         # from_pretrained takes a folder with a configuration for the base model, too.
-        beside = Beside({name: data for name, data in beside.files.items() if name != CONFIG})
+        beside = replace(beside, files={name: data for name, data in beside.files.items() if name != CONFIG})
         name = said.get("base_model_name_or_path")
         notes = [f"The base model is not in it: from_pretrained takes the one that {ADAPTER} names, {name!r}."]
     last = {**base.last, **_said_of(beside, selected.dtype)}
