@@ -136,10 +136,15 @@ class RankFailure(CheckpointError):
     """Another rank died, hung or left while the ranks had to agree on something."""
 
 
+_NO_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
+"""Of these, ``EINVAL`` is what opening a named pipe, a socket or a device of a checkpoint ends with."""
+
+
 def unreadable(what: str, error: OSError) -> CheckpointError:
-    """What to raise if a file of a checkpoint cannot be read: one that is not there is damage, all else may pass. Where
-    there is not even a bucket, there is no checkpoint."""
-    kind: type[CheckpointError] = CheckpointCorrupt if isinstance(error, FileNotFoundError) else CheckpointUnreadable
+    """Return the error to raise if a file of a checkpoint cannot be read. A file that is absent, or is no regular file,
+    is damage; any other error may pass. Where there is not even a bucket, there is no checkpoint."""
+    is_damage = isinstance(error, FileNotFoundError) or error.errno in _NO_FILE
+    kind: type[CheckpointError] = CheckpointCorrupt if is_damage else CheckpointUnreadable
     if error.errno == errno.ENODEV:
         kind = CheckpointNotFound
     return kind(f"{what}: {error.strerror or error}")
