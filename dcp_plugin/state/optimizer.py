@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,8 @@ GLOBAL = "global_state"
 EXTRA_STATE = "extra_state"
 BESIDE = (GLOBAL, EXTRA_STATE)
 """Trees that are of no parameter."""
+
+_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, tuple))
 
 Nested = dict[str, Any]
 """``{"state": {fqn: {slot: value}}, "param_groups": [{"params": [fqn, ...], field: value}]}``; and ``"global_state"``
@@ -195,11 +197,10 @@ def flatten_trees(flat: dict[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPa
     Trees are the state that is of no parameter, and slots with sharded tensors in a mapping or a list: a slot that is
     stored as one value would have only one rank's shards.
     """
-    trees = {
-        key: value
-        for key, value in flat.items()
-        if key in BESIDE or (isinstance(value, (dict, list, tuple)) and holds_sharded(value))
-    }
+    # The class is compared first: a lazy save asks this of thousands of tensors in the call.
+    containers = [key for key, value in flat.items() if type(value) in _CONTAINERS and key.startswith("state.")]
+    trees = {key: flat[key] for key in containers if holds_sharded(flat[key])}
+    trees |= {name: flat[name] for name in BESIDE if name in flat}
     if not trees:
         return flat, {}
     leaves, paths = flatten(trees)
