@@ -13,6 +13,7 @@
 #   PYTHON=python3.12           the Python that .venv is made with (3.11 or newer)
 #   PIP_ARGS="..."              more arguments for pip, say another index
 #   ARGS="-k resume -x"         more arguments for pytest, bench-report or bench-cuda (--only save, --from-json)
+#   TEST_TIMEOUT_SCALE=3        three times the time limit that ends what hangs, 20 minutes
 #   TORCH=2.15.0                another version of torch, in an environment of its own (.venv-torch-2.15.0)
 
 PYTHON ?= python3
