@@ -1,7 +1,9 @@
-"""How much memory a call needs over what was in use before it."""
+"""How much memory a call needs over what was in use before it, and which of its objects it leaves behind."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,26 @@ def extra_peak(call: Callable[[], Any]) -> int:
     before = _status("VmRSS")
     call()
     return _status("VmHWM") - before
+
+
+def names_alive(root: Path, *uses: Callable[[Path], dict[str, weakref.ref[Any]]]) -> list[set[str]]:
+    """Make each use in a folder of its own, without the garbage collector. Leaves the collector off.
+
+    Args:
+        uses: Each drops its objects, and returns references to them by name. The last one is made once before, for
+            imports and caches.
+
+    Returns:
+        For each use the names of the objects that are still alive after it.
+    """
+    uses[-1](root / "first-use")
+    gc.collect()
+    gc.disable()
+    alive = []
+    for number, use in enumerate(uses):
+        alive.append({name for name, reference in use(root / str(number)).items() if reference() is not None})
+        gc.collect()
+    return alive
 
 
 def _status(name: str) -> int:

@@ -160,7 +160,7 @@ def _attached_class(kind: type[Accelerator]) -> type[Accelerator]:
         return method
 
     def pickled(self: Accelerator, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """A pickle, or a copy, is an accelerator that is not attached."""
+        """Make a pickle, or a copy, an accelerator that is not attached."""
         return object.__new__, (kind,), {name: value for name, value in vars(self).items() if name != _ATTRIBUTE}
 
     names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
@@ -424,7 +424,7 @@ class Attachment(BaseAttachment):
     # Save
 
     def _is_alone(self, training: Training, path: Where) -> bool:
-        """Whether rank 0 makes the save that begins without the other ranks."""
+        """Return whether rank 0 makes the save that begins without the other ranks."""
         attendance = self._kept.attendance
         return attendance is not None and training.is_replicated and attendance.rank_0_saves_alone(path)
 

@@ -43,7 +43,7 @@ class NewerFormat(CheckpointUnreadable):
 
     @classmethod
     def of(cls, where: str, version: int, readable: int, saved_by: object = None) -> NewerFormat:
-        """The error for a file ``where`` whose format is ``version``, where ``readable`` is the newest known."""
+        """Return the error for a file ``where`` of format ``version``, if ``readable`` is the newest format known."""
         written = f" of dcp-plugin {saved_by}" if isinstance(saved_by, str) else ""
         return cls(
             f"{where} is of format version {version}{written}, and this version of dcp_plugin ({VERSION}) reads up to "

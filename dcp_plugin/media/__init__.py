@@ -51,7 +51,7 @@ def _folder_of(final: Where) -> Where:
 
 
 def is_workspace(name: str) -> bool:
-    """Whether a directory of this name is a workspace."""
+    """Return whether a directory of this name is a workspace."""
     return _OF_A_USER.fullmatch(name) is not None
 
 
@@ -76,7 +76,7 @@ def workspaces_in(folder: Where) -> list[Where]:
 
 
 def other_things(final: Where, names: Iterable[str]) -> SaveFailed:
-    """The error for a save to a directory with these entries, none of which is of a checkpoint."""
+    """Return the error for a save to a directory with these entries, none of which is of a checkpoint."""
     return SaveFailed(
         f"cannot save to {final}: it has other things in it than a checkpoint ({some(sorted(names))}), and a "
         f"checkpoint is replaced and deleted as a whole. Save first and write these afterwards: then they stay, also "

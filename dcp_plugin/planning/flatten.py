@@ -80,12 +80,13 @@ def unflatten(leaves: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[s
     root: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         node, (*above, last) = root, paths[key]
-        for part in above:
+        for depth, part in enumerate(above, 1):
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise CheckpointMismatch(
-                    f"{key} lies below {name_of(above)}, which is a value of its own: ranks saved different kinds of "
-                    f"values under one name. Save the same kind on every rank; PerRank marks a value on all ranks."
+                    f"{key} lies below {name_of(above[:depth])}, which is a value of its own: ranks saved values of "
+                    f"different kinds under one name. Save the same kind on every rank, and mark it with PerRank on "
+                    f"all ranks or on none."
                 )
         node[last] = _Leaf(leaf)
     return _mapping({str(part) if isinstance(part, int) else part: node for part, node in root.items()})
@@ -225,7 +226,7 @@ def holds_sharded(value: Any) -> bool:
 
 
 def _fits_path(key: Any) -> bool:
-    """Whether a path can hold the key of a mapping."""
+    """Return whether a path can hold the key of a mapping."""
     if type(key) is tuple:
         return all(isinstance(step, (str, int, float, type(None))) or _fits_path(step) for step in key)
     return isinstance(key, (str, int, float, np.integer, type(None)))

@@ -195,13 +195,13 @@ _STEP_IN_NAME = re.compile(r"(?:global_?)?(?:step|checkpoint|ckpt|iter|iteration
 
 
 def step_in_name(path: Where) -> int | None:
-    """The step in the name of a folder, such as ``step-100`` or ``checkpoint_100``; None if it has none."""
+    """Return the step in the name of a folder, such as ``step-100`` or ``checkpoint_100``; None if it has none."""
     match = _STEP_IN_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def parts_beside(path: Where) -> list[Where]:
-    """The parts of a checkpoint that was saved in several calls, such as ``checkpoint-100/model`` and ``…/optimizer``.
+    """Return the parts of a checkpoint that was saved in several calls: ``checkpoint-100/model``, ``…/optimizer``.
 
     Parts are checkpoints without a step of their own, directly below a folder whose name has one.
 
@@ -358,8 +358,8 @@ def _completed_by(base: Where) -> tuple[Where | None, dict[Where, Exception]]:
 
 
 def may_need(unreadable: Where, saved: float, medium: Medium) -> bool:
-    """Whether an entry that cannot be read may leave out what a checkpoint has that was saved at this time: a base is
-    older than what needs it."""
+    """Return whether an entry that cannot be read may need a checkpoint saved at this time as its base: a base is older
+    than the checkpoints that need it."""
     with suppress(OSError):
         return medium.open(unreadable.parent).modified(unreadable.name) >= saved
     return True

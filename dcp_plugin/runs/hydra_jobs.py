@@ -126,7 +126,7 @@ def _warn_of_the_time(root: Where, times: Iterator[str]) -> None:
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of a configuration by their dotted names, without Hydra's own, and how to save and resume."""
+    """Yield the values of a configuration by their dotted names, but for Hydra's, and those of saving and resuming."""
     if isinstance(config, (dict, list)) and config:
         for name, value in config.items() if isinstance(config, dict) else enumerate(config):
             if name != "resume" and f"{prefix}{name}" not in ("hydra", "dcp_plugin"):
@@ -142,18 +142,18 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def _only_reads(resume: str | PathLike, root: Where, storage_options: StorageOptions | None) -> bool:
-    """Whether a job names a checkpoint below ``root`` to read, and has its own elsewhere."""
+    """Return whether a job reads a checkpoint below ``root`` by its name, and has its own checkpoints elsewhere."""
     return resume not in ("auto", "must", "never") and root in as_path(resume, storage_options).parents
 
 
 def _hydra() -> Any:
-    """The node ``hydra`` of the composed configuration; None if no application of Hydra runs."""
+    """Return the node ``hydra`` of the composed configuration; None if no application of Hydra runs."""
     known = sys.modules.get("hydra.core.hydra_config")
     return known.HydraConfig.get() if known is not None and known.HydraConfig.initialized() else None
 
 
 def _job() -> str | None:
-    """What this job of a sweep overrides; None if this is no sweep."""
+    """Return the overrides of this job of a sweep; None if this is no sweep."""
     config = _hydra()
     if config is None or config.mode is None or config.mode.name != "MULTIRUN":
         return None

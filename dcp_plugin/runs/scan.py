@@ -66,7 +66,7 @@ class Patience:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the file system failed with an error after which the same read may succeed."""
+    """Return whether the file system failed with an error after which the same read may succeed."""
     return _code_of(error) in _MAY_PASS
 
 

@@ -644,12 +644,11 @@ class MappingAdapter(TreeAdapter):
         ]
 
     def check(self, values: Mapping[str, Any], strict: bool) -> None:
-        for key, value in values.items():
+        for key, value in values.items() if strict else ():
             path = self._paths[key]
             holder = _holder_of(self._value, path)
             current = self._value if not path else None if holder is None else holder[step_of(path[-1])]
-            if strict:
-                require_names(join(self.name, key), current, value)
+            require_names(join(self.name, key), current, value)
 
     def take(self, filled: dict[str, Any], read: Read, strict: bool) -> None:
         if not isinstance(self._value, MutableMapping):

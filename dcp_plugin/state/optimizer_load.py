@@ -407,7 +407,7 @@ _NUMBERED = (
 
 
 def _is_slot_of(shape: Shape, parameter: Shape) -> bool:
-    """Whether a slot may be one of a parameter: it has its shape, or is factored, with 1 in place of some sizes."""
+    """Return whether a slot may be of a parameter: it has its shape, or is factored, with 1 in place of some sizes."""
     return len(shape) == len(parameter) and all(size in (1, of) for size, of in zip(shape, parameter, strict=True))
 
 

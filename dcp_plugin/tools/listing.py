@@ -207,7 +207,7 @@ def _look_into_saved(one: Saved, medium: Medium) -> _Looked | None:
 
 
 def _step_in(one: Saved) -> int | None:
-    """The step that a file of ``torch.save``'s has among its values."""
+    """Return the step that a file of ``torch.save`` has among its values."""
     values: dict[str, Any] = {}
     with suppress(CheckpointError):
         values = torch_file.read_file(one.files, one.name).values if one.name else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,19 @@ from typing import Any
 import pytest
 
 from tests.launch import on_ranks
+from tests.memory import names_alive
 
 
 @pytest.mark.parametrize("async_save", [False, True])
 @on_ranks(1)
 def test_attach_keeps_no_object_longer_than_accelerate_alone(tmp_path: Path, async_save: bool) -> None:
-    _names_alive(tmp_path / "first-use", native=False, async_save=async_save)  # imports and caches
-    gc.collect()
-    gc.disable()
-    native = _names_alive(tmp_path / "native", native=True)
-    gc.collect()
-    assert _names_alive(tmp_path / "ours", native=False, async_save=async_save) <= native
+    native, ours = names_alive(
+        tmp_path,
+        lambda path: _trained(path, native=True),
+        lambda path: _trained(path, native=False, async_save=async_save),
+    )
+    assert ours <= native
     assert {"accelerator", "model"}.isdisjoint(native)
-
-
-def _names_alive(root: Path, native: bool, **config: Any) -> set[str]:
-    """Train, save, load, and drop everything; return the names of the objects that are still alive."""
-    references = _trained(root, native, **config)
-    return {name for name, reference in references.items() if reference() is not None}
 
 
 def _trained(root: Path, native: bool, **config: Any) -> dict[str, weakref.ref[Any]]:

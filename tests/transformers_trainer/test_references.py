@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 import dcp_plugin as dcp
 from tests.launch import on_ranks
+from tests.memory import names_alive
 
 
 @pytest.mark.parametrize("options", [{}, {"async_save": True, "save_interval": 60.0}], ids=["sync", "async"])
@@ -19,18 +19,12 @@ def test_the_mixin_keeps_no_object_longer_than_the_trainer_alone(tmp_path: Path,
     from tests.transformers_trainer import training as t
 
     config = dcp.CheckpointConfig(**options)
-    _names_alive(tmp_path / "first-use", t.Ours, config=config)  # imports and caches
-    gc.collect()
-    gc.disable()
-    stock = _names_alive(tmp_path / "stock", t.OnCPU)
-    gc.collect()
-    assert _names_alive(tmp_path / "ours", t.Ours, config=config) == stock == []
-
-
-def _names_alive(root: Path, kind: Any, **options: Any) -> list[str]:
-    """Train, resume, and drop everything; return the names of the objects that are still alive."""
-    references = _trained(root, kind, **options)
-    return [name for name, reference in references.items() if reference() is not None]
+    stock, ours = names_alive(
+        tmp_path,
+        lambda path: _trained(path, t.OnCPU),
+        lambda path: _trained(path, t.Ours, config=config),
+    )
+    assert ours == stock == set()
 
 
 def _trained(root: Path, kind: Any, **options: Any) -> dict[str, weakref.ref[Any]]:

@@ -218,7 +218,7 @@ def saved_as_folder(files: Files, names: Iterable[str]) -> Saved | None:
 
 
 def is_checkpoint_folder(files: Files, folder: str) -> bool:
-    """Whether a directory is a checkpoint of these tools, complete or not, and no folder of checkpoints.
+    """Return whether a directory is a checkpoint of these tools, complete or not, and no folder of checkpoints.
 
     Args:
         folder: What the directory is called.

@@ -108,7 +108,7 @@ def _check_pickle(archive: _Archive) -> None:
 def _optimizers(
     node: Tree, visits: _Visits, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[tuple[str | int, ...], Any]]]:
-    """The name of each optimizer, and its leaves by their paths."""
+    """Yield the name of each optimizer, and its leaves by their paths."""
     if path and _is_optimizer(node):
         leaves = dict(_leaves_of_optimizer(node, visits, path))
         plain = (_is_plain(x) if isinstance(x, torch.Tensor) else values.is_plain(x) for x in leaves.values())

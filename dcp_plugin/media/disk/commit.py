@@ -446,7 +446,7 @@ def _refuse_to_replace_other_things(final: Path, among_other_files: bool) -> Non
 
 
 def _has_working_directory(path: Path) -> bool:
-    """Whether the working directory of this process is at a path or below it."""
+    """Return whether the working directory of this process is at a path or below it."""
     try:
         here = Path.cwd()
     except FileNotFoundError:  # it was deleted
