@@ -39,6 +39,8 @@ _ABSENT = -1
 """The length of a message that has not come."""
 _MAX_TEXT = 4096
 """Bytes of the message about ranks in different calls."""
+_CUT = 0.01
+"""Seconds added to what is left of a timeout: gloo cuts it to milliseconds, and would give up before it is over."""
 _making_group = threading.Lock()
 """Held while a group is made. Two threads that make one at the same time would mix up torch's counts of groups."""
 
@@ -332,7 +334,8 @@ class Ranks:
         for rank, work in works.items():
             try:
                 with _naming(rank):
-                    cast(dist.Work, work).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                    left = max(0.001, deadline - time.monotonic())
+                    cast(dist.Work, work).wait(timedelta(seconds=left + _CUT))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise

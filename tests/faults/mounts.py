@@ -69,7 +69,7 @@ def after_cuts(victims: Victims, scene_name: str, every: int = 1, start: int = 1
             with _mounted(image, place) as root:
                 cut = Fault("cut").nth(number)
                 outcome = victims.run(scene.act, root / scene.target, NEW, below=root, faults=[cut])
-            with _mounted(image, place) as root:
+            with _mounted(_copy(image, "afterwards"), place) as root:
                 seen = victims.run(find, root, scene, below=root)
             found = wrong(scene, outcome, seen)
             yield f"{scene_name}, power cut at call {number}: {'; '.join(found)}" if found else None
@@ -125,11 +125,15 @@ def _new_image(place: Path) -> Path:
     return image
 
 
-def _copy(template: Path) -> Path:
-    """A new file each time: the kernel may write to the one that was unmounted last for a moment longer."""
-    image = template.with_name("image")
-    image.unlink(missing_ok=True)
-    return Path(shutil.copy(template, image))
+def _copy(image: Path, name: str = "image") -> Path:
+    """Copy an image to a new file, so that the next mount is a new file system.
+
+    The kernel may write to an unmounted image for a moment longer. And while another process has its own copy of the
+    table of mounts (``unshare -m``), a second mount of the same file is the old file system, which may have no power.
+    """
+    copied = image.with_name(name)
+    copied.unlink(missing_ok=True)
+    return Path(shutil.copy(image, copied))
 
 
 @contextmanager
