@@ -101,7 +101,7 @@ def _rank(rank: int, world: int, port: int, kind: str, mib: int, device_type: st
 
 
 def _tensors(leaves: dict[str, Any]) -> list[torch.Tensor]:
-    from dcp_plugin._torch import is_tensor, sharded_value
+    from dcp_plugin.tensors._torch import is_tensor, sharded_value
 
     return [chunk.tensor for leaf in leaves.values() if is_tensor(leaf) for chunk in sharded_value(leaf).chunks]
 

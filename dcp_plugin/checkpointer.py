@@ -23,7 +23,6 @@ from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
@@ -43,6 +42,7 @@ from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.writer import Publication
+from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tiers.recovery import Recovery
 from dcp_plugin.tiers.survey import Surveyor, forget, path_of
 from dcp_plugin.types import CheckpointState, LoadReport

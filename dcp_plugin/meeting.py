@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dcp_plugin import calls
-from dcp_plugin._torch import default_store
 from dcp_plugin.calls import current_call
 from dcp_plugin.errors import RankFailure, some
+from dcp_plugin.tensors._torch import default_store
 
 T = TypeVar("T")
 

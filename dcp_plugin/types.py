@@ -24,21 +24,6 @@ class LocalChunk(NamedTuple):
     tensor: torch.Tensor
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same memory seen in the same way: tied weights, for one.
-
-    A tensor without memory of its own is compared by the memory of its parts, or equals no other.
-    """
-    address: Any
-    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    if not hasattr(tensor, "__tensor_flatten__"):
-        address = tensor.data_ptr()
-    else:
-        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        address = (type(tensor), *(memory_of(part) if hasattr(part, "data_ptr") else id(part) for part in parts))
-    return (tensor.device, address or (id(tensor) if tensor.numel() else 0), *view)
-
-
 @dataclass(frozen=True)
 class ShardedValue:
     """A global tensor as one rank sees it: its shape and dtype, and the chunks that this rank holds (maybe none)."""
@@ -52,7 +37,7 @@ class ShardedValue:
     frozen: bool = False
     """A parameter that is not trained: it will probably be the same at the next save."""
     stored_whole: bool = False
-    """Its chunks have no memory of their own, or not only (:mod:`dcp_plugin.tensors`): each is one item that
+    """Its chunks have no memory of their own, or not only (:mod:`dcp_plugin.tensors.kinds`): each is one item that
     ``torch.save`` makes, and is never cut."""
     layout: str = "replicated or single"
     """How the tensor is distributed, for the summary."""

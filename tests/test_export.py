@@ -26,11 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner, Result
 
 import dcp_plugin as dcp
-from dcp_plugin import _torch
 from dcp_plugin.cli.app import app
 from dcp_plugin.format import torch_archive
 from dcp_plugin.media.objects.client import client_of
 from dcp_plugin.paths import as_path
+from dcp_plugin.tensors import _torch
 from tests import launch, programs
 from tests.compare import assert_same, same_tree
 from tests.launch import on_ranks

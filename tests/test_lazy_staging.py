@@ -21,11 +21,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import dcp_plugin as dcp
-from dcp_plugin._torch import sharded_value
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.staging import guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
+from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.types import ShardedValue
 from tests.compare import assert_same
 from tests.launch import on_ranks

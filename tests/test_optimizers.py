@@ -15,7 +15,7 @@ from torch import nn, optim
 
 import dcp_plugin
 from dcp_plugin import CheckpointMismatch, PartialLoad
-from dcp_plugin._torch_modules import slots_of_torch, unwrapped_optimizer
+from dcp_plugin.tensors._torch_modules import slots_of_torch, unwrapped_optimizer
 from tests import launch
 from tests.conformance.optimizers import Hybrid, ListOfStateDicts, MergedGroups, Several, SlotsOfTensors, SlowWeights
 from tests.launch import on_ranks

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import dcp_plugin as dcp
-from dcp_plugin._torch import sharded_value
 from dcp_plugin.format.metadata import metadata_of, stock_path
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
 from dcp_plugin.planning.save import PlanExchange, encode_state
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.tensors._torch import sharded_value
 from tests.compare import same_bytes
 from tests.launch import on_ranks
 from tests.layouts import build, train

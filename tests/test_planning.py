@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_plugin._torch import sharded_value
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import filled_rows, partitioned
 from dcp_plugin.planning.flatten import flatten, unflatten
@@ -21,6 +20,7 @@ from dcp_plugin.planning.global_plan import Share, make_global_plan
 from dcp_plugin.planning.load_balance import BoxParts, HeldBoxes, balance_load
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import ShardedSavePlanner
+from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.types import EncodedValue, LocalChunk, ShardedValue
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from dcp_plugin.planning.local_inventory import LocalInventory, ties_of
 from dcp_plugin.planning.save import PlanExchange, encode_state
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.state.adapters import adapters_of, gather_state
-from dcp_plugin.tensors import is_dense_memory
+from dcp_plugin.tensors.kinds import is_dense_memory
 from tests.compare import assert_same
 
 MOST_CALLS = 50

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_plugin as dcp
-from dcp_plugin import _torch
+from dcp_plugin.tensors import _torch
 from tests.compare import same_bytes
 from tests.launch import on_ranks
 

@@ -24,8 +24,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_plugin as dcp
-from dcp_plugin import _torch, _torch_modules
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_module, same_flat_parameter
+from dcp_plugin.tensors import _torch, _torch_modules
 from tests import launch
 from tests.compare import full, same_bytes
 from tests.launch import on_ranks

@@ -28,7 +28,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dcp_plugin._torch import DTensor
 from dcp_plugin.accelerate import _accelerate
 from dcp_plugin.accelerate.dataloader_state import Tracker
 from dcp_plugin.errors import CheckpointMismatch
@@ -37,6 +36,7 @@ from dcp_plugin.integration.random_streams import SavedStreams, of_rank
 from dcp_plugin.state import groups_of
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.state.names import contains_fsdp1, loose_module
+from dcp_plugin.tensors._torch import DTensor
 
 
 @dataclass(frozen=True)

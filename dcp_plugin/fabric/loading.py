@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from dcp_plugin._torch import DTensor, ShardedTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, NotInCheckpoint
 from dcp_plugin.fabric import state_mapping
@@ -34,6 +33,7 @@ from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.state.per_rank import PerRank
 from dcp_plugin.storage.open import read_summary
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter

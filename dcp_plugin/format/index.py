@@ -92,8 +92,8 @@ class StoredTensor:
 
     @property
     def stored_whole(self) -> bool:
-        """Whether it is of a class of its own (:mod:`dcp_plugin.tensors`), which no tensor that we make is. What stock
-        has saved does not tell before it is read."""
+        """Whether the tensor is stored as one item of its own class (:mod:`dcp_plugin.tensors.kinds`). A checkpoint of
+        stock does not say so before it is read."""
         location = self.chunks[0].location if self.chunks else None
         return location is not None and location.payload_offset is None and location.payload_length > 0
 

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_plugin._torch import StorageInfo
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import METADATA
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns
 from dcp_plugin.format.index import CheckpointIndex, Entry, Location, StoredChunk, StoredTensor, StoredValue
+from dcp_plugin.tensors._torch import StorageInfo
 from dcp_plugin.types import KeyPath
 
 

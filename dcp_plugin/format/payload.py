@@ -30,10 +30,10 @@ import torch
 from isal.isal_zlib import crc32
 from xxhash import xxh3_128, xxh3_128_digest
 
-from dcp_plugin._torch import pickled_tensor
 from dcp_plugin.format import torch_archive
 from dcp_plugin.format.torch_archive import BEHIND, Record
-from dcp_plugin.host_memory import Rings, is_plain_memory, memory_view
+from dcp_plugin.tensors._torch import pickled_tensor
+from dcp_plugin.tensors.host_memory import Rings, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
 SMALLEST_BLOCK = 4096

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_plugin._torch import transforms_of
 from dcp_plugin.errors import CheckpointCorrupt, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import METADATA, Files, read
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, Places, default_path
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.plain_pickle import Pairs, Record, argument, columns_of, fields, load
+from dcp_plugin.tensors._torch import transforms_of
 from dcp_plugin.types import KeyPath
 
 _MOST_DIMENSIONS = 64

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp_plugin._torch import load_bytes
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.pickle_stubs import FACTORIES, Described, load_with_stand_ins, rebuilt
 from dcp_plugin.format.torch_archive import MAGIC
 from dcp_plugin.paths import ObjectPath
+from dcp_plugin.tensors._torch import load_bytes
 
 MAPPING_CLASSES: dict[str, Callable[[], dict[Any, Any]]] = {
     "OrderedDict": OrderedDict,

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from dcp_plugin._torch import DTensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.hf import _transformers
@@ -23,6 +22,7 @@ from dcp_plugin.hf.settings import Given
 from dcp_plugin.paths import PathLike, StorageOptions, as_path
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors._torch import DTensor
 
 _NOT_TAKEN = {
     "device_map": "device= names one device, distributed_config= or parallelize= shards over several",

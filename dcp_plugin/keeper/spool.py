@@ -56,7 +56,7 @@ from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import RankPlan, items_of
 from dcp_plugin.storage.write_items import NewItem
 from dcp_plugin.storage.writer import Facts, Spent, WrittenPart
-from dcp_plugin.tensors import WholeItem
+from dcp_plugin.tensors.kinds import WholeItem
 from dcp_plugin.tiers.steps import key_of
 from dcp_plugin.tiers.wire import Address
 from dcp_plugin.types import VERSION, EncodedValue, Flat, Shape, ShardedValue

@@ -32,12 +32,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin._torch import is_tensor
 from dcp_plugin.format import values
 from dcp_plugin.integration.key_names import EXTRA, MODEL, OPTIM, among, numbered, plain
 from dcp_plugin.lightning._lightning import place_in_configuration
 from dcp_plugin.state import OwnLayout, flatten_optimizer, mark_parameters, mark_slots, unflatten_optimizer
 from dcp_plugin.state.optimizer import GROUPS
+from dcp_plugin.tensors._torch import is_tensor
 
 Checkpoint = dict[str, Any]
 """What Lightning and all hooks take for a checkpoint."""

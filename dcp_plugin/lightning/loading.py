@@ -25,7 +25,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint, some
 from dcp_plugin.format.foreign.frameworks import META
@@ -52,6 +51,7 @@ from dcp_plugin.state.module import apply_module
 from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import flatten_tree
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.types import LoadReport
 
 if TYPE_CHECKING:

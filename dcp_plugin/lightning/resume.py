@@ -26,7 +26,6 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.integration import random_streams
 from dcp_plugin.integration.key_names import EXTRA, RNG
@@ -38,6 +37,7 @@ from dcp_plugin.lightning.layout import TYPES, Checkpoint
 from dcp_plugin.planning.flatten import flatten
 from dcp_plugin.planning.save import encode_state
 from dcp_plugin.state.per_rank import without_sampler
+from dcp_plugin.tensors._torch import is_tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

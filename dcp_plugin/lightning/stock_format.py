@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, UnsafeCheckpoint, some
 from dcp_plugin.format import values
 from dcp_plugin.format.foreign.frameworks import META
@@ -46,6 +45,7 @@ from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, group_list, group_names
 from dcp_plugin.storage.open import read_summary
+from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
 
 MODEL_NAMES = {"FSDPStrategy": "model", "ModelParallelStrategy": "state_dict"}

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from dcp_plugin._torch import sharded_value
-from dcp_plugin._torch_modules import Incompatible
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, printable, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
@@ -34,6 +32,8 @@ from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors._torch import sharded_value
+from dcp_plugin.tensors._torch_modules import Incompatible
 from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
 
 _MOST_TRIES = 20

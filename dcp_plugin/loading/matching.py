@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, first, some
 from dcp_plugin.format.columns import NO_TENSOR
 from dcp_plugin.format.index import CheckpointIndex
@@ -45,6 +44,7 @@ from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.state.per_rank import RankEntry
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_value
 from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.columns import default_path
 from dcp_plugin.format.values import MAPPING_CLASSES, mapping_class
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
 from dcp_plugin.types import KeyPath
 
 Walks = Callable[[str, Any], bool]

@@ -22,15 +22,15 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_plugin._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows, in_all
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.host_memory import is_plain_memory
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
 from dcp_plugin.storage.batches import LARGEST_CHUNK
+from dcp_plugin.tensors._torch import is_tensor, sharded_value, with_memory
+from dcp_plugin.tensors.host_memory import is_plain_memory
 from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue, WholeChunk
 
 

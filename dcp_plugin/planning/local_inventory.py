@@ -40,8 +40,8 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_ro
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.planning.shared_values import about_different, shared_hashes
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.tensors import EXACTLY_TENSORS
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue, memory_of
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue
 
 _Item = tuple[torch.dtype | None, Shape, bool, bool, Sequence[Sequence[Any]]]
 """What a rank holds under a key: dtype (None: it is no tensor), shape, whether any rank that holds it may write it, and

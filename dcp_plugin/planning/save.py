@@ -45,7 +45,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_plugin._torch import is_tensor, sharded_value
 from dcp_plugin.errors import CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, default_path
@@ -55,7 +54,8 @@ from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
 from dcp_plugin.ranks import Ranks, pack, unpack
 from dcp_plugin.storage.write_items import NewItem
-from dcp_plugin.tensors import EXACTLY_TENSORS, WholeItem, is_stored_whole, narrowed
+from dcp_plugin.tensors._torch import is_tensor, sharded_value
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, WholeItem, is_stored_whole, narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue
 
 

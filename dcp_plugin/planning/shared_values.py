@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping
 from numbers import Number
 from typing import Any
 
-from dcp_plugin._torch import is_tensor
 from dcp_plugin.errors import some
 from dcp_plugin.format.payload import hashes_of, sample_of
-from dcp_plugin.tensors import EXACTLY_TENSORS
+from dcp_plugin.tensors._torch import is_tensor
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.types import EncodedValue, Flat, ShardedValue
 
 _SAMPLED = 4 << 20  # bytes of a tensor above which a sample of it is hashed

@@ -35,7 +35,6 @@ from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
 from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, is_checkpoint_folder
 from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
-from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.launcher import Launch
 from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, workspaces_in
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
@@ -46,6 +45,7 @@ from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, said_base
 from dcp_plugin.storage.read_items import in_windows
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tiers.survey import Survey, Surveyor
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 

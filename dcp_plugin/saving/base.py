@@ -26,7 +26,6 @@ from dcp_plugin.errors import MAX_CANDIDATES, CheckpointError, CheckpointMismatc
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.format.summary import Base
-from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.loading.key_map import find_prefix
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, relative_to, resolved
@@ -35,6 +34,7 @@ from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
 from dcp_plugin.storage.open import Opened, open_alone
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.types import Flat, Shape, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")

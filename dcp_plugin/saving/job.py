@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_plugin import events
-from dcp_plugin._torch import is_tensor
 from dcp_plugin.calls import Call
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, RankFailure, SaveFailed
@@ -56,6 +55,7 @@ from dcp_plugin.state.annotations import StepStableMemory, live_objects
 from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, Spent, WrittenPart
+from dcp_plugin.tensors._torch import is_tensor
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LoadReport, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")

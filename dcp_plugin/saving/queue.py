@@ -23,9 +23,9 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from dcp_plugin import events
-from dcp_plugin._torch import before_threads_end
 from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.paths import Where
+from dcp_plugin.tensors._torch import before_threads_end
 
 logger = logging.getLogger("dcp_plugin")
 

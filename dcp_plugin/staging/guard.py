@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dcp_plugin._torch_modules import is_of_torch
+from dcp_plugin.tensors._torch_modules import is_of_torch
 
 _under_way: list[Guard] = []
 os.register_at_fork(after_in_child=_under_way.clear)  # a child has no thread that copies: it would wait forever

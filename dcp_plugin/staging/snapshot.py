@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dcp_plugin._torch import DTensor, version_of
 from dcp_plugin.errors import CheckpointMismatch, SaveFailed, some
-from dcp_plugin.host_memory import address_of, bytes_at, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE
-from dcp_plugin.tensors import EXACTLY_TENSORS, copied, require_memory
-from dcp_plugin.types import Flat, LocalChunk, ShardedValue, memory_of
+from dcp_plugin.tensors._torch import DTensor, version_of
+from dcp_plugin.tensors.host_memory import address_of, bytes_at, is_plain_memory
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, copied, memory_of, require_memory
+from dcp_plugin.types import Flat, LocalChunk, ShardedValue
 
 _SMALL = 64 << 10
 

@@ -5,7 +5,6 @@ value}``, and the other way round in a load. The rule: keys are fully qualified 
 wraps it.
 """
 
-from dcp_plugin._torch_modules import unwrapped_optimizer
 from dcp_plugin.state.annotations import mark_parameters, mark_slots
 from dcp_plugin.state.module import apply_module, gather_module, inside_ddp
 from dcp_plugin.state.optimizer import (
@@ -16,6 +15,7 @@ from dcp_plugin.state.optimizer import (
     unflatten_optimizer,
 )
 from dcp_plugin.state.optimizer_load import load_into
+from dcp_plugin.tensors._torch_modules import unwrapped_optimizer
 
 __all__ = [
     "OwnLayout",

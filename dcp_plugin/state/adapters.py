@@ -19,8 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_plugin._torch import is_meta, is_tensor, shape_of, with_memory
-from dcp_plugin._torch_modules import Incompatible, patched_together, unwrapped_optimizer
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format import values
 from dcp_plugin.format.index import Entry, StoredTensor
@@ -58,7 +56,9 @@ from dcp_plugin.state.optimizer import (
 )
 from dcp_plugin.state.optimizer_load import OptimizerLoad, OwnLayoutLoad, load_into
 from dcp_plugin.state.per_rank import PerRank, RankEntry, is_position
-from dcp_plugin.tensors import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
+from dcp_plugin.tensors._torch import is_meta, is_tensor, shape_of, with_memory
+from dcp_plugin.tensors._torch_modules import Incompatible, patched_together, unwrapped_optimizer
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, ShardedValue, Wanted
 
 

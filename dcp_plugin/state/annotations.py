@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_tensor, sharded_value
-from dcp_plugin._torch_modules import is_of_torch, own_buffers, own_parameters
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import CleanNames, ddp_names, is_ddp, named_modules, parameters_by_name
-from dcp_plugin.tensors import EXACTLY_TENSORS
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor, sharded_value
+from dcp_plugin.tensors._torch_modules import is_of_torch, own_buffers, own_parameters
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.types import ShardedValue
 
 

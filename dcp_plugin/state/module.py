@@ -37,9 +37,11 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from dcp_plugin import _torch_modules
-from dcp_plugin._torch import DTensor, laid_out_like, sharded_value
-from dcp_plugin._torch_modules import (
+from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules
+from dcp_plugin.tensors import _torch_modules
+from dcp_plugin.tensors._torch import DTensor, laid_out_like, sharded_value
+from dcp_plugin.tensors._torch_modules import (
     Incompatible,
     checkpointable_parameters,
     overrides_load_state_dict,
@@ -47,10 +49,7 @@ from dcp_plugin._torch_modules import (
     takes_argument,
     unpatched,
 )
-from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.state.names import CleanNames, contains_fsdp1, is_ddp, named_modules
-from dcp_plugin.tensors import EXACTLY_TENSORS
-from dcp_plugin.types import memory_of
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 
 
 def reshard(module: nn.Module) -> None:

@@ -19,18 +19,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dcp_plugin._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_like
-from dcp_plugin._torch_modules import (
-    Incompatible,
-    call_post_load_hooks,
-    has_extra_state,
-    has_post_load_hooks,
-    load_from_state_dict,
-    overrides_load_state_dict,
-    own_modules,
-    own_state,
-    takes_state_dict,
-)
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import flatten, name_of, unflatten, with_types_of
 from dcp_plugin.state.module import (
@@ -42,7 +30,19 @@ from dcp_plugin.state.module import (
     same_parameter,
 )
 from dcp_plugin.state.names import contains_fsdp1
-from dcp_plugin.tensors import EXACTLY_TENSORS, is_stored_whole
+from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_like
+from dcp_plugin.tensors._torch_modules import (
+    Incompatible,
+    call_post_load_hooks,
+    has_extra_state,
+    has_post_load_hooks,
+    load_from_state_dict,
+    overrides_load_state_dict,
+    own_modules,
+    own_state,
+    takes_state_dict,
+)
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_stored_whole
 from dcp_plugin.types import KeyPath, Wanted
 
 Read = Callable[[dict[str, Any]], None]

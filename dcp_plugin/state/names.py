@@ -30,8 +30,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_plugin._torch_modules import own_parameters, union_of
 from dcp_plugin.errors import CheckpointMismatch
+from dcp_plugin.tensors._torch_modules import own_parameters, union_of
 
 _WRAPPER_SEGMENTS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 _ANY_OF_THEM = re.compile("|".join(sorted(_WRAPPER_SEGMENTS)))

@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcp_plugin._torch import laid_out_like, shard_of
-from dcp_plugin._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
 from dcp_plugin.errors import CheckpointMismatch, some
 from dcp_plugin.planning.flatten import Walks, flatten, holds_sharded, walked_by_us, with_types_of
 from dcp_plugin.planning.local_inventory import Box, LocalSlot
 from dcp_plugin.state.module import flat_parameter_names, gather_fsdp1_optimizer, reshard
 from dcp_plugin.state.names import contains_fsdp1, parameter_names, parameters_by_name
-from dcp_plugin.tensors import EXACTLY_TENSORS
+from dcp_plugin.tensors._torch import laid_out_like, shard_of
+from dcp_plugin.tensors._torch_modules import has_own_state_dict, unpatched, unwrapped_optimizer
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS
 from dcp_plugin.types import KeyPath
 
 GROUPS = "param_groups"

@@ -14,17 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcp_plugin._torch import (
-    ShardedTensor,
-    is_tensor,
-    laid_out_like,
-    shape_of,
-    shard_of,
-    sharded_like,
-    sharded_value,
-    with_memory,
-)
-from dcp_plugin._torch_modules import is_of_torch, slots_of_torch, unpatched
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import Entry, StoredTensor
 from dcp_plugin.planning.flatten import (
@@ -57,7 +46,18 @@ from dcp_plugin.state.optimizer import (
     own_state_dict,
     split_key,
 )
-from dcp_plugin.tensors import OF_ITS_OWN_CLASS
+from dcp_plugin.tensors._torch import (
+    ShardedTensor,
+    is_tensor,
+    laid_out_like,
+    shape_of,
+    shard_of,
+    sharded_like,
+    sharded_value,
+    with_memory,
+)
+from dcp_plugin.tensors._torch_modules import is_of_torch, slots_of_torch, unpatched
+from dcp_plugin.tensors.kinds import OF_ITS_OWN_CLASS
 from dcp_plugin.types import KeyPath, Shape, Wanted
 
 _OTHERS_ARE_TRAINED = (

@@ -21,9 +21,9 @@ from dcp_plugin.errors import CheckpointCorrupt
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import RunningCrc, block_size
-from dcp_plugin.host_memory import BLOCK, READ_PIECE, Rings, memory_view
 from dcp_plugin.media import RangedFile, Readable, first_bytes
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
+from dcp_plugin.tensors.host_memory import BLOCK, READ_PIECE, Rings, memory_view
 from dcp_plugin.types import WholeChunk
 
 LARGEST_CHUNK = 1 << 20

@@ -19,10 +19,10 @@ from dcp_plugin.format import DATA_SUFFIX, Files
 from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, directory_at, frame_in
-from dcp_plugin.host_memory import BLOCK
 from dcp_plugin.media import Medium, RangedFile, Readable
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.open import Opened
+from dcp_plugin.tensors.host_memory import BLOCK
 
 MOST_HASHED = 64 << 20
 """Bytes of a file beside the data files that is hashed when it is saved: whoever saves it waits for that."""

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from dcp_plugin.format.index import Location, StoredChunk
-from dcp_plugin.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.media import PAGE
+from dcp_plugin.tensors.host_memory import BLOCK, Block, is_plain_memory, memory_view
 from dcp_plugin.types import Shape
 
 _DIRECT_PIECE = 8 << 20  # a share of work for a thread; a multiple of any checksum block

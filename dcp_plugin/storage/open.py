@@ -44,10 +44,10 @@ from dcp_plugin.format import (
 from dcp_plugin.format.foreign import Contents, detect, fingerprint_of, frameworks
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
-from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.media import Medium, RangedFile, Readable, medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import ObjectPath, Where, as_path, resolved
+from dcp_plugin.tensors.host_memory import collector_paused
 
 T = TypeVar("T")
 

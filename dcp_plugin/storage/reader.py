@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_plugin._torch import undo_transforms
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, UnsafeCheckpoint
 from dcp_plugin.format.index import CheckpointIndex, Location, StoredChunk, StoredTensor, StoredValue
 from dcp_plugin.format.metadata import metadata_of
@@ -36,13 +35,14 @@ from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.pickle_stubs import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
-from dcp_plugin.host_memory import finish_device_work
 from dcp_plugin.paths import StorageOptions, as_path, is_path
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
 from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint
-from dcp_plugin.tensors import decode, fill, is_stored_whole, require_memory, size_of
+from dcp_plugin.tensors._torch import undo_transforms
+from dcp_plugin.tensors.host_memory import finish_device_work
+from dcp_plugin.tensors.kinds import decode, fill, is_stored_whole, require_memory, size_of
 from dcp_plugin.types import Shape, WholeChunk
 
 _MOST_FRAME = 1 << 20

@@ -44,11 +44,11 @@ from dcp_plugin.format.payload import (
     padded,
     sample_of,
 )
-from dcp_plugin.host_memory import READ_PIECE, finish_device_work
 from dcp_plugin.media import CannotLink, Linkable, Medium, RangedFile, stretches
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.storage.write_items import Destination, free_name
+from dcp_plugin.tensors.host_memory import READ_PIECE, finish_device_work
 from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")

@@ -29,10 +29,10 @@ from dcp_plugin.errors import SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
 from dcp_plugin.format.columns import Places, hashes_of
 from dcp_plugin.format.payload import SMALLEST_BLOCK, Frame, RunningCrc, RunningHash, block_size, frame, padded
-from dcp_plugin.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
 from dcp_plugin.media import IN_PLACE, PAGE, Medium, NewFile, stretches
 from dcp_plugin.paths import Where
-from dcp_plugin.tensors import WholeItem
+from dcp_plugin.tensors.host_memory import PIECE, Rings, finish_device_work, is_plain_memory
+from dcp_plugin.tensors.kinds import WholeItem
 from dcp_plugin.types import Shape
 
 
@@ -96,7 +96,7 @@ def write(
     stable: Collection[int] = (),
     taken: Collection[str] = (),
 ) -> Places:
-    """Write and sync the items; where each of them is. A tensor has memory, see :mod:`dcp_plugin.tensors`.
+    """Write and sync the items; where each of them is. A tensor has memory, see :mod:`dcp_plugin.tensors.kinds`.
 
     Args:
         checkpoint: The name for progress events.

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_plugin._torch import settled
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch, SaveFailed, UnsafeCheckpoint
 from dcp_plugin.format import DATA_SUFFIX, INDEX, METADATA, SUMMARY, index_file
 from dcp_plugin.format import metadata as dcp_metadata
@@ -42,8 +41,8 @@ from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
-from dcp_plugin.tensors import WholeItem, is_stored_whole, require_memory
-from dcp_plugin.types import memory_of
+from dcp_plugin.tensors._torch import settled
+from dcp_plugin.tensors.kinds import WholeItem, is_stored_whole, memory_of, require_memory
 
 logger = logging.getLogger("dcp_plugin")
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_plugin.format.index import CheckpointIndex, StoredChunk, StoredTensor, StoredValue
-from dcp_plugin.host_memory import collector_paused
 from dcp_plugin.paths import PathLike, StorageOptions
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors.host_memory import collector_paused
 from dcp_plugin.tools import keys
 from dcp_plugin.tools.stream import Part, Progress, Stream
 from dcp_plugin.types import CheckpointInfo, Shape, TensorInfo

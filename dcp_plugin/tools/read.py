@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dcp_plugin._torch import load_bytes
 from dcp_plugin.errors import UnsafeCheckpoint
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.paths import PathLike, StorageOptions
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors._torch import load_bytes
 from dcp_plugin.tools import keys
 from dcp_plugin.tools.stream import Progress
 from dcp_plugin.types import LocalChunk, ShardedValue

@@ -15,11 +15,11 @@ import torch
 
 from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.format.index import StoredTensor
-from dcp_plugin.host_memory import memory_view
 from dcp_plugin.media import PAGE
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors.host_memory import memory_view
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
 WINDOW = 64 << 20

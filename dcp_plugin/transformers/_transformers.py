@@ -21,10 +21,10 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from dcp_plugin._torch import DTensor, is_tensor
 from dcp_plugin.errors import CheckpointError
 from dcp_plugin.state import gather_module
 from dcp_plugin.state.names import contains_fsdp1, parameters_by_name
+from dcp_plugin.tensors._torch import DTensor, is_tensor
 
 StockTrainer = Trainer
 """The Trainer of transformers itself: scripts put their own into the place of ``transformers.Trainer``."""

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO
 import torch
 
 from dcp_plugin import torch_pickles
-from dcp_plugin._torch import load_structure, record_offset
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, UnsafeCheckpoint, damage_in
 from dcp_plugin.format import Files, expect, values
 from dcp_plugin.format.foreign import Contents, View
 from dcp_plugin.format.pickle_stubs import RefusedValue, StandIn, leaves_of, load_with_stand_ins, refused_in
 from dcp_plugin.format.torch_archive import MAGIC
+from dcp_plugin.tensors._torch import load_structure, record_offset
 
 _GLOBAL = re.compile(r"GLOBAL [`']?([\w.]+)")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")

@@ -35,6 +35,21 @@ OF_ITS_OWN_CLASS = "stored as a tensor subclass with parts of its own"
 """What errors say of a stored tensor that only one of its class can take."""
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same memory seen in the same way: tied weights, for one.
+
+    A tensor without memory of its own is compared by the memory of its parts, or equals no other.
+    """
+    address: Any
+    view = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    if not hasattr(tensor, "__tensor_flatten__"):
+        address = tensor.data_ptr()
+    else:
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        address = (type(tensor), *(memory_of(part) if hasattr(part, "data_ptr") else id(part) for part in parts))
+    return (tensor.device, address or (id(tensor) if tensor.numel() else 0), *view)
+
+
 def is_stored_whole(tensor: torch.Tensor) -> bool:
     """Whether ``torch.save`` makes the item: a wrapper subclass that can be taken apart, or a quantized tensor."""
     if type(tensor) not in EXACTLY_TENSORS and _is_wrapper(tensor):

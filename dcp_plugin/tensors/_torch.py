@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor import DTensor as DTensor
 
 from dcp_plugin.errors import CheckpointMismatch
-from dcp_plugin.tensors import EXACTLY_TENSORS, is_dense_memory, is_stored_whole, require_memory, require_parts
+from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, is_dense_memory, is_stored_whole, require_memory, require_parts
 from dcp_plugin.torch_pickles import check_bytes
 from dcp_plugin.types import LocalChunk, Shape, ShardedValue
 
