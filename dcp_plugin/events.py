@@ -12,9 +12,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -40,6 +40,30 @@ class BytesWritten:
 
 
 @dataclass(frozen=True)
+class RankCost:
+    """Seconds and bytes that one rank has spent on a save."""
+
+    blocked_seconds: float | None
+    """How long its training waited; None if until the save was published."""
+    staging_seconds: float
+    write_seconds: float
+    bytes: int
+    bytes_reused: int
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """Facts about a save that rank 0 alone has."""
+
+    save: str
+    """Identifies the save."""
+    run: str
+    """Identifies the run that saves."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[RankCost, ...] = ()
+
+
+@dataclass(frozen=True)
 class SaveFinished:
     """The checkpoint is published. ``bytes`` is what this rank wrote, ``bytes_reused`` what it linked instead."""
 
@@ -60,6 +84,8 @@ class SaveFinished:
     """``"local"``: it is complete in ``local_dir``, and is not to go on to its path."""
     local_seconds: float | None = None
     """With ``local_dir``: from the call until it is complete there."""
+    record: SaveRecord | None = field(default=None, repr=False, compare=False)
+    """On rank 0 of a save that no keeper writes."""
 
     @property
     def gb_per_second(self) -> float:
@@ -86,6 +112,8 @@ class SaveAborted:
     step: int | None
     rank: int
     error: str
+    record: SaveRecord | None = field(default=None, repr=False, compare=False)
+    """On rank 0 of a save that no keeper writes."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +261,13 @@ _NAMES = {SaveFinished: "saved", SaveAborted: "failed", IntervalProposed: "inter
 
 
 def as_json(event: SaveFinished | SaveAborted | IntervalProposed) -> dict[str, object]:
-    """An event as a record that says what it is, and that it is of now."""
-    told: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
-    told |= asdict(event) | {"path": str(event.path)}
+    """Return the fields of an event, its name and the time now, as values of JSON."""
+    values: dict[str, object] = {"event": _NAMES[type(event)], "time": time.time()}
+    values |= {name: getattr(event, name) for one in fields(event) if (name := one.name) != "record"}
+    values["path"] = str(event.path)
     if isinstance(event, SaveFinished):
-        told["gb_per_second"] = event.gb_per_second
-    return told
+        values["gb_per_second"] = event.gb_per_second
+    return values
 
 
 def append_json(path: Path, event: SaveFinished | SaveAborted | IntervalProposed) -> None:

@@ -12,9 +12,14 @@ import torch.distributed as dist
 
 import dcp_plugin as dcp
 from dcp_plugin.errors import SaveFailed
-from dcp_plugin.paths import Where
+from dcp_plugin.media import medium_of
+from dcp_plugin.media.objects.client import client_of
+from dcp_plugin.paths import Where, as_path
 from dcp_plugin.runs import figures
+from dcp_plugin.tools.report.collect import collect
+from tests.faults.proxy import Proxy
 from tests.launch import on_ranks
+from tests.object_server import Bucket
 
 
 def test_one_line_for_each_save_and_none_after_a_failure_where_nothing_was(tmp_path: Path) -> None:
@@ -55,6 +60,38 @@ def test_figures_of_all_ranks_by_every_writer(place: Where, tmp_path: Path) -> N
             assert sum(ranks["bytes"]) == save["bytes"] > 4000 and min(ranks["write_seconds"]) > 0
             assert save["seconds"] >= save["blocked_seconds"] > 0
             assert (save["local_seconds"] is not None) == ("local_dir" in config)
+
+
+def test_a_save_to_a_bucket_puts_one_object_of_figures_and_reads_none(bucket: Bucket, proxy: Proxy) -> None:
+    run = f"{bucket.url}/run"
+    dcp.save({"n": 1}, f"{run}/step-0", step=0, metrics={"loss": 0.0})
+    proxy.forget()
+    for step in (1, 2, 3):
+        dcp.save({"n": step}, f"{run}/step-{step}", step=step, metrics={"loss": step})
+    of_figures = [request for request in proxy.requests if ".figures" in request.path]
+    assert [request.method for request in of_figures] == ["PUT"] * 3
+    dcp.prune(run, keep_last=1)
+    assert _figures_in(bucket) == 1, "prune joins them"
+    dcp.save({"n": 4}, f"{run}/step-4", step=4, metrics={"loss": 4.0})
+    assert _figures_in(bucket) == 2
+    for _ in range(2):
+        saves = collect(run).saves
+        assert [(save.step, save.metrics) for save in saves] == [(step, {"loss": float(step)}) for step in range(5)]
+        assert _figures_in(bucket) == 1, "so does a report"
+
+
+def test_figures_that_an_earlier_version_put_into_one_object_are_read(place: Where) -> None:
+    lines = [json.dumps({"event": "saved", "save": f"s{step}", "step": step, "time": 1e9 + step}) for step in (1, 2)]
+    medium_of(place).note(place / ".dcp_plugin" / figures.NAME, "\n".join(lines).encode())
+    dcp.save({"n": 3}, place / "step-3", step=3)
+    assert [save["step"] for save in figures.read(place)] == [1, 2, 3]
+    figures.compact(place)
+    assert [save["step"] for save in figures.read(place)] == [1, 2, 3]
+
+
+def _figures_in(bucket: Bucket) -> int:
+    path: Any = as_path(f"{bucket.url}/run/.dcp_plugin")
+    return sum(one.key.endswith(".figures") for one in client_of(path).below(path.key))
 
 
 def test_the_file_is_bounded_in_lines_and_in_bytes_and_garbage_is_passed_over(

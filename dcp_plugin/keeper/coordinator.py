@@ -33,7 +33,6 @@ from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.runs import catalog, figures
-from dcp_plugin.runs.figures import SaveFigures
 from dcp_plugin.storage.writer import Facts, Publication, compose
 from dcp_plugin.tiers.steps import Record
 from dcp_plugin.tiers.survey import make_run, path_of
@@ -578,9 +577,11 @@ class Coordinator:
         seconds = time.monotonic() - save.job.began
         failed = end.error is not None and not end.published
         if failed or not save.parts:
-            aborted = events.SaveAborted(save.path, save.job.step, 0, f"{type(end.error).__name__}: {end.error}")
-            figures.note(SaveFigures(aborted, head.save_id, head.run, {}))
+            record = events.SaveRecord(head.save_id, head.run)
+            error = f"{type(end.error).__name__}: {end.error}"
+            figures.note(events.SaveAborted(save.path, save.job.step, 0, error, record))
             return
+        parts = [save.parts[rank].written for rank in sorted(save.parts)]
         blocked = save.job.spent.blocked_seconds
         event = events.SaveFinished(
             save.path,
@@ -592,9 +593,9 @@ class Coordinator:
             write_seconds=end.seconds,
             tier="durable" if end.published else "local",
             local_seconds=save.local_at and save.local_at - save.job.began,
+            record=events.SaveRecord(head.save_id, head.run, head.facts.metrics, figures.costs_of(parts)),
         )
-        parts = [save.parts[rank].written for rank in sorted(save.parts)]
-        figures.note(SaveFigures.of_parts(event, head.save_id, head.run, head.facts.metrics, parts))
+        figures.note(event)
 
     @staticmethod
     def _told(save: Save, node: Sequence[Peer], end: End) -> End:

@@ -442,8 +442,9 @@ class Medium(Protocol):
     def mark(self, path: Where, name: str, data: bytes) -> bool:
         """Add a small file to a published checkpoint, durably; False if it is there already."""
 
-    def note(self, path: Where, data: bytes) -> None:
-        """Make this small file what is at ``path``, in a workspace. Another process sees what was there, or this."""
+    def note(self, path: Where, data: bytes, replaced: Iterable[Where] = ()) -> None:
+        """Make this small file what is at ``path``, in a workspace, then delete the files that it replaces. Another
+        process sees what was there, or this."""
 
     def linkable(self, *homes: Where, size: int | None = None) -> Linkable:
         """A data file, to be put into later checkpoints too.

@@ -1,10 +1,12 @@
-"""What each save of a run has cost: a small file of JSON lines in the workspace beside its checkpoints.
+"""Figures of the saves of a run: JSON lines in the workspace beside its checkpoints.
 
-Rank 0 appends a line when a save is published or has failed; the keeper does where there is one. A line has the fields
-of the event (:mod:`dcp_plugin.events`; ``bytes`` and ``bytes_reused`` are those of all ranks), the metrics, the run and
-the save that it is of, and a column for each figure that ranks have. Only the newest are kept, whatever becomes of the
-checkpoints. What cannot be written is left: no save depends on it. A line that cannot be read counts as not being
-there. The file's name does not end as those of the records of saves do, which are swept.
+Rank 0, or its keeper, notes each save that is published or has failed. A line has the fields of the event
+(:mod:`dcp_plugin.events`; ``bytes`` and ``bytes_reused`` of all ranks), the metrics, the run, the save, and a column
+for each figure of the ranks. The newest lines stay when checkpoints are deleted.
+
+The rule: no save depends on figures, and no save reads them. On a disk a save appends a line to one file. In a store,
+which cannot append, it puts an object of its own, and :func:`compact` joins these. Lines that cannot be read are
+ignored. The names do not end as those of the records of saves do, which saves delete.
 """
 
 from __future__ import annotations
@@ -14,105 +16,104 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dcp_plugin import events
-from dcp_plugin.media import medium_of, workspace_of, workspaces_of
+from dcp_plugin.media import Readable, medium_of, workspace_of, workspaces_of
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import ObjectPath, Where
-from dcp_plugin.storage.writer import Spent, WrittenPart
+
+if TYPE_CHECKING:
+    from dcp_plugin.storage.writer import WrittenPart
 
 logger = logging.getLogger("dcp_plugin")
 
-NAME = "saves.figures"
+SUFFIX = ".figures"
+NAME = f"saves{SUFFIX}"
 MOST_SAVES = 2000
 _SLACK = 200
-"""Lines that may be more, so that the file need not be written anew with every save."""
+"""Lines that the file may have beyond that, so that a save seldom writes it again."""
 _MOST_BYTES = 8 << 20
-_MOST_IN_STORE = 256 << 10
-"""Bytes: there it is written anew with every save."""
+_STREAMS = 16
 COLUMNS = ("blocked_seconds", "staging_seconds", "write_seconds", "bytes", "bytes_reused")
-"""Of each rank."""
+"""Figures of each rank."""
 
 _sizes: dict[Path, tuple[int, int]] = {}
 """Lines and bytes of the files that this process has written."""
 
 
+def this_run() -> str:
+    """Return the identity of the run of this process."""
+    return _run_of(os.getpid())
+
+
 @functools.cache
-def run_of(process: int) -> str:
-    """Stands for the run of this process.
-
-    Args:
-        process: Its ID: one that was forked is another run.
-    """
-    return uuid.uuid4().hex[:12]
+def _run_of(process: int) -> str:
+    return uuid.uuid4().hex[:12]  # a forked process is another run
 
 
-@dataclass(frozen=True)
-class SaveFigures:
-    """What is noted of one save."""
-
-    event: events.SaveFinished | events.SaveAborted
-    """As rank 0 tells it."""
-    save: str
-    """Stands for it: a later line about the same save counts."""
-    run: str
-    metrics: Mapping[str, float]
-    ranks: Sequence[tuple[Spent, int, int]] = ()
-    """Of each: what it has spent, the bytes that it has written, and those that it has linked instead."""
-
-    @classmethod
-    def of_parts(
-        cls, event: events.SaveFinished, save: str, run: str, metrics: Mapping[str, float], parts: Sequence[WrittenPart]
-    ) -> SaveFigures:
-        """Of a save that is published; the event's bytes become those of all ranks."""
-        ranks = [(part.spent, part.nbytes, part.bytes_reused) for part in parts]
-        written, reused = sum(part.nbytes for part in parts), sum(part.bytes_reused for part in parts)
-        return cls(replace(event, bytes=written, bytes_reused=reused), save, run, metrics, ranks)
-
-    def line(self) -> bytes:
-        told = events.as_json(self.event)
-        told |= {"path": self.event.path.name, "run": self.run, "save": self.save}
-        told["place"] = "store" if isinstance(self.event.path, ObjectPath) else "disk"
-        told["metrics"] = {name: value if isfinite(value) else str(value) for name, value in self.metrics.items()}
-        if isinstance(self.event, events.SaveFinished):
-            told["ranks"] = self._columns(self.event)
-        return json.dumps(told).encode() + b"\n"
-
-    def _columns(self, event: events.SaveFinished) -> dict[str, list[float]]:
-        rows = [
-            (
-                round(event.blocked_seconds if spent.blocked_seconds is None else spent.blocked_seconds, 4),
-                round(spent.staging_seconds, 4),
-                round(spent.write_seconds, 4),
-                written,
-                reused,
-            )
-            for spent, written, reused in self.ranks
-        ]
-        return dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+def costs_of(parts: Sequence[WrittenPart]) -> tuple[events.RankCost, ...]:
+    """Return what each rank has spent on its part of a save."""
+    return tuple(
+        events.RankCost(
+            part.spent.blocked_seconds,
+            part.spent.staging_seconds,
+            part.spent.write_seconds,
+            part.nbytes,
+            part.bytes_reused,
+        )
+        for part in parts
+    )
 
 
-def note(figures: SaveFigures) -> None:
-    """Append the line of a save; of one that failed, where there are lines already.
+@functools.cache
+def subscribe() -> None:
+    """Note the saves of this process from now on."""
+    events.subscribe(note)
 
-    What goes wrong with that is not the save's failure.
-    """
-    file: Where = workspace_of(cast(Path, figures.event.path)) / NAME
+
+def note(event: events.Event) -> None:
+    """Note a save that has ended; one that failed only where figures are noted already. Log what goes wrong."""
+    if not isinstance(event, events.SaveFinished | events.SaveAborted) or event.record is None:
+        return
+    workspace: Where = workspace_of(cast(Path, event.path))
     try:
-        if isinstance(figures.event, events.SaveAborted) and not _read(file):
-            return  # a save that fails leaves nothing where nothing was
-        if isinstance(file, Path):
-            _append(file, figures.line())
+        if isinstance(event, events.SaveAborted) and not _has_figures(workspace):
+            return
+        if isinstance(workspace, Path):
+            _append(workspace / NAME, _line(event, event.record))
         else:
-            _put(file, figures.line())
+            medium_of(workspace).note(workspace / f"{event.record.save}{SUFFIX}", _line(event, event.record))
     except OSError as error:
-        logger.debug("figures of %s cannot be noted in %s: %s", figures.event.path, file, error)
+        logger.debug("figures of %s cannot be noted in %s: %s", event.path, workspace, error)
+
+
+def _line(event: events.SaveFinished | events.SaveAborted, record: events.SaveRecord) -> bytes:
+    values = events.as_json(event)
+    values |= {"path": event.path.name, "run": record.run, "save": record.save}
+    values["place"] = "store" if isinstance(event.path, ObjectPath) else "disk"
+    values["metrics"] = {name: value if isfinite(value) else str(value) for name, value in record.metrics.items()}
+    if isinstance(event, events.SaveFinished):
+        values["bytes"] = sum(cost.bytes for cost in record.ranks)
+        values["bytes_reused"] = sum(cost.bytes_reused for cost in record.ranks)
+        values["ranks"] = _columns(event, record.ranks)
+    return json.dumps(values).encode() + b"\n"
+
+
+def _columns(event: events.SaveFinished, ranks: Sequence[events.RankCost]) -> dict[str, list[float]]:
+    waits = [event.blocked_seconds if cost.blocked_seconds is None else cost.blocked_seconds for cost in ranks]
+    return {
+        "blocked_seconds": [round(seconds, 4) for seconds in waits],
+        "staging_seconds": [round(cost.staging_seconds, 4) for cost in ranks],
+        "write_seconds": [round(cost.write_seconds, 4) for cost in ranks],
+        "bytes": [cost.bytes for cost in ranks],
+        "bytes_reused": [cost.bytes_reused for cost in ranks],
+    }
 
 
 def _append(file: Path, line: bytes) -> None:
@@ -120,58 +121,101 @@ def _append(file: Path, line: bytes) -> None:
     posix.refuse_link(file.parent)
     if file not in _sizes or len(_sizes) > 64:
         _sizes.clear()
-        there = _read(file)
-        _sizes[file] = there.count(b"\n"), len(there)
-        line = b"\n" + line if there and not there.endswith(b"\n") else line  # somebody died while writing
+        data = _read(file.parent).get(NAME, b"")
+        _sizes[file] = data.count(b"\n"), len(data)
+        line = b"\n" + line if data and not data.endswith(b"\n") else line  # a process died while it wrote
     with open(posix.open_own(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as end:
-        end.write(line)  # one write: who shares the file does not cut a line
+        end.write(line)  # in one write, which no other process cuts
     lines, nbytes = _sizes[file]
     _sizes[file] = lines + 1, nbytes + len(line)
     if lines + 1 > MOST_SAVES + _SLACK or nbytes + len(line) > _MOST_BYTES:
-        kept = newest_lines(_read(file), _MOST_BYTES // 2)
+        kept = newest_lines(_read(file.parent).get(NAME, b""), _MOST_BYTES // 2)
         medium_of(file).note(file, kept)
         _sizes[file] = kept.count(b"\n"), len(kept)
 
 
-def _put(file: Where, line: bytes) -> None:
-    medium_of(file).note(file, newest_lines(_read(file) + line, _MOST_IN_STORE))
-
-
 def newest_lines(data: bytes, most_bytes: int) -> bytes:
-    """The last lines of these: as many as are to be kept, and within so many bytes."""
+    """Return the last :data:`MOST_SAVES` lines, as far as they fit into so many bytes; the last whatever its size."""
     lines = data.splitlines(keepends=True)[-MOST_SAVES:]
-    left = len(lines)
-    while left and most_bytes >= len(lines[left - 1]):
-        left -= 1
-        most_bytes -= len(lines[left])
-    return b"".join(lines[left:] or lines[-1:])
+    first = len(lines)
+    while first and most_bytes >= len(lines[first - 1]):
+        first -= 1
+        most_bytes -= len(lines[first])
+    return b"".join(lines[first:] or lines[-1:])
 
 
-def _read(file: Where) -> bytes:
+def compact(folder: Where) -> None:
+    """Join the objects that saves of the checkpoints in a folder of a store have put into one. Log what goes wrong.
+
+    The object has a new name: of two processes that compact at the same time neither deletes what the other one, or a
+    save, has put meanwhile.
+    """
+    workspace: Where = workspace_of(cast(Path, folder / NAME))
+    if isinstance(workspace, Path):
+        return
+    objects = _read(workspace)
+    if len(objects) < 2:
+        return
+    lines = b"".join(json.dumps(values).encode() + b"\n" for values in _parsed(objects))
     try:
-        with medium_of(file).open(file.parent).open(NAME) as found:
-            data: bytes = found.read(2 * _MOST_BYTES)
-            return data
-    except OSError:
-        return b""
+        joined = newest_lines(lines, _MOST_BYTES)
+        medium_of(workspace).note(workspace / f"{uuid.uuid4()}{SUFFIX}", joined, [workspace / name for name in objects])
+    except OSError as error:
+        logger.debug("figures in %s cannot be compacted: %s", workspace, error)
 
 
 def read(folder: Where) -> list[dict[str, Any]]:
-    """What was noted of the saves of the checkpoints in a folder, oldest first; nothing of it is validated.
+    """Return the lines about the saves of the checkpoints in a folder, oldest first; their values are not validated.
 
-    Of several lines about one save the last counts.
+    Of several lines about one save the newest counts.
     """
-    found: dict[object, dict[str, Any]] = {}
-    data = b"\n".join(_read(workspace / NAME) for workspace in workspaces_of(cast(Path, folder / NAME)))
-    for number, line in enumerate(data.splitlines()):
+    objects = {
+        str(place / name): data
+        for place in workspaces_of(cast(Path, folder / NAME))
+        for name, data in _read(place).items()
+    }
+    return _parsed(objects)
+
+
+def _parsed(objects: dict[str, bytes]) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for line in b"\n".join(objects.values()).splitlines():
         with suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            if isinstance(told, dict):
-                save = told.get("save")
-                found[save if isinstance(save, str) and save else number] = told
-    return list(found.values())
+            values = json.loads(line)
+            lines += [values] if isinstance(values, dict) else []
+    lines.sort(key=lambda values: time if isinstance(time := values.get("time"), int | float) else 0.0)
+    by_save: dict[object, dict[str, Any]] = {}
+    for number, values in enumerate(lines):
+        save = values.get("save")
+        by_save[save if isinstance(save, str) and save else number] = values
+    return list(by_save.values())
 
 
-def this_run() -> str:
-    """Stands for the run of this process."""
-    return run_of(os.getpid())
+def _read(workspace: Where) -> dict[str, bytes]:
+    """Return the contents of the files with figures, by name; without those that cannot be read."""
+    try:
+        with closing(medium_of(workspace).hold(workspace)) as files:
+            names = _names(files)
+            with ThreadPoolExecutor(_STREAMS, thread_name_prefix="dcp-figures") as pool:
+                contents = pool.map(lambda name: _content(files, name), names)
+                return {name: data for name, data in zip(names, contents, strict=True) if data is not None}
+    except OSError:
+        return {}
+
+
+def _content(files: Readable, name: str) -> bytes | None:
+    with suppress(OSError), files.open(name) as file:
+        return file.read(2 * _MOST_BYTES)
+    return None
+
+
+def _names(files: Readable) -> list[str]:
+    return [name for name in files.names() if name.endswith(SUFFIX)]
+
+
+def _has_figures(workspace: Where) -> bool:
+    try:
+        with closing(medium_of(workspace).hold(workspace)) as files:
+            return bool(_names(files))
+    except FileNotFoundError:
+        return False

@@ -38,7 +38,6 @@ from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shard
 from dcp_plugin.planning.save import PlanExchange, RankPlan, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
 from dcp_plugin.runs import catalog, figures
-from dcp_plugin.runs.figures import SaveFigures
 from dcp_plugin.saving.base import KeySelection, LeftOut
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
@@ -220,6 +219,7 @@ class SavePipeline:
     what has not changed since the last checkpoint, what another checkpoint has."""
 
     def __init__(self, config: CheckpointConfig) -> None:
+        figures.subscribe()
         self._config = config
         self.exchange = PlanExchange()
         self._local = RankLocal()
@@ -292,7 +292,7 @@ class SavePipeline:
             ranks.combine(f"write {request.path}", part.get, publish)
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
-            self.abort(error, request, ranks.rank, note=True)
+            self.abort(error, request, ranks.rank, self._record(request, {}) if ranks.rank == 0 else None)
         except BaseException:  # Ctrl-C
             publication.discard(all_ended=ranks.size == 1)
             raise
@@ -310,12 +310,16 @@ class SavePipeline:
             write_seconds=now - began,
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
+            record=self._record(request, staged.get().metrics, of_all) if of_all else None,
         )
         self.tell(event)
-        if of_all:
-            metrics = staged.get().metrics
-            figures.note(SaveFigures.of_parts(event, publication.save_id, figures.this_run(), metrics, of_all))
         return event
+
+    @staticmethod
+    def _record(
+        request: SaveRequest, metrics: Mapping[str, float], parts: Sequence[WrittenPart] = ()
+    ) -> events.SaveRecord:
+        return events.SaveRecord(request.publication.save_id, figures.this_run(), metrics, figures.costs_of(parts))
 
     def plan(
         self,
@@ -393,18 +397,13 @@ class SavePipeline:
         items, nbytes = sum(part.items_reused for part in parts), sum(part.bytes_reused for part in parts)
         return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
 
-    def abort(self, error: Exception, request: SaveRequest, rank: int, note: bool = False) -> NoReturn:
-        """Tell subscribers that the save has failed, and raise it.
-
-        Args:
-            note: Among the figures of the run, too: a keeper does that itself.
-        """
+    def abort(
+        self, error: Exception, request: SaveRequest, rank: int, record: events.SaveRecord | None = None
+    ) -> NoReturn:
+        """Emit the event that the save has failed, and raise the error."""
         if request.publication.published:  # and a rank was lost before all had heard of it
             error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
-        event = events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}")
-        self.tell(event)
-        if note and rank == 0:
-            figures.note(SaveFigures(event, request.publication.save_id, figures.this_run(), {}))
+        self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
         raise_as_failed_save(error, request.path)
 
     def tell(self, event: events.SaveFinished | events.SavedLocally | events.SaveAborted) -> None:

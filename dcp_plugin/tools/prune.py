@@ -21,6 +21,7 @@ from dcp_plugin.errors import CheckpointError
 from dcp_plugin.format import DAMAGED, SUMMARY, exists
 from dcp_plugin.media import Leftover, Usage, is_workspace, medium_of, workspace_of
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path, resolved
+from dcp_plugin.runs import figures
 from dcp_plugin.runs.catalog import may_need
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.tools.listing import OURS, Found, ListedCheckpoint, Run, is_in_flight, look_below
@@ -215,6 +216,8 @@ def prune(
     else:
         usage = _delete(found, decided, progress)
         left = _tidy(found, leftovers)
+        for workspace in _workspaces(found):
+            figures.compact(workspace.parent)
     freed = usage.own + sum(one.nbytes or 0 for one in left if one.deleted)
     return PruneReport(where, dry_run, list(decided.values()), left, freed)
 

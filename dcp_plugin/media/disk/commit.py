@@ -277,8 +277,8 @@ def link(path: Path, target: Path) -> None:
     _tidy_up(reservation)
 
 
-def note(path: Path, data: bytes) -> None:
-    """Put a small file into a workspace, in place of what has its name. Not durable at once."""
+def note(path: Path, data: bytes, replaced: Iterable[Path] = ()) -> None:
+    """Put a small file into a workspace, in place of what has its name, and of other files. Not durable at once."""
     fresh = path.with_name(f"{path.name}.new")
     for attempt in range(_ATTEMPTS):
         posix.make_directories(path.parent)
@@ -293,6 +293,8 @@ def note(path: Path, data: bytes) -> None:
                 raise
         else:
             break
+    for other in replaced:
+        other.unlink(missing_ok=True)
 
 
 @contextmanager

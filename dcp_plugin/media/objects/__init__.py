@@ -111,8 +111,9 @@ class ObjectStore:
         self.client.put(key, data)
         return True
 
-    def note(self, path: ObjectPath, data: bytes) -> None:
+    def note(self, path: ObjectPath, data: bytes, replaced: Iterable[ObjectPath] = ()) -> None:
         self.client.put(path.key, data)
+        self.client.delete([one.key for one in replaced])
 
     def publish_file(self, reservation: Reservation[ObjectPath]) -> None:
         raise OSError(errno.ENOTSUP, "an object has its name from the first moment", str(reservation.final))

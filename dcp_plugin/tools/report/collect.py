@@ -147,6 +147,8 @@ def collect(run: PathLike, storage_options: StorageOptions | None = None) -> Run
     root = as_path(run, storage_options)
     states = [state for state in list_checkpoints(root, storage_options) if state.committed]
     folders = {root, *(workspace_of(cast(Path, state.path)).parent for state in states)}
+    for folder in folders:
+        figures.compact(folder)
     noted = sorted((told for folder in folders for told in figures.read(folder)), key=_time)
     saves = _saves(noted, states)
     if not saves:
