@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from typing import Any
 from dcp_plugin import events
 from dcp_plugin.calls import Call, together
 from dcp_plugin.config import CheckpointConfig
-from dcp_plugin.errors import NoSharedMemory
+from dcp_plugin.errors import CheckpointError, NoSharedMemory
 from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.loading.load import Loading
 from dcp_plugin.loading.matching import LoadMode
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
+from dcp_plugin.media.elsewhere import Elsewhere, shown_at
+from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
 from dcp_plugin.runs import catalog
@@ -35,16 +36,15 @@ from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.saving import sigterm
 from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState, raise_as_failed_save
-from dcp_plugin.saving.kept import KeptSaves
 from dcp_plugin.saving.pace import Pace
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
+from dcp_plugin.sources import SourceFiles, keeper_of, source_of
 from dcp_plugin.staging.guard import take_off_hooks, wait_until_copied
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.state.names import module_cache
+from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.tiers.recovery import Recovery
-from dcp_plugin.tiers.survey import Surveyor, forget, path_of
 from dcp_plugin.types import CheckpointState, LoadReport
 
 logger = logging.getLogger("dcp_plugin")
@@ -88,7 +88,8 @@ class Checkpointer:
         self._saving = SavePipeline(self.config)
         self._queue = SaveQueue()
         self._lazy = self.config.staging == "lazy"
-        self._kept: KeptSaves | None = None
+        self._source = source_of(self.config)
+        self._kept: Any = None  # the writer of the keeper, once something was saved
         self.compares_ranks = True
         """Whether the first save warns of data that differs between ranks. Integrations of frameworks in which the
         values of rank 0 count by rule set it to False."""
@@ -247,11 +248,9 @@ class Checkpointer:
             wait_until_copied()  # another checkpointer may be copying what this load overwrites
             where = as_path(path, self.config.storage_options)
             catalog.refuse_another_rank(where, ranks.launch)
-            with collector_paused(), setting_aside(ranks, where), Recovery(ranks, self.config, where) as recovery:
-                for handle in self._queue.handles:
-                    handle.wait_recoverable()
-                loading = Loading(ranks, self.config, where, partial, strict, recovery.find(), mode)
-                report = recovery.told(loading.run(state))
+            with collector_paused(), setting_aside(ranks, where), self._open(where, ranks) as files:
+                loading = Loading(ranks, self.config, where, partial, strict, files, mode)
+                report = loading.run(state)
             self._saving.loaded(state, report, loading.opened, ranks)
             return report
 
@@ -263,19 +262,35 @@ class Checkpointer:
         Raises:
             RankFailure: As :meth:`load`.
         """
-        if self.config.local_dir is None:
+        if not self.config.has_local_tier:
             yield
             return
         with self._queue.call(f"look at {path}"):
             ranks = self._meet_again()
             where = as_path(path, self.config.storage_options)
             if self._kept is None:
-                settle_before_restart(self.config, where.parent, ranks)
-            with Recovery(ranks, self.config, where) as recovery:
-                for handle in self._queue.handles:
-                    handle.wait_recoverable()
-                with recovery.shown():
+                self._source.settle(where.parent, ranks)
+            with self._open(where, ranks) as files:
+                if files is None or files.is_at_path:
                     yield
+                    return
+                extra_files: Mapping[str, str] = {}
+                with suppress(CheckpointError):  # the reader of the path reports it
+                    extra_files = open_files(where, files, self._base).index.beside
+                names = tuple(files.all_names())
+                with shown_at(where, Elsewhere(files, names, extra_files, medium_of(where))):
+                    yield
+                    ranks.agree(f"end to look at {where}", lambda: None)  # no rank needs this node's files any more
+
+    def _open(self, path: Where, ranks: Ranks) -> AbstractContextManager[SourceFiles | None]:
+        """Open what the source has of a checkpoint, after the saves in flight. Collective."""
+        for handle in self._queue.handles:
+            handle.wait_recoverable()
+        return self._source.open(path, ranks, lambda: unpacked(medium_of(path).hold(path)))
+
+    @property
+    def _base(self) -> Where | None:
+        return None if self.config.base is None else as_path(self.config.base, self.config.storage_options)
 
     def surviving(self, root: PathLike) -> tuple[CheckpointState, ...]:
         """The saves at or below ``root`` that can be loaded although nothing is at their paths: from ``local_dir`` of
@@ -290,31 +305,12 @@ class Checkpointer:
         if not self.config.has_keeper:
             return ()
         ranks, where = self._meet_again(), as_path(root, self.config.storage_options)
-        settle_before_restart(self.config, where, ranks)
-        if self.config.local_dir is None:
-            return ()
-        surveyor = Surveyor(ranks, self.config, where)
-        try:
-            survey = surveyor.look()
-        finally:
-            surveyor.close()
-        if ranks.rank == 0:
-            for one in survey.passed_over:
-                logger.warning("passing over %s", one)
-        return tuple(catalog.local_states(survey, self.config))
+        self._source.settle(where, ranks)
+        return tuple(self._source.states(where, ranks))
 
     def set_local_aside(self, path: Where) -> bool:
-        """Believe nothing any more that any node has of the saves to a path; whether one had something. Collective."""
-        if self.config.local_dir is None:
-            return False
-        surveyor = Surveyor(Ranks(), self.config, path.parent)
-
-        def set_aside() -> int:
-            surveyor.look(of_one_node=True)
-            return surveyor.set_aside(path)
-
-        found: int = self.ranks.combine(f"set {path} aside", set_aside, lambda counts: sum(counts))
-        return found > 0
+        """Exclude the nodes' saves to a path from all later starts; return whether any node has one. Collective."""
+        return self._source.quarantine(path, self.ranks)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint, with what nodes have of it in ``local_dir``, after the save in flight if that is writing
@@ -335,11 +331,7 @@ class Checkpointer:
                 handle.refuse_in_callback(f"remove {path}")
                 handle.wait_done()
         catalog.refuse_to_remove_other_things(where)
-        if self.config.local_dir is not None:
-            if self._kept is not None:
-                self._kept.client.forget(path_of(where))
-            else:
-                forget(self.config.local_dir, where)
+        (self._source if self._kept is None else self._kept).forget(where)
         catalog.remove(where)
 
     def wait(self) -> None:
@@ -364,7 +356,7 @@ class Checkpointer:
             SaveFailed: As :meth:`wait`; not with ``local_dir``, where a save that fails is told in the log, and raised
                 by :meth:`wait`: ranks hear of it at different times, and the training is to go on.
         """
-        if self.config.local_dir is None:
+        if not self.config.has_local_tier:
             self.wait()
             return
         with self._queue.call("wait"):
@@ -469,7 +461,7 @@ class Checkpointer:
                 self._saving.forget_plan()
                 self._groups.close()
 
-    def _close_kept(self, kept: KeptSaves) -> None:
+    def _close_kept(self, kept: Any) -> None:
         self._kept = None
         try:
             kept.bring_newest()
@@ -567,7 +559,7 @@ class Checkpointer:
             for earlier in self._queue.handles:  # which a keeper may yet bring to the same path
                 if earlier.path == handle.path:
                     earlier.wait_done()
-            if self.config.local_dir is not None and self.config.durable_every is None:
+            if self.config.durable_every is None:
                 raise
             if ranks.rank == 0:
                 logger.warning("%s is saved without a keeper: %s", handle.path, error)
@@ -587,7 +579,7 @@ class Checkpointer:
 
     def _stage_and_hand_over(
         self,
-        kept: KeptSaves,
+        kept: Any,
         handle: SaveHandle,
         live: LiveState,
         request: SaveRequest,
@@ -615,9 +607,11 @@ class Checkpointer:
             staged = begun.then(lambda _: copy.finish())
             kept.start(self._queue, handle, request, staged, attached, ranks)
 
-    def _kept_saves(self, path: Where, ranks: Ranks) -> KeptSaves:
+    def _kept_saves(self, path: Where, ranks: Ranks) -> Any:
         if self._kept is None:
-            self._kept = KeptSaves(self.config, path.parent, ranks, self._saving, 1 + self._may_go_on)
+            keeper = keeper_of(self.config)
+            assert keeper is not None
+            self._kept = keeper.writer(self.config, path.parent, ranks, self._saving, 1 + self._may_go_on)
         return self._kept
 
     def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:

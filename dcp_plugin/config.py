@@ -252,7 +252,16 @@ class CheckpointConfig:
     @property
     def has_keeper(self) -> bool:
         """Whether saves are written by a keeper."""
-        return self.writer == "process" or self.local_dir is not None
+        return self.writer == "process" or self.has_local_tier
+
+    @property
+    def has_local_tier(self) -> bool:
+        """Whether a save is complete on the nodes before it is at its path, which it may never reach."""
+        return self.local_dir is not None
+
+    def without_local_tier(self) -> CheckpointConfig:
+        """Return the same with saves that go to their paths at once: for a rank that saves alone."""
+        return replace(self, local_dir=None, replicas=0, durable_every=1)
 
     @classmethod
     def merge(

@@ -35,8 +35,8 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-class _PrintableRecords(logging.Filter):
-    """Escapes the messages of a logger."""
+class PrintableRecords(logging.Filter):
+    """Escapes the messages of a logger, but not those of its children."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
@@ -45,8 +45,7 @@ class _PrintableRecords(logging.Filter):
         return True
 
 
-for _name in ("dcp_plugin", "dcp_plugin.keeper"):  # a logger's filter does not see the records of its children
-    logging.getLogger(_name).addFilter(_PrintableRecords())
+logging.getLogger("dcp_plugin").addFilter(PrintableRecords())
 
 
 class CheckpointError(Exception):

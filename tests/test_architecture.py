@@ -30,13 +30,13 @@ LAYERS = [
     ),
     ("format",),
     ("media",),
-    ("storage",),
-    ("planning", "staging", "tiers"),
+    ("storage", "sources"),
+    ("planning", "staging"),
     ("state",),
     ("loading",),
     ("runs",),
-    ("keeper",),
     ("saving",),
+    ("keeper",),
     ("checkpointer", "api"),
     ("tools",),
     ("integration", "tracking"),
@@ -112,9 +112,49 @@ def test_import_is_fast_and_brings_no_framework() -> None:
     assert len(loaded) <= 4, "each name is imported when it is first asked for"
 
 
-def test_saving_brings_no_framework_either(tmp_path: Path) -> None:
+def test_a_plain_save_and_load_import_no_framework_and_no_part_of_the_keeper(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
     loaded = _python(
-        f"import sys, torch, dcp_plugin; dcp_plugin.save({{'n': 1}}, {str(tmp_path / 'ck')!r}); "
-        "print(*{n.split('.')[0] for n in sys.modules})"
+        f"import sys, torch, dcp_plugin as dcp; state = {{'model': torch.nn.Linear(2, 2), 'n': 1}}; "
+        f"dcp.save(state, {path!r}); dcp.load(state, {path!r}); dcp.latest({str(tmp_path)!r}); print(*sys.modules)"
     ).split()
-    assert not {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"} & set(loaded)
+    assert "dcp_plugin.loading.load" in loaded
+    assert not [name for name in loaded if name.startswith("dcp_plugin.keeper")]
+    frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers", "hydra"}
+    assert not frameworks & {name.split(".")[0] for name in loaded}
+
+
+def test_only_the_keeper_and_one_registration_know_that_a_keeper_exists() -> None:
+    importing = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _package_of(path) != "keeper" and ("keeper" in _imports(path) or _names_as_text(path, "dcp_plugin.keeper"))
+    }
+    assert importing == {"sources.py"}
+
+
+def _names_as_text(path: Path, module: str) -> bool:
+    """Whether a module names another one in a text, as ``importlib`` and ``python -m`` take it."""
+    texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    return any(isinstance(text, str) and text.startswith(module) for text in texts)
+
+
+LOCAL_DIR_OF_USERS = {"runs/catalog.py", "tools/listing.py", "cli/list.py"}
+"""Public functions and a command that take ``local_dir`` from the user and hand it to a configuration."""
+
+
+def test_only_the_configuration_and_the_keeper_know_local_dir() -> None:
+    knowing = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if _package_of(path) != "keeper" and "local_dir" in _names_in(path)
+    }
+    assert knowing == {"config.py", *LOCAL_DIR_OF_USERS}
+
+
+def _names_in(path: Path) -> set[str]:
+    """Every name, attribute, argument and keyword in a module."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return names | {str(node.arg) for node in nodes if isinstance(node, ast.arg | ast.keyword)}

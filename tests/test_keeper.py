@@ -24,10 +24,10 @@ import dcp_plugin as dcp
 from dcp_plugin.errors import SaveFailed
 from dcp_plugin.keeper.client import start_keeper
 from dcp_plugin.keeper.coordinator import Coordinator
+from dcp_plugin.keeper.local_checkpoints import new_token
 from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.spool import End, Go, Spool
-from dcp_plugin.tiers.steps import new_token
-from dcp_plugin.tiers.wire import Channel
+from dcp_plugin.keeper.wire import Channel
 from tests.compare import same_bytes
 from tests.limits import HANG
 

@@ -26,12 +26,12 @@ import dcp_plugin as dcp
 from dcp_plugin.cli.app import app
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.format import DATA_SUFFIX, INDEX, SUMMARY
+from dcp_plugin.keeper import wire
+from dcp_plugin.keeper.inventory import Surveyor, make_run, path_of
+from dcp_plugin.keeper.local_checkpoints import NODE, LocalStep, LocalSteps, Record, is_inside
+from dcp_plugin.keeper.selection import DURABLE, OWN
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import read_summary
-from dcp_plugin.tiers import wire
-from dcp_plugin.tiers.nearest import DURABLE, OWN
-from dcp_plugin.tiers.steps import NODE, LocalStep, LocalSteps, Record, is_inside
-from dcp_plugin.tiers.survey import Surveyor, make_run, path_of
 from tests import launch
 from tests.compare import assert_same as same
 from tests.launch import on_ranks

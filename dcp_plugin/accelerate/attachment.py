@@ -43,6 +43,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.runs.resume import Restart, StartOptions
+from dcp_plugin.sources import source_of
 from dcp_plugin.state.adapters import NamesOnly
 from dcp_plugin.types import LoadReport
 
@@ -108,10 +109,9 @@ class _Kept:
 
     def checkpointer_alone(self) -> Checkpointer:
         """Return what saves on rank 0 without the other ranks. Its saves go to their paths at once, since other nodes
-        would have no part of them in ``local_dir``."""
+        would have no part of them in their local tier."""
         if self.alone is None:
-            config = replace(self.config, local_dir=None, replicas=0)
-            self.alone = Checkpointer(config, solo=True)
+            self.alone = Checkpointer(self.config.without_local_tier(), solo=True)
             self.alone.compares_ranks = False
             self.alone.pace = self.checkpointer.pace
         return self.alone
@@ -223,7 +223,7 @@ class Attachment(BaseAttachment):
             accelerator.project_configuration.iteration += 1
             return str(path)
         if project is not None:
-            next_path = functools.partial(project.next_path, self.config.local_dir)
+            next_path = functools.partial(project.next_path, source_of(self.config))
             path = next_path() if alone else self._decide(next_path)
         checkpointer = self._kept.checkpointer_alone() if alone else self._kept.checkpointer
         self._announce_background_save(path)

@@ -42,7 +42,7 @@ from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
-from dcp_plugin.tiers.survey import held
+from dcp_plugin.sources import Source
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -234,7 +234,7 @@ class Project:
         return cls(config, storage_options) if config.automatic_checkpoint_naming else None
 
     def with_local(self, checkpointer: Checkpointer) -> Project:
-        """With what survives in ``local_dir`` of the nodes alone. Collective."""
+        """With the saves that survive on the nodes alone. Collective."""
         found = [self.root / state.path.name for state in checkpointer.surviving(self.root)]
         return replace(self, local=tuple(path for path in found if _NUMBERED.fullmatch(path.name)))
 
@@ -247,14 +247,14 @@ class Project:
         """The path of the next automatic name, whatever is there."""
         return self.root / f"{_PREFIX}{self.config.iteration}"
 
-    def next_path(self, local_dir: str | None = None) -> Where:
-        """Where the next automatic save goes.
+    def next_path(self, source: Source) -> Where:
+        """Return where the next automatic save goes.
 
         Raises:
             SaveFailed: There is something already, and this run does not continue it.
         """
         path = self.current_path
-        if medium_of(path).kind(path) or (local_dir is not None and held(local_dir, path)):
+        if medium_of(path).kind(path) or source.newest_time(path) is not None:
             raise SaveFailed(
                 f"cannot save {path}: it exists, and this run has not loaded any checkpoint of the project. Resume "
                 f"with accelerator.load_state(), use another project_dir, or set project_configuration.iteration."
@@ -294,8 +294,8 @@ class Project:
             self.config.iteration = _number_of(paths[-1]) + 1
 
     def rotate(self, event: SaveFinished, delete: Callable[[Where], None] = catalog.remove) -> None:
-        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. How many are in
-        ``local_dir`` alone is ``local_keep``'s to say."""
+        """Delete the oldest beyond ``total_limit``. On rank 0, when the newest is committed. ``local_keep`` says how
+        many stay on the nodes alone."""
         if self.config.total_limit is not None and event.tier == "durable":
             complete: list[Where] = []
             for path in self._paths():

@@ -1,8 +1,15 @@
 """Layer 9: the keeper, one helper process per node that writes what the ranks of the node have staged.
 
-In: host copies in shared memory, and files that say what is to become of them (:mod:`~dcp_plugin.keeper.spool`).
-Out: local parts, copies on other nodes, published checkpoints (:mod:`~dcp_plugin.keeper.node`,
-:mod:`~dcp_plugin.keeper.coordinator`). The ranks talk to it through :mod:`~dcp_plugin.keeper.client`. The rule: once
-all ranks have handed a save over, no rank is needed any more. Whatever the keeper does can be done again: one that is
-started in place of one that died reads the same files and goes on.
+In: host copies in shared memory, and files that describe the saves (:mod:`~dcp_plugin.keeper.spool`). Out: local parts,
+copies on other nodes, published checkpoints (:mod:`~dcp_plugin.keeper.node`, :mod:`~dcp_plugin.keeper.coordinator`).
+The ranks talk to it through :mod:`~dcp_plugin.keeper.client`. The rule: once all ranks have handed a save over, no rank
+is needed any more. Every step of the keeper can be repeated: a keeper that replaces a dead one reads the same files and
+goes on.
+
+A *node* is a host and a ``local_dir`` on it. It has the part of a checkpoint that its ranks wrote, the complete index,
+and perhaps copies of other nodes' parts (:mod:`~dcp_plugin.keeper.local_checkpoints`). A load takes each byte from the
+nearest place that has it (:mod:`~dcp_plugin.keeper.source`). A file counts if the index of the save names it and it has
+its size, and its bytes count if they have their checksums.
+
+The core sees the writer and the source that :mod:`~dcp_plugin.keeper.registration` registers.
 """

@@ -22,11 +22,11 @@ import torch
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory, RankFailure, SaveFailed
+from dcp_plugin.keeper.inventory import node_of
 from dcp_plugin.keeper.spool import End, Go, Peer, RankJob, Spool
+from dcp_plugin.keeper.wire import Channel, connect, new_key
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.ranks import Attempt, Ranks
-from dcp_plugin.tiers.survey import node_of
-from dcp_plugin.tiers.wire import Channel, connect, new_key
 
 logger = logging.getLogger("dcp_plugin")
 

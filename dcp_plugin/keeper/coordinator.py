@@ -28,15 +28,15 @@ from dcp_plugin.format import INDEX, index_file
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.summary import fingerprint
+from dcp_plugin.keeper.inventory import make_run, path_of
+from dcp_plugin.keeper.local_checkpoints import Record
 from dcp_plugin.keeper.node import Node, retried
 from dcp_plugin.keeper.spool import End, Go, Head, Part, Peer, RankJob
+from dcp_plugin.keeper.wire import connect
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where, resolved
 from dcp_plugin.runs import catalog, figures
 from dcp_plugin.storage.writer import Facts, Publication, compose
-from dcp_plugin.tiers.steps import Record
-from dcp_plugin.tiers.survey import make_run, path_of
-from dcp_plugin.tiers.wire import connect
 
 logger = logging.getLogger("dcp_plugin.keeper")
 

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dcp_plugin.errors import SaveFailed
+from dcp_plugin.errors import PrintableRecords, SaveFailed
 from dcp_plugin.format import DATA_SUFFIX
+from dcp_plugin.keeper.local_checkpoints import LocalStep, LocalSteps, Record, is_inside, is_memory, put_file
 from dcp_plugin.keeper.spool import End, Part, RankJob, Spool, reached
+from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import CannotLink, Linkable, Medium, medium_of
 from dcp_plugin.media.disk import LocalDisk, posix
 from dcp_plugin.media.disk.files import LocalFiles
@@ -31,10 +33,9 @@ from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.passing import Memory, SourceError, Way
 from dcp_plugin.storage.reuse import Reuse
 from dcp_plugin.storage.writer import PartWriter, RankDirectory, WrittenPart
-from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, is_inside, is_memory, put_file
-from dcp_plugin.tiers.wire import Address, Channel, connect
 
 logger = logging.getLogger("dcp_plugin.keeper")
+logger.addFilter(PrintableRecords())
 
 _PIECE = 8 << 20
 _AHEAD = 2
@@ -332,7 +333,7 @@ class Node:
         """All nodes have what they are to have. Older saves than ``local_keep`` go, but for those that are needed.
 
         Args:
-            run: As in :class:`~dcp_plugin.tiers.steps.Record`, as far as it is known by now.
+            run: As in :class:`~dcp_plugin.keeper.local_checkpoints.Record`, as far as it is known by now.
         """
         job = self.job(token, ranks[0])
         steps = self.steps(job)

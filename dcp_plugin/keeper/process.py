@@ -30,7 +30,7 @@ from dcp_plugin.errors import CheckpointError, SaveFailed
 from dcp_plugin.keeper.coordinator import Coordinator
 from dcp_plugin.keeper.node import Node
 from dcp_plugin.keeper.spool import End, Go, Peer, Spool
-from dcp_plugin.tiers.wire import Address, Channel, Server, connect, own_address
+from dcp_plugin.keeper.wire import Address, Channel, Server, connect, own_address
 
 logger = logging.getLogger("dcp_plugin.keeper")
 

@@ -54,8 +54,8 @@ from dcp_plugin.runs import catalog
 from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
+from dcp_plugin.sources import source_of
 from dcp_plugin.storage.open import summary_of
-from dcp_plugin.tiers.survey import held
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks
@@ -73,7 +73,7 @@ class PostCommit:
     ``Trainer.save_checkpoint`` has returned. With a save in the background that is too early: after a crash the link
     would lead nowhere, and neither the new nor the old checkpoint would be there.
 
-    With ``local_dir`` a save may have ended and not be at its path, or have ended while the one before is on its way
+    With a local tier a save may have ended and not be at its path, or have ended while the one before is on its way
     there. Then links lead to what is at its path, and what is there is deleted when something newer has come, too.
     """
 
@@ -83,7 +83,7 @@ class PostCommit:
         self._count = 0
         """Saves that were followed."""
         self._links: list[Callable[[], object]] = []
-        """To the newest save, if that is nowhere but in ``local_dir``."""
+        """To the newest save, if it is in the local tier alone."""
         self._removals: deque[tuple[int, Where, Callable[[], object]]] = deque()
         """What is deleted after the save of that number."""
         self._only_local: set[Where] = set()
@@ -410,8 +410,8 @@ class DCPCheckpointIO:
         self.post_commit.settle()
 
     def _wait_until_kept(self) -> None:
-        """:meth:`wait`, but with ``local_dir`` not until what was saved is at its path."""
-        if self.config.local_dir is None:
+        """Wait until the saves are complete: with a local tier, not until they are at their paths."""
+        if not self.config.has_local_tier:
             self.wait()
             return
         if self._checkpointer is not None:
@@ -419,8 +419,8 @@ class DCPCheckpointIO:
         self.post_commit.settle()
 
     def has_locally(self, path: PathLike) -> bool:
-        """Whether this node has a save to this path in ``local_dir``."""
-        return self.config.local_dir is not None and bool(held(self.config.local_dir, self.where(path)))
+        """Return whether this node has a part of a save to this path in its local tier."""
+        return source_of(self.config).newest_time(self.where(path)) is not None
 
     def start(self, model: nn.Module, world_size: int, strict: bool) -> Restart:
         """Warm-start the model of a promoted strategy, if there is something to start from. Collective.
@@ -465,7 +465,7 @@ class DCPCheckpointIO:
         """
         self._warn_if_not_promoted()
         where = self.where(path)
-        if self.config.local_dir is None:
+        if not self.config.has_local_tier:
             self.post_commit.with_files(lambda: catalog.remove(where))
         else:
             self.post_commit.remove_in_training(where, lambda: self._remove_everywhere(where))
@@ -484,7 +484,7 @@ class DCPCheckpointIO:
         """
         try:
             self.wait()
-            if self._checkpointer is not None and self.config.local_dir is not None:
+            if self._checkpointer is not None and self.config.has_local_tier:
                 self._checkpointer.bring_newest()
                 self.post_commit.brought()
                 self.post_commit.settle()
@@ -505,8 +505,7 @@ class DCPCheckpointIO:
 
     def _alone(self) -> Checkpointer:
         """A checkpointer that needs no closing: no process group, no background, no keeper."""
-        alone: dict[str, Any] = {"writer": "thread", "local_dir": None, "replicas": 0, "durable_every": 1}
-        return Checkpointer(self.config, solo=True, async_save=False, **alone)
+        return Checkpointer(self.config.without_local_tier(), solo=True, async_save=False, writer="thread")
 
     def _warn_if_not_promoted(self) -> None:
         if self.serves_strategy or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

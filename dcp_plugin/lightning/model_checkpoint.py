@@ -37,7 +37,6 @@ from dcp_plugin.format import METADATA, SUMMARY
 from dcp_plugin.format.packed import token_in
 from dcp_plugin.integration import is_regular_file
 from dcp_plugin.integration.lightning_packages import has_base, home_of
-from dcp_plugin.keeper.client import settle_before_restart
 from dcp_plugin.lightning import _lightning
 from dcp_plugin.lightning.io import DCPCheckpointIO
 from dcp_plugin.media import Listed, Medium, medium_of
@@ -45,8 +44,8 @@ from dcp_plugin.paths import ObjectPath, PathLike, Where, is_url, resolved, text
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
+from dcp_plugin.sources import source_of
 from dcp_plugin.storage.open import read_summary
-from dcp_plugin.tiers.survey import held
 from dcp_plugin.types import CheckpointState
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
@@ -128,7 +127,7 @@ def _promoted(base: type[Any]) -> type[Any]:
                 return _is_taken_on_all_ranks(trainer, adapter.io, adapter.io.where(filepath))
             if super().file_exists(filepath, trainer):
                 return True
-            if adapter is None or not (adapter.io.config.async_save or adapter.io.config.local_dir):
+            if adapter is None or not (adapter.io.config.async_save or adapter.io.config.has_local_tier):
                 return False
             io = adapter.io
             taken = trainer.is_global_zero and (io.post_commit.is_under_way(filepath) or io.has_locally(filepath))
@@ -241,7 +240,7 @@ def _plugin_of(trainer: Any) -> DCPCheckpointIO | None:
 class _Stores:
     """What Lightning has to know of object stores to choose a checkpoint, see :mod:`~dcp_plugin.lightning._lightning`.
 
-    And of what is in ``local_dir`` alone, as far as this node has it: Lightning chooses before ranks can talk to each
+    And of what is in the local tier alone, as far as this node has it: Lightning chooses before ranks can talk to each
     other. Nothing is asked for a trainer without the plugin.
     """
 
@@ -249,7 +248,7 @@ class _Stores:
 
     def concerns(self, path: str) -> bool:
         io = _plugin_of(self.trainer)
-        return io is not None and (io.config.local_dir is not None or is_url(text_of(path)))
+        return io is not None and (io.config.has_local_tier or is_url(text_of(path)))
 
     def newest(self, paths: set[str]) -> str | None:
         io = _plugin_of(self.trainer)
@@ -279,18 +278,15 @@ def _entries(root: Where, medium: Medium) -> list[Listed[Any]]:
 def _local_in(io: DCPCheckpointIO, folder: Where) -> list[CheckpointState]:
     """What was saved to a folder and is not there, as far as this node has it. Keepers of a training before are waited
     for first: they may be about to put it there."""
-    if io.config.has_keeper:
-        settle_before_restart(io.config, folder, Ranks())
-    if io.config.local_dir is None:
-        return []
-    found = catalog.list_local(folder, io.config)
-    return [state for state in found if state.path.parent in (folder, resolved(folder))]
+    source = source_of(io.config)
+    source.settle(folder, Ranks())
+    return [state for state in source.states(folder) if state.path.parent in (folder, resolved(folder))]
 
 
 def _time_of(io: DCPCheckpointIO, path: Where) -> float | None:
     """When a checkpoint, or a file that is one, was made; None if it is not there."""
-    if io.config.local_dir is not None and (steps := held(io.config.local_dir, path)):
-        return steps[-1].record.time
+    if (local := source_of(io.config).newest_time(path)) is not None:
+        return local
     medium = medium_of(path)
     if is_regular_file(path):
         return medium.open(path.parent).modified(path.name)

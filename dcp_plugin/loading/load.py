@@ -6,9 +6,11 @@ byte of a target is overwritten, and what does not fit is raised in one error th
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -28,6 +30,7 @@ from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.sharing import BroadcastRead, Rule
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
+from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
 from dcp_plugin.storage.open import Opened
@@ -35,6 +38,8 @@ from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
 from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
+
+logger = logging.getLogger("dcp_plugin")
 
 _MOST_TRIES = 20
 """How often a load begins anew because the checkpoint was replaced before the ranks had opened its files."""
@@ -57,7 +62,7 @@ class Loading:
     """One load. :meth:`run` has its steps.
 
     Args:
-        open_with: Opens the checkpoint, if that is not what is at its path.
+        files: The files that a source has opened; None: those at the path.
         mode: How tensors of data and of Stateful objects are judged that only the target or the checkpoint has.
     """
 
@@ -68,7 +73,7 @@ class Loading:
         path: Where,
         partial: PartialLoad | None,
         strict: bool,
-        open_with: Callable[[], Opened] | None = None,
+        files: SourceFiles | None = None,
         mode: LoadMode = LoadMode.FILL,
     ) -> None:
         self._ranks, self._config, self._path, self._mode = ranks, config, path, mode
@@ -79,8 +84,9 @@ class Loading:
             verify=config.verify_on_load,
             check_files=ranks.rank == 0,
             base=config.base,
-            open_with=open_with,
+            files=files,
         )
+        self._files, self._began = files, time.monotonic()
         self._waiting: list[str] = []
         self._adapters: list[StateAdapter] = []
 
@@ -105,9 +111,17 @@ class Loading:
             for message in match.warnings:  # last: a warning that was made an error must not stop a load half-way
                 warnings.warn(printable(message), stacklevel=3)
         reader, loaded = self._reader, [*self._targets, *match.deferred]
-        return replace(
+        report = replace(
             match.report, loaded=loaded, bytes_read=reader.bytes_read, unchecked_bytes=reader.unchecked_bytes
         )
+        return report if self._files is None else self._with_sources(report, self._files)
+
+    def _with_sources(self, report: LoadReport, files: SourceFiles) -> LoadReport:
+        seconds = time.monotonic() - self._began
+        if self._ranks.rank == 0:
+            sources = ", ".join(f"{count / 2**20:,.1f} MiB from {name}" for name, count in files.bytes_from.items())
+            logger.info("%s: rank 0 has read %s in %.2f s", self._path, sources or "nothing", seconds)
+        return replace(report, sources=dict(files.bytes_from), passed_over=files.problems, seconds=seconds)
 
     def _prepare(self, state: Mapping[str, Any]) -> Match:
         """Everything before the first tensor is overwritten; from the start, on all ranks, if another process deletes

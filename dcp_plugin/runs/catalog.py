@@ -38,15 +38,14 @@ from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.launcher import Launch
 from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, workspaces_in
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
-from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read, may_pass
+from dcp_plugin.sources import source_of
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.open import open_alone, read_summary, said_base
 from dcp_plugin.storage.read_items import in_windows
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.tiers.survey import Survey, Surveyor
 from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
 
 T = TypeVar("T")
@@ -157,26 +156,10 @@ def list_checkpoints(
 def local_below(
     root: Where, local_dir: PathLike | None, storage_options: StorageOptions | None
 ) -> list[CheckpointState]:
-    """What is in this host's ``local_dir`` alone."""
+    """Return the saves that this host has in ``local_dir`` and that are not at their paths."""
     if local_dir is None:
         return []
-    return list_local(root, CheckpointConfig(local_dir=str(local_dir), storage_options=storage_options))
-
-
-def list_local(root: Where, config: CheckpointConfig) -> list[CheckpointState]:
-    """What is in this host's ``local_dir`` and not at its path; what was complete on all nodes is taken to be whole."""
-    return local_states(Surveyor(Ranks(), config, root).look(of_one_node=True), config)
-
-
-def local_states(survey: Survey, config: CheckpointConfig) -> list[CheckpointState]:
-    """The saves that can be put together and are not at their paths."""
-    return [
-        CheckpointState(
-            as_path(one.record.path, config.storage_options), True, "", one.record.step, one.record.time, "local"
-        )
-        for one in survey.survivors
-        if not one.durable
-    ]
+    return source_of(CheckpointConfig(local_dir=str(local_dir), storage_options=storage_options)).states(root)
 
 
 def numbered(root: W, prefix: str) -> list[tuple[int, W]]:

@@ -16,7 +16,7 @@ import io
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -35,11 +35,12 @@ from dcp_plugin.format.payload import block_size
 from dcp_plugin.format.pickle_stubs import RefusedValue
 from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
+from dcp_plugin.media import Readable
 from dcp_plugin.paths import StorageOptions, as_path, is_path
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint
+from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint, open_files
 from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import decode, fill, is_stored_whole, require_memory, size_of
@@ -75,7 +76,7 @@ class ShardedReader(StorageReader):
         base: Where the checkpoint is that has what this one leaves out, if it was moved.
         complete: Open the base too. Otherwise the index lacks the keys that the base has.
         storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        open_with: Opens the checkpoint, if that is not what is at the path.
+        files: The files of the checkpoint, if those at the path are not to be read. :meth:`close` closes them.
 
     Raises:
         CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: When the index is first used.
@@ -99,10 +100,10 @@ class ShardedReader(StorageReader):
         base: str | os.PathLike[str] | None = None,
         complete: bool = True,
         storage_options: StorageOptions | None = None,
-        open_with: Callable[[], Opened] | None = None,
+        files: Readable | None = None,
     ) -> None:
         self._storage_options = storage_options
-        self._open_with = open_with
+        self._files = files
         self.path = self._asked_for = as_path(path, storage_options)
         self._io_threads = io_threads
         self._verify = verify
@@ -122,8 +123,8 @@ class ShardedReader(StorageReader):
     def opened(self) -> Opened:
         """The checkpoint; opened when it is first needed."""
         if self._opened is None:
-            if self._open_with is not None:
-                self._opened = self._open_with()
+            if self._files is not None:
+                self._opened = open_files(self.path, self._files, self._base)
             elif self._complete:
                 self._opened = open_checkpoint(self.path, self._base, self._check_files)
             else:

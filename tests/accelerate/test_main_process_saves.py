@@ -85,7 +85,7 @@ def test_a_save_of_the_main_process_alone_resumes_on_all_ranks(tmp_path: Path, s
     if settings == "by a keeper":
         options["writer"] = "process"
     if settings == "into a local directory":
-        options["local_dir"] = str(tmp_path / "local")
+        options |= {"local_dir": str(tmp_path / "local"), "durable_every": 2}
     run, messages = _start(**options), _Messages()
     _Waits(alone=True)
     states = {}

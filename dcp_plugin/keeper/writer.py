@@ -21,6 +21,8 @@ from dcp_plugin.calls import together
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import NoSharedMemory, SaveFailed
 from dcp_plugin.keeper.client import KeeperClient
+from dcp_plugin.keeper.inventory import path_of
+from dcp_plugin.keeper.local_checkpoints import new_token
 from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order
@@ -30,7 +32,6 @@ from dcp_plugin.saving.job import PlannedState, SavePipeline, SaveRequest, Stage
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.staging.snapshot import HostPool
 from dcp_plugin.storage.writer import Spent
-from dcp_plugin.tiers.steps import new_token
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -281,6 +282,10 @@ class KeptSaves:
         )
         self._pipeline.tell(event)
         return event
+
+    def forget(self, path: Where) -> None:
+        """Delete the parts that nodes have of the saves to ``path``. On rank 0."""
+        self.client.forget(path_of(path))
 
     def bring_newest(self) -> None:
         """Bring the newest save to its path if it is complete locally alone, and wait until it is there.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +17,14 @@ from pathlib import Path
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, some
 from dcp_plugin.format.summary import Summary
+from dcp_plugin.keeper.local_checkpoints import LocalStep, Record, steps_below
+from dcp_plugin.keeper.selection import DurablePlace, NearestFiles, OtherNode, OwnFolder, Place
+from dcp_plugin.keeper.wire import Address, Server, new_key, own_address, serve_files
 from dcp_plugin.media import Readable, medium_of, workspace_in, workspaces_in
 from dcp_plugin.media.disk import posix
-from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
 from dcp_plugin.storage.open import read_summary
-from dcp_plugin.tiers.nearest import DurablePlace, NearestFiles, OtherNode, OwnFolder, Place
-from dcp_plugin.tiers.steps import LocalStep, LocalSteps, Record, steps_below
-from dcp_plugin.tiers.wire import Address, Server, new_key, own_address, serve_files
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -207,8 +206,15 @@ class Surveyor:
                 self._runs[str(root)] = None
         return self._runs[str(root)]
 
-    def files(self, survivor: Survivor, path: Where) -> NearestFiles:
-        """The files of a save, for this rank."""
+    def files(
+        self, survivor: Survivor, path: Where, below: Callable[[], Readable], passed_over: Sequence[str]
+    ) -> NearestFiles:
+        """Return the files of a save, for this rank.
+
+        Args:
+            below: Opens the files at ``path``.
+            passed_over: The first problems of the files.
+        """
         record = survivor.record
         places: list[Place] = []
         others: list[OtherNode] = []
@@ -220,26 +226,14 @@ class Surveyor:
         turn = self.ranks.rank % len(others) if others else 0
         places += [*others[turn:], *others[:turn]]  # so that not all ranks ask the same node first
         if survivor.durable:
-            places.append(DurablePlace(record.files.keys(), lambda: _at_path(path)))
-        return NearestFiles(str(path), record.files, places, record.time)
-
-    def set_aside(self, path: Where) -> int:
-        """Believe nothing any more that this node has of the saves to a path. How many there were."""
-        names = _names_of(path)
-        mine = [step for step in self._steps.values() if step.record.path in names]
-        for step in mine:
-            step.set_aside()
-        return len(mine)
+            places.append(DurablePlace(record.files.keys(), below))
+        return NearestFiles(str(path), record.files, places, record.time, survivor.durable, passed_over)
 
     def close(self) -> None:
         """Answer no more."""
         if self._server is not None:
             self._server.close()
             self._server = None
-
-
-def _at_path(path: Where) -> Readable:
-    return unpacked(medium_of(path).hold(path))
 
 
 def node_of(local_dir: Path) -> str:
@@ -271,21 +265,12 @@ def newest_at(survey: Survey, path: Where) -> Survivor | None:
     return next((one for one in survey.survivors if one.record.path in names), None)
 
 
-def held(local_dir: str, path: Where) -> list[LocalStep]:
-    """What this node has of the saves to one path, oldest first."""
-    found, _ = steps_below(Path(local_dir), resolved(path.parent))
+def parts_of(local_dir: Path, path: Where) -> list[LocalStep]:
+    """Return the parts that this node has of the saves to one path, oldest first."""
+    parts, _ = steps_below(local_dir, resolved(path.parent))
     names = _names_of(path)
-    return [step for step in found if step.record.path in names]
-
-
-def forget(local_dir: str, path: Where) -> None:
-    """Delete what this node has of the saves to one path."""
-    LocalSteps(Path(local_dir), path.parent).forget(path_of(path))
+    return [part for part in parts if part.record.path in names]
 
 
 def _names_of(path: Where) -> set[str]:
     return {str(path_of(path)), str(resolved(path))}
-
-
-def said(problems: Sequence[str]) -> str:
-    return some(list(problems), 5, "; ")

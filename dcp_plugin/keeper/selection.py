@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dcp_plugin.keeper.wire import Address, Channel, connect
 from dcp_plugin.media import RangedFile, RawRanges, Readable, first_bytes
 from dcp_plugin.media.disk.files import LocalFile, LocalFiles
-from dcp_plugin.tiers.wire import Address, Channel, connect
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -102,8 +102,9 @@ class DurablePlace:
         return self._files.open(name)
 
     def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
+        files, self._files = self._files, None  # a load that begins anew opens them again
+        if files is not None:
+            files.close()
 
 
 class _Ranged(RangedFile):
@@ -215,19 +216,30 @@ class NearestFiles:
         sizes: All its files, and their bytes.
         places: Nearest first.
         written: When it was saved, in seconds since the epoch.
+        is_at_path: Whether the path has the complete checkpoint, too.
+        passed_over: The first of :attr:`problems`.
     """
 
     streams = 0
     gap = 8 << 10
 
-    def __init__(self, where: str, sizes: Mapping[str, int], places: Sequence[Place], written: float) -> None:
+    def __init__(
+        self,
+        where: str,
+        sizes: Mapping[str, int],
+        places: Sequence[Place],
+        written: float,
+        is_at_path: bool,
+        passed_over: Sequence[str],
+    ) -> None:
         self._where, self._sizes, self._places, self._written = where, dict(sizes), list(places), written
         self._lock = threading.Lock()
         self._given_up: dict[str, list[Place]] = {}
         self.bytes_from: Counter[str] = Counter()
         """Bytes that were read, by the name of the place."""
-        self.problems: list[str] = []
-        """What was wrong with places."""
+        self.problems = list(passed_over)
+        """Parts that are not believed, and places that failed, with the reason."""
+        self.is_at_path = is_at_path
 
     @property
     def where(self) -> str:

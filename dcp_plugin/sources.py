@@ -1,0 +1,104 @@
+"""Places besides its path where a checkpoint may be, and the one seam between the core and the keeper.
+
+A load, the catalogue and the integrations ask a :class:`Source` first and read from the path what the source lacks.
+The package of the keeper registers its source and its writer here when it is imported. The configuration alone decides
+whether :func:`keeper_of` imports it. So a plain save and load import no part of the keeper.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dcp_plugin.config import CheckpointConfig
+from dcp_plugin.media import Readable
+from dcp_plugin.paths import Where
+from dcp_plugin.ranks import Ranks
+from dcp_plugin.types import CheckpointState
+
+_KEEPER = "dcp_plugin.keeper.registration"
+
+
+class SourceFiles(Readable, Protocol):
+    """Files of one checkpoint that a source has opened. What the source lacks is read from the path."""
+
+    bytes_from: Counter[str]
+    """Bytes read so far, by the name of the place."""
+    problems: list[str]
+    """Parts that are not believed or cannot be read, with the reason."""
+    is_at_path: bool
+    """Whether the path has the complete checkpoint, too."""
+
+    def all_names(self) -> list[str]:
+        """Return every file, with ``/`` between folders."""
+
+
+class Source:
+    """Where checkpoints are found besides their paths. This one has nothing: every checkpoint is at its path."""
+
+    def settle(self, root: Where, ranks: Ranks) -> None:
+        """Wait until what an earlier training has handed over is complete. Collective."""
+
+    @contextmanager
+    def open(self, path: Where, ranks: Ranks, below: Callable[[], Readable]) -> Iterator[SourceFiles | None]:
+        """Open the newest save to ``path``; None if only the path has it. Collective; ranks agree on the save.
+
+        This rank serves other ranks until the block ends, so all ranks leave it together.
+
+        Args:
+            below: Opens the files at the path. Ranges of bytes that the source lacks are read from these.
+        """
+        yield None
+
+    def states(self, root: Where, ranks: Ranks | None = None) -> list[CheckpointState]:
+        """Return the saves at or below ``root`` that are complete, but not at their paths.
+
+        Args:
+            ranks: All that load together; collective. None: this host alone decides.
+        """
+        return []
+
+    def newest_time(self, path: Where) -> float | None:
+        """Return when the newest save to ``path`` was made of which this node has a part; None if it has none."""
+        return None
+
+    def quarantine(self, path: Where, ranks: Ranks) -> bool:
+        """Exclude the saves to ``path`` from all later starts; return whether any node has one. Collective."""
+        return False
+
+    def forget(self, path: Where) -> None:
+        """Delete the parts that this node has of the saves to ``path``."""
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """What the package of the keeper provides."""
+
+    source: Callable[[CheckpointConfig], Source]
+    writer: Callable[..., Any]
+
+
+_registered: list[Keeper] = []
+
+
+def register(keeper: Keeper) -> None:
+    """Make the keeper known to the core. Called by its package on import."""
+    _registered[:] = [keeper]
+
+
+def keeper_of(config: CheckpointConfig) -> Keeper | None:
+    """Return the keeper that a configuration asks for; None if this process writes its saves itself."""
+    if not config.has_keeper:
+        return None
+    importlib.import_module(_KEEPER)
+    return _registered[0]
+
+
+def source_of(config: CheckpointConfig) -> Source:
+    """Return where the checkpoints of a configuration are found besides their paths."""
+    keeper = keeper_of(config)
+    return Source() if keeper is None else keeper.source(config)
