@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dcp_plugin.loading.partial import PartialLoad
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
+    from dcp_plugin.records import LoadReport
     from dcp_plugin.runs.catalog import inspect, latest, list_checkpoints, verify
     from dcp_plugin.runs.interval import SaveInterval
     from dcp_plugin.runs.resume import Restart, resolve_resume
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
     from dcp_plugin.tools.report import report
-    from dcp_plugin.types import CheckpointInfo, CheckpointState, LoadReport, VerifyReport
+    from dcp_plugin.types import CheckpointInfo, CheckpointState, VerifyReport
 
 
 __version__ = VERSION
@@ -87,7 +88,8 @@ _HOMES = {
     "dcp_plugin.tools.read": ("read",),
     "dcp_plugin.tools.copy": ("CopyReport", "copy"),
     "dcp_plugin.tools.report": ("report",),
-    "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "LoadReport", "VerifyReport"),
+    "dcp_plugin.records": ("LoadReport",),
+    "dcp_plugin.types": ("CheckpointInfo", "CheckpointState", "VerifyReport"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

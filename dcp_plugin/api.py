@@ -11,10 +11,10 @@ from dcp_plugin.errors import CheckpointMismatch
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, Where, as_path
+from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.catalog import parts_beside, refuse_other_ranks
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
 from dcp_plugin.storage.open import read_summary
-from dcp_plugin.types import LoadReport
 
 
 def save(

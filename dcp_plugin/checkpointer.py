@@ -31,11 +31,12 @@ from dcp_plugin.media.elsewhere import Elsewhere, shown_at
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.ranks import Attempt, RankGroups, Ranks
+from dcp_plugin.records import LiveState, LoadReport, SaveRequest, StagedState
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import setting_aside
 from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.saving import sigterm
-from dcp_plugin.saving.job import HostCopy, LiveState, SavePipeline, SaveRequest, StagedState, raise_as_failed_save
+from dcp_plugin.saving.job import HostCopy, SavePipeline, objects_of, raise_as_failed_save
 from dcp_plugin.saving.pace import Pace
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue, first_untold
 from dcp_plugin.sources import SourceFiles, keeper_of, source_of
@@ -45,7 +46,7 @@ from dcp_plugin.state.names import module_cache
 from dcp_plugin.storage.open import open_files
 from dcp_plugin.storage.writer import Publication
 from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.types import CheckpointState, LoadReport
+from dcp_plugin.types import CheckpointState
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -170,7 +171,7 @@ class Checkpointer:
                 return handle
             ranks = self._meet_again(self._may_go_on)
             publication = Publication(handle.path, medium_of(handle.path, self.config.direct_io))
-            request = SaveRequest(publication, call, step, began, views=views or {}, aliases=aliases or {})
+            request = SaveRequest(handle.path, call, step, began, views=views or {}, aliases=aliases or {})
             request = replace(request, with_files=files is not None, durable=durable)
             is_data = kinds is not None
             live = LiveState(state, kinds or {}, list(owners), metrics or {}, self.compares_ranks, is_data)
@@ -180,7 +181,7 @@ class Checkpointer:
             if files is not None:
                 self._add_files(publication, files)
             run = self._save_in_background if self.config.async_save else self._save_now
-            run(handle, live, request, ranks)
+            run(handle, publication, live, request, ranks)
             self.pace.paused(time.monotonic() - began, saving=True)
         return handle
 
@@ -590,7 +591,7 @@ class Checkpointer:
         gathered = Attempt.of(lambda: self._saving.gather(live, ranks))
         pool = Attempt.of(kept.pool)  # which may fail on one rank alone
         copy = HostCopy(pool.value or HostPool(), self._saving.encode)
-        begun = gathered.then(lambda it: pool.then(lambda _: copy.begin(it, live.objects() if lazy else [])).get())
+        begun = gathered.then(lambda it: pool.then(lambda _: copy.begin(it, objects_of(live) if lazy else [])).get())
         later = not copy.complete
         if self.config.staging == "lazy":  # all ranks go on in this thread, or all in another
             try:
@@ -614,24 +615,28 @@ class Checkpointer:
             self._kept = keeper.writer(self.config, path.parent, ranks, self._saving, 1 + self._may_go_on)
         return self._kept
 
-    def _save_now(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
+    def _save_now(
+        self, handle: SaveHandle, publication: Publication, live: LiveState, request: SaveRequest, ranks: Ranks
+    ) -> None:
         with collector_paused(), events.progress(handle.path, self._shows_progress(ranks)):
             with module_cache():
                 try:
                     staged = Attempt.of(lambda: self._saving.gather(live, ranks)).then(self._saving.stage_in_place)
                 except BaseException:  # Ctrl-C, or SystemExit in a state_dict
-                    request.publication.discard()
+                    publication.discard()
                     raise
-            event = self._saving.run(request, staged, ranks)
+            event = self._saving.run(publication, request, staged, ranks)
         handle.set_published(event)
 
-    def _save_in_background(self, handle: SaveHandle, live: LiveState, request: SaveRequest, ranks: Ranks) -> None:
+    def _save_in_background(
+        self, handle: SaveHandle, publication: Publication, live: LiveState, request: SaveRequest, ranks: Ranks
+    ) -> None:
         copy = HostCopy(self._pools[self._saves % len(self._pools)], self._saving.encode)
         self._queue.warns_at_exit = ranks.rank == 0
         try:
             with collector_paused(), module_cache():
                 gathered = Attempt.of(lambda: self._saving.gather(live, ranks))
-                begun = gathered.then(lambda it: copy.begin(it, live.objects() if self._lazy else []))
+                begun = gathered.then(lambda it: copy.begin(it, objects_of(live) if self._lazy else []))
             if copy.complete:
                 handle.set_staged()
             timed = replace(request, blocked_seconds=time.monotonic() - request.began)
@@ -639,7 +644,7 @@ class Checkpointer:
             def write(staged: Attempt[StagedState]) -> events.SaveFinished:
                 shown = events.progress(handle.path, self._shows_progress(ranks), in_background=True)
                 with shown, together(request.call):
-                    return self._saving.run(timed, staged, ranks)
+                    return self._saving.run(publication, timed, staged, ranks)
 
             self._queue.start(handle, lambda: self._finish_copy(handle, begun, copy, ranks), write)
         finally:  # Ctrl-C comes also when the thread runs already
@@ -647,7 +652,7 @@ class Checkpointer:
                 self._saves += 1  # and not before: the next one takes the other pool, which may be in use
             else:
                 copy.release()  # nobody will make the copy that others wait for
-                request.publication.discard()
+                publication.discard()
 
     def _finish_copy(
         self, handle: SaveHandle, begun: Attempt[None], copy: HostCopy, ranks: Ranks

@@ -57,16 +57,6 @@ class ShardedValue:
         return made
 
 
-class WholeChunk(NamedTuple):
-    """A stored chunk that is read as it is: complete, into plain memory of its dtype and size."""
-
-    key: str
-    """In the checkpoint."""
-    number: int
-    """Of the chunk, among those of all keys."""
-    target: torch.Tensor
-
-
 @dataclass(frozen=True)
 class EncodedValue:
     """A value that is no tensor, as the bytes that go to disk."""
@@ -123,88 +113,6 @@ class Wanted:
     """Why the state of an optimizer cannot be taken at all."""
     tolerated: str = ""
     """What missing and unexpected keys mean, for a warning, where they are no error."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load did. Keys are the target's, unless something else is said."""
-
-    path: Where
-    loaded: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    """Keys that the target has and the checkpoint has not; the target kept its values."""
-    unexpected: list[str] = field(default_factory=list)
-    """Keys of the checkpoint under the loaded names that the target has not."""
-    cast: list[str] = field(default_factory=list)
-    """Keys whose dtype differed; the values were converted to the target's."""
-    renamed: dict[str, str] = field(default_factory=dict)
-    """Loaded keys that are called otherwise in the checkpoint -> their key there."""
-    left_out: list[str] = field(default_factory=list)
-    """Keys that a partial load did not select; the target kept its values."""
-    bytes_read: int = 0
-    """Bytes that this rank read from data files, with what was read to check and to skip."""
-    unchecked_bytes: int = 0
-    """Of these, what has a checksum that could not be compared: narrow columns of tensors stored whole."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """With ``local_dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
-    passed_over: list[str] = field(default_factory=list)
-    """With ``local_dir``: what was there and not believed, or could not be read, and why."""
-    seconds: float = 0.0
-    """With ``local_dir``: what finding and loading took."""
-
-    def __str__(self) -> str:
-        parts = [f"loaded {len(self.loaded)} items from {self.path}"]
-        for name in ("missing", "unexpected", "cast"):
-            keys: list[str] = getattr(self, name)
-            if keys:
-                parts.append(f"{len(keys)} {name} ({_first(keys)})")
-        if self.renamed:
-            parts.append(f"{len(self.renamed)} renamed ({_first([f'{h} from {t}' for h, t in self.renamed.items()])})")
-        if self.left_out:
-            parts.append(f"{len(self.left_out)} left out")
-        if self.sources:
-            read = [f"{count / 2**20:.1f} MiB from {place}" for place, count in self.sources.items()]
-            parts.append(f"this rank read {', '.join(read)} in {self.seconds:.2f} s")
-        if self.passed_over:
-            parts.append(f"passed over: {_first(self.passed_over)}")
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True)
-class PlannedItem:
-    """A target that a load would fill."""
-
-    key: str
-    stored: str
-    """Its key in the checkpoint."""
-    shape: Shape | None
-    """None for a value that is no tensor."""
-    dtype: str
-    """In the checkpoint; empty for a value."""
-    target_dtype: str
-    nbytes: int
-    """In the checkpoint."""
-
-
-@dataclass(frozen=True)
-class PlannedLoad:
-    """What a load would do, from :func:`dcp_plugin.loading.load.plan_load`."""
-
-    path: Where
-    items: list[PlannedItem]
-    report: LoadReport
-    """What would be missing, unexpected, renamed, left out and cast; nothing is loaded."""
-    error: str
-    """With which message it would fail; empty if it would not."""
-    warnings: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
-
-
-def _first(texts: list[str]) -> str:
-    return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
 
 
 @dataclass(frozen=True)

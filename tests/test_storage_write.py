@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import load as stock_load
 
 import dcp_plugin as dcp
-from dcp_plugin import events, host_memory
+from dcp_plugin import events
 from dcp_plugin.format import values
 from dcp_plugin.format.index import StoredTensor
 from dcp_plugin.format.payload import RunningCrc, block_size
@@ -25,6 +25,7 @@ from dcp_plugin.media import IN_PLACE, PAGE
 from dcp_plugin.media.disk import direct_io, posix
 from dcp_plugin.media.disk.direct_io import BUFFER, BlockFile
 from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.tensors import host_memory
 from tests.compare import assert_same, same_bytes
 from tests.memory import extra_peak
 

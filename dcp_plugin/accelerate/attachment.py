@@ -42,10 +42,10 @@ from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path
 from dcp_plugin.ranks import Attempt
+from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.sources import source_of
 from dcp_plugin.state.adapters import NamesOnly
-from dcp_plugin.types import LoadReport
 
 logger = logging.getLogger("dcp_plugin")
 

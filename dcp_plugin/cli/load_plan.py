@@ -30,8 +30,8 @@ from dcp_plugin.errors import CheckpointError, damage_in
 if TYPE_CHECKING:
     from torch import nn
 
+    from dcp_plugin.loading.load import PlannedLoad
     from dcp_plugin.paths import StorageOptions, Where
-    from dcp_plugin.types import PlannedLoad
 
 
 def load_plan_command(

@@ -25,8 +25,8 @@ from dcp_plugin.hf.settings import Given, Settings
 from dcp_plugin.loading.model_prefix import ModelPrefix, find_model_prefix
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import Where
+from dcp_plugin.records import LoadReport
 from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.types import LoadReport
 
 _IN_PEFT = "base_model.model."
 _MODEL = "model"

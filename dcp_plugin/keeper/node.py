@@ -32,7 +32,7 @@ from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.storage import check_rest
 from dcp_plugin.storage.passing import Memory, SourceError, Way
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import PartWriter, RankDirectory, WrittenPart
+from dcp_plugin.storage.writer import PartWriter, RankDirectory
 
 logger = logging.getLogger("dcp_plugin.keeper")
 logger.addFilter(PrintableRecords())
@@ -226,7 +226,7 @@ class Node:
             attached = check_rest.told_beside(LocalDisk(), beside)  # type: ignore[arg-type]
         sizes = {name: (beside / name).stat().st_size for name in attached}
         files = {name: os.stat(to.directory / name).st_size for name in _data_files(to)} if directory is None else {}
-        part = Part(WrittenPart.of(written, spent), files, attached, sizes, time.monotonic() - began)
+        part = Part(replace(written, spent=spent), files, attached, sizes, time.monotonic() - began)
         self.spool.put(name, pickle.dumps((str(directory or ""), part)))
         return part
 

@@ -56,8 +56,8 @@ from dcp_plugin.paths import ObjectPath, StoreOptions, Where
 from dcp_plugin.planning.global_plan import Share
 from dcp_plugin.planning.local_inventory import LocalInventory
 from dcp_plugin.planning.save import RankPlan, items_of
-from dcp_plugin.storage.write_items import NewItem
-from dcp_plugin.storage.writer import Facts, Spent, WrittenPart
+from dcp_plugin.records import NewItem, Spent, WrittenPart
+from dcp_plugin.storage.writer import Facts
 from dcp_plugin.tensors.kinds import WholeItem
 from dcp_plugin.types import VERSION, EncodedValue, Flat, Shape, ShardedValue
 

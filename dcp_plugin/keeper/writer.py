@@ -27,11 +27,11 @@ from dcp_plugin.keeper.spool import End, Head, Items, RankJob
 from dcp_plugin.paths import ObjectPath, Where
 from dcp_plugin.planning.save import in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.records import SavePlan, SaveRequest, Spent, StagedState
 from dcp_plugin.runs import figures
-from dcp_plugin.saving.job import PlannedState, SavePipeline, SaveRequest, StagedState
+from dcp_plugin.saving.job import SavePipeline
 from dcp_plugin.saving.queue import SaveHandle, SaveQueue
 from dcp_plugin.staging.snapshot import HostPool
-from dcp_plugin.storage.writer import Spent
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -168,7 +168,7 @@ class KeptSaves:
         """
         self._release()
         planned = self._pipeline.plan(request, staged, ranks, lambda: Path(new_token()))
-        token = planned.directory.directory.name
+        token = planned.directory.name
 
         def begin() -> RankJob:
             events.emit(events.SaveStarted(request.path, request.step))  # a subscriber that raises ends it on all ranks
@@ -189,7 +189,7 @@ class KeptSaves:
         token: str,
         request: SaveRequest,
         staged: StagedState,
-        planned: PlannedState,
+        planned: SavePlan,
         ranks: Ranks,
     ) -> RankJob:
         loaded, self._pipeline.last_loaded = self._pipeline.last_loaded, None
@@ -215,7 +215,7 @@ class KeptSaves:
         head = Head(
             table=plan.table,
             order=in_table_order(plan),
-            left_out=dict(planned.left_out.keys),
+            left_out=dict(planned.left_out),
             empty=planned.empty,
             facts=self._pipeline.facts(request, staged, planned, ranks.size),
             save_id=str(uuid.uuid4()),

@@ -38,6 +38,7 @@ from dcp_plugin.lightning.resume import without_own_state
 from dcp_plugin.lightning.stock_format import fill, load_optimizer
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.records import LoadReport
 from dcp_plugin.state import (
     OwnLayout,
     flatten_optimizer,
@@ -52,7 +53,6 @@ from dcp_plugin.state.names import without_wrappers
 from dcp_plugin.state.optimizer import flatten_tree
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_tensor
-from dcp_plugin.types import LoadReport
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule

@@ -16,12 +16,12 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointMismatch, CheckpointNotFound, first, printable, some
 from dcp_plugin.format.index import CheckpointIndex, StoredTensor
-from dcp_plugin.loading.matching import LoadMode, Match, Matching, locate
+from dcp_plugin.loading.matching import LoadMode, Matching, locate
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.loading.suggestions import about_excluded, about_shapes
 from dcp_plugin.loading.union import Answer, Union, ask_all
@@ -30,19 +30,52 @@ from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.sharing import BroadcastRead, Rule
 from dcp_plugin.ranks import Attempt, Ranks, said_by_ranks
+from dcp_plugin.records import LoadPlan, LoadReport, Match, OpenCheckpoint
 from dcp_plugin.sources import SourceFiles
 from dcp_plugin.state.adapters import Place, StateAdapter, adapters_of
 from dcp_plugin.state.module import materialise
-from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors._torch import sharded_value
 from dcp_plugin.tensors._torch_modules import Incompatible
-from dcp_plugin.types import LoadReport, PlannedItem, PlannedLoad
+from dcp_plugin.types import Shape
 
 logger = logging.getLogger("dcp_plugin")
 
 _MOST_TRIES = 20
 """How often a load begins anew because the checkpoint was replaced before the ranks had opened its files."""
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """A target that a load would fill."""
+
+    key: str
+    stored: str
+    """Its key in the checkpoint."""
+    shape: Shape | None
+    """None for a value that is no tensor."""
+    dtype: str
+    """In the checkpoint; empty for a value."""
+    target_dtype: str
+    nbytes: int
+    """In the checkpoint."""
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    """What a load would do, from :func:`plan_load`."""
+
+    path: Where
+    items: list[PlannedItem]
+    report: LoadReport
+    """What would be missing, unexpected, renamed, left out and cast; nothing is loaded."""
+    error: str
+    """With which message it would fail; empty if it would not."""
+    warnings: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
 
 
 @dataclass(frozen=True)
@@ -91,7 +124,7 @@ class Loading:
         self._adapters: list[StateAdapter] = []
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> OpenCheckpoint:
         """The checkpoint, with its base if it has one."""
         return self._reader.opened
 
@@ -259,10 +292,10 @@ class Loading:
                 f"{self._path} does not fill {some(left)}, which had been on the meta device: the values are what was "
                 "in memory by chance. Initialise them now."
             )
-        self._items = self._plan(match)
+        self._load_plan = self._plan(match)
         if match.problems:
             raise CheckpointMismatch(misfit(self._path, match.problems))
-        self._reader.hold_files(self._items, self._chunks, [match.stored[key] for key in match.deferred])
+        self._reader.hold_files(self._load_plan, [match.stored[key] for key in match.deferred])
 
     def _judge_match(self, matching: Matching, union: Union) -> None:
         matching.judge(union)
@@ -275,11 +308,10 @@ class Loading:
         self._targets: dict[str, Any] = dict(match.targets)
         self._planner.use_index(self._targets, self._reader.index, match.stored)
         try:
-            plan, self._chunks = self._planner.plan_apart()
-            return plan
+            return self._planner.plan_apart()
         except CheckpointMismatch:
             match.problems[:0] = [*first(self._planner.misfits), *self._about_shapes(match)]
-            return LoadPlan([])
+            return LoadPlan((), ())
 
     def _about_shapes(self, match: Match) -> list[str]:
         """A line where parts of modules have another shape, and nothing else is wrong."""
@@ -298,7 +330,7 @@ class Loading:
 
     def _read_values(self, match: Match) -> None:
         """Read values before tensors: they are small, and what does not fit is found before a tensor is overwritten."""
-        self._reader.read_parts(_only(LoadItemType.BYTE_IO, self._items), self._planner)
+        self._reader.read_parts(_only(LoadItemType.BYTE_IO, self._load_plan), self._planner)
         if self._planner.plain:
             match.warnings.append(
                 f"{self._path}: values came back without their class: {some(self._planner.plain, separator='; ')}. "
@@ -315,9 +347,9 @@ class Loading:
         """Read tensors into the targets. What others read for this rank is passed on once all ranks have read without a
         failure."""
         shared = BroadcastRead(self._ranks, self._planner, self._rule, socket.gethostname(), str(self._path))
-        chunks = [] if shared.may_share else self._chunks
-        plan = _only(LoadItemType.TENSOR, self._planner.create_local_plan() if shared.may_share else self._items)
-        shared.run(plan, lambda plan: self._reader.read_parts(plan, self._planner, chunks))
+        plan = LoadPlan(self._planner.create_local_plan().items, ()) if shared.may_share else self._load_plan
+        plan = _only(LoadItemType.TENSOR, plan)
+        shared.run(plan, lambda plan: self._reader.read_parts(plan, self._planner))
 
     def _apply(self, match: Match) -> None:
         """Hand everything to its object; raise what load hooks then find missing and unexpected. Collective."""
@@ -363,8 +395,7 @@ class Loading:
         planner = ShardedLoadPlanner(strict=False)
         targets: dict[str, Any] = {join(name, key): sharded_value(tensor) for key, tensor in tensors.items()}
         planner.use_index(targets, self._reader.index, match.stored)
-        plan, chunks = planner.plan_apart()
-        self._reader.read_parts(plan, planner, chunks)
+        self._reader.read_parts(planner.plan_apart(), planner)
 
     def _judge(self, name: str, match: Match, found: Incompatible, union: Union) -> list[str]:
         """The problems after a module's own load hooks. Keys that were not to be loaded may be missing, and a key that
@@ -386,7 +417,8 @@ class Loading:
 
 
 def _only(kind: LoadItemType, plan: LoadPlan) -> LoadPlan:
-    return replace(plan, items=[item for item in plan.items if item.type == kind])
+    items = [item for item in plan.items if item.type == kind]
+    return LoadPlan(items, plan.chunks if kind is LoadItemType.TENSOR else ())
 
 
 def plan_load(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -39,13 +38,14 @@ from dcp_plugin.loading.union import Answer, Union
 from dcp_plugin.paths import Where
 from dcp_plugin.planning.flatten import join
 from dcp_plugin.planning.local_inventory import without_rank
+from dcp_plugin.records import LoadReport, Match
 from dcp_plugin.state.adapters import OptimizerAdapter, StateAdapter, ValueAdapter
 from dcp_plugin.state.module_load import Deferred
 from dcp_plugin.state.names import CleanNames, unwrapped
 from dcp_plugin.state.optimizer import class_name
 from dcp_plugin.state.per_rank import RankEntry
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor, is_meta, is_tensor, sharded_value
-from dcp_plugin.types import LoadReport, LocalChunk, ShardedValue, Wanted
+from dcp_plugin.types import LocalChunk, ShardedValue, Wanted
 
 
 class LoadMode(Enum):
@@ -55,26 +55,6 @@ class LoadMode(Enum):
     """The target says what is loaded: its tensors have to be in the checkpoint, with its shapes."""
     RESTORE = "restore"
     """The checkpoint says what is loaded: objects are handed what they had at the save."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """What a load will do. Keys of targets are full ones."""
-
-    wanted: dict[str, Wanted]
-    """What each object wants, by its name, with only the selected targets."""
-    targets: dict[str, ShardedValue | None]
-    """Tensors to fill, None for other values."""
-    deferred: dict[str, Deferred]
-    """Tensors that are read when their submodule is loaded."""
-    stored: dict[str, str]
-    """The key in the checkpoint of each target."""
-    report: LoadReport
-    """What will be missing, left out and so on; nothing is loaded yet."""
-    problems: list[str] = field(default_factory=list)
-    """Why the load cannot be; empty if it can."""
-    warnings: list[str] = field(default_factory=list)
-    """What to warn of."""
 
 
 def locate(partial: PartialLoad, adapters: list[StateAdapter]) -> PartialLoad:

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import planner as stock
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointMismatch, first, nearest
 from dcp_plugin.format import values
@@ -28,10 +29,13 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, filled_rows
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.planning.flatten import flatten, is_empty_mapping, require_names, step_of, walked_as_stored
 from dcp_plugin.planning.save import narrow
-from dcp_plugin.storage.batches import LARGEST_CHUNK
+from dcp_plugin.records import LoadPlan, WholeChunk
 from dcp_plugin.tensors._torch import is_tensor, sharded_value, with_memory
 from dcp_plugin.tensors.host_memory import is_plain_memory
-from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue, WholeChunk
+from dcp_plugin.types import KeyPath, LocalChunk, Shape, ShardedValue
+
+_LARGEST_CHUNK = 1 << 20
+"""Bytes of the largest chunks that are no items. Objects for larger ones cost nothing beside their bytes."""
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -117,22 +121,27 @@ class ShardedLoadPlanner(LoadPlanner):
         self._stored = {}
         self._there = [key for key in targets if names[key] in slots]
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> stock.LoadPlan:
         """The reads of this rank.
 
         Raises:
             CheckpointMismatch: Naming all targets that are missing (if strict) or of another shape or kind.
         """
-        return self._planned(self._there, None)
+        return stock.LoadPlan(self._reads_of(self._there, None))
 
-    def plan_apart(self) -> tuple[LoadPlan, list[WholeChunk]]:
-        """As :meth:`create_local_plan`, but small chunks that are wanted as they are stored are no items of the plan.
-        Most tensors of most checkpoints are, and a plan has some six objects for each."""
+    def plan_apart(self) -> LoadPlan:
+        """Return the reads of this rank, without an item for a small chunk that is read as it is stored.
+
+        Most chunks of most checkpoints are, and stock's plan has some six objects for each.
+
+        Raises:
+            CheckpointMismatch: As :meth:`create_local_plan`.
+        """
         apart = self._wanted_as_stored()
         chunks = list(apart.values())
-        return self._planned([key for key in self._there if key not in apart], chunks), chunks
+        return LoadPlan(self._reads_of([key for key in self._there if key not in apart], chunks), chunks)
 
-    def _planned(self, keys: Iterable[str], apart: list[WholeChunk] | None) -> LoadPlan:
+    def _reads_of(self, keys: Iterable[str], apart: list[WholeChunk] | None) -> list[ReadItem]:
         there = set(self._there)
         self.missing = [key for key in self._targets if key not in there]
         stored_under = {key: self._stored_for(key) for key in keys}
@@ -157,7 +166,7 @@ class ShardedLoadPlanner(LoadPlanner):
                 items.extend(_reads(key, name, target, stored))
             else:
                 apart.append(same)
-        return LoadPlan(items)
+        return items
 
     def _stored_for(self, key: str) -> _Stored:
         if self._index is None:
@@ -174,7 +183,7 @@ class ShardedLoadPlanner(LoadPlanner):
         table = index.table
         rows = table.chunk_starts[slots]
         place = index.columns["place"][rows]
-        alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= LARGEST_CHUNK)
+        alone = (table.chunk_starts[slots + 1] - rows == 1) & (place[:, 2] >= 0) & (place[:, 3] <= _LARGEST_CHUNK)
         told = zip(alone.tolist(), rows.tolist(), place[:, 3].tolist(), table.shapes_of(slots), strict=True)
         dtypes = [*table.torch_dtypes, *[None] * (NO_TENSOR + 1 - len(table.dtypes))]
         dtype_of = table.columns["dtype"][slots].tolist()
@@ -196,7 +205,7 @@ class ShardedLoadPlanner(LoadPlanner):
             return None
         row = int(index.table.chunk_starts[index.slots[name]]) + number
         _, _, start, length = index.columns["place"][row].tolist()
-        fits = start >= 0 and length <= LARGEST_CHUNK and _takes(target, length)
+        fits = start >= 0 and length <= _LARGEST_CHUNK and _takes(target, length)
         return WholeChunk(name, row, target.chunks[0].tensor) if fits else None
 
     def _scales_of(self, key: str) -> str:
@@ -204,10 +213,10 @@ class ShardedLoadPlanner(LoadPlanner):
         scales = self._names.get(key, key) + "_scale_inv"
         return scales if scales in self._keys else ""
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    def create_global_plan(self, global_plan: list[stock.LoadPlan]) -> list[stock.LoadPlan]:
         return global_plan
 
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: stock.LoadPlan) -> stock.LoadPlan:
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

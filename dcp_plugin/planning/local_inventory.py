@@ -40,6 +40,7 @@ from dcp_plugin.format.columns import NO_TENSOR, Column, default_path, filled_ro
 from dcp_plugin.format.payload import hashes_of
 from dcp_plugin.planning.shared_values import about_different, shared_hashes
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.records import Box, Shards
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, memory_of
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, Shape, ShardedValue
 
@@ -182,9 +183,6 @@ def _begin_of(chunks: Sequence[LocalChunk]) -> int:
     return chunks[0].tensor.data_ptr() if chunks and type(chunks[0].tensor) in EXACTLY_TENSORS else 0
 
 
-Box = tuple[Shape, Shape]
-"""Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
-
 _OWN = b""
 """In place of the hash of a tensor that has the shape of the shard, and so is the rank's own."""
 _LOCAL = re.compile(r"(?P<slot>.+)\.rank(?P<rank>\d+)\((?P<begin>[\d,]*):(?P<end>[\d,]*)\)", re.DOTALL)
@@ -215,10 +213,6 @@ class LocalSlot:
 def without_rank(key: str) -> str:
     """A key without the rank and the part that it may be for."""
     return found.slot if (found := LocalSlot.parse(key)) else key
-
-
-Shards = Mapping[str, Mapping[str, Box]]
-"""The parts of sharded parameters that this rank has: by the name of their optimizer, and by FQN."""
 
 
 class RankLocal:

@@ -53,7 +53,7 @@ from dcp_plugin.planning.flatten import flatten, holds_sharded, is_empty_mapping
 from dcp_plugin.planning.global_plan import GlobalPlan, Share, make_global_plan
 from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, ties_of
 from dcp_plugin.ranks import Ranks, pack, unpack
-from dcp_plugin.storage.write_items import NewItem
+from dcp_plugin.records import NewItem
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.tensors.kinds import EXACTLY_TENSORS, WholeItem, is_stored_whole, narrowed
 from dcp_plugin.types import EncodedValue, Flat, KeyPath, LocalChunk, ShardedValue

@@ -30,11 +30,12 @@ from time import perf_counter
 from typing import Literal
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.load_balance import BoxPart
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.records import LoadPlan
 from dcp_plugin.tensors.host_memory import is_plain_memory
 from dcp_plugin.tensors.kinds import is_stored_whole
 from dcp_plugin.types import Shape

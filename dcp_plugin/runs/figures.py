@@ -29,7 +29,7 @@ from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import ObjectPath, Where
 
 if TYPE_CHECKING:
-    from dcp_plugin.storage.writer import WrittenPart
+    from dcp_plugin.records import WrittenPart
 
 logger = logging.getLogger("dcp_plugin")
 

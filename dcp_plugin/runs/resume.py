@@ -26,10 +26,11 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
+from dcp_plugin.records import LoadReport
 from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, was_published
 from dcp_plugin.storage.open import read_summary
-from dcp_plugin.types import CheckpointState, LoadReport
+from dcp_plugin.types import CheckpointState
 
 
 @dataclass(frozen=True)

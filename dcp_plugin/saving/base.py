@@ -32,7 +32,8 @@ from dcp_plugin.paths import Where, relative_to, resolved
 from dcp_plugin.planning.load import ShardedLoadPlanner
 from dcp_plugin.planning.local_inventory import ties_of
 from dcp_plugin.ranks import Attempt, Ranks, pack, unpack
-from dcp_plugin.storage.open import Opened, open_alone
+from dcp_plugin.records import OpenCheckpoint
+from dcp_plugin.storage.open import open_alone
 from dcp_plugin.storage.reader import ShardedReader
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.types import Flat, Shape, ShardedValue
@@ -221,7 +222,7 @@ class Provenance:
         self._origins: dict[str, _Origin] = {}
         self.named: Source | None = None  # the base that was named, when it has been read
 
-    def loaded(self, state: Flat, names: Mapping[str, str], opened: Opened) -> None:
+    def loaded(self, state: Flat, names: Mapping[str, str], opened: OpenCheckpoint) -> None:
         """Remember what was loaded.
 
         Args:

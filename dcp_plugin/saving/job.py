@@ -1,14 +1,4 @@
-"""The stages of one save. Each takes one record and returns the next:
-
-=======  ==============================  =======================================================
-stage    takes                           returns
-=======  ==============================  =======================================================
-gather   live objects                    :class:`GatheredState`: this rank's part, in live memory
-stage    :class:`GatheredState`          :class:`StagedState`: memory that nothing changes
-plan     :class:`StagedState`            :class:`PlannedState`: what this rank writes, and where
-write    :class:`PlannedState`               ``WrittenPart``: where each item is
-publish  ``WrittenPart`` of all ranks    the checkpoint, and its ``SaveFinished``
-=======  ==============================  =======================================================
+"""The stages of one save, from record to record (:mod:`dcp_plugin.records`).
 
 What fails on one rank in the first two travels on as an :class:`~dcp_plugin.ranks.Attempt` until all ranks meet.
 Ranks meet twice: to plan (a second time if the plan is not the last one's), and when all have written, to learn that
@@ -20,25 +10,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_plugin import events
-from dcp_plugin.calls import Call
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, RankFailure, SaveFailed
 from dcp_plugin.format.columns import Places
 from dcp_plugin.format.index import CheckpointIndex
-from dcp_plugin.format.metadata import Aliases, Views
 from dcp_plugin.format.summary import plain_metrics
 from dcp_plugin.paths import Where, as_path
-from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal, Shards
-from dcp_plugin.planning.save import PlanExchange, RankPlan, encode_state, in_table_order
+from dcp_plugin.planning.local_inventory import LocalInventory, RankLocal
+from dcp_plugin.planning.save import PlanExchange, encode_state, in_table_order
 from dcp_plugin.ranks import Attempt, Ranks
+from dcp_plugin.records import (
+    GatheredState,
+    LiveState,
+    LoadReport,
+    OpenCheckpoint,
+    Published,
+    SavePlan,
+    SaveRequest,
+    Spent,
+    StagedState,
+    WrittenPart,
+)
 from dcp_plugin.runs import catalog, figures
-from dcp_plugin.saving.base import KeySelection, LeftOut
+from dcp_plugin.saving.base import KeySelection
 from dcp_plugin.staging.guard import Guard
 from dcp_plugin.staging.snapshot import HostPool, Snapshot
 from dcp_plugin.state.adapters import (
@@ -51,96 +51,17 @@ from dcp_plugin.state.adapters import (
     shared_keys,
 )
 from dcp_plugin.state.annotations import StepStableMemory, live_objects
-from dcp_plugin.storage.open import Opened
 from dcp_plugin.storage.reuse import Reuse
-from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory, Spent, WrittenPart
+from dcp_plugin.storage.writer import Facts, PartWriter, Publication, RankDirectory
 from dcp_plugin.tensors._torch import is_tensor
-from dcp_plugin.types import EncodedValue, Flat, KeyPath, LoadReport, ShardedValue
+from dcp_plugin.types import Flat, ShardedValue
 
 logger = logging.getLogger("dcp_plugin")
 
 
-@dataclass(frozen=True)
-class SaveRequest:
-    """What a call asks for, beside the state. See :meth:`dcp_plugin.Checkpointer.save`."""
-
-    publication: Publication  # the checkpoint in the making; reserved on rank 0 if files were put into it already
-    call: Call  # the call that all ranks make
-    step: int | None
-    began: float  # when the call began: seconds of ``time.monotonic``
-    blocked_seconds: float | None = None  # how long the caller waited; None if until the end
-    views: Views = field(default_factory=dict)
-    aliases: Aliases = field(default_factory=dict)
-    with_files: bool = False  # whether other things may be at the path already, which stay
-    durable: bool = False
-
-    @property
-    def path(self) -> Where:
-        return self.publication.path
-
-
-@dataclass(frozen=True)
-class LiveState:
-    """The objects to save. No record of a later stage refers to them, so that they can be freed meanwhile."""
-
-    state: Mapping[str, Any]  # name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these
-    kinds: Mapping[str, str]  # which names are state dicts of a ``"module"`` or an ``"optimizer"``
-    owners: Sequence[Any]  # modules and optimizers whose state dicts are in ``state`` without themselves
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # numbers, or tensors with one
-    compares_ranks: bool = True  # whether the first save warns of data that differs between ranks
-    is_data: bool = False  # whether an object in a mapping of ``state`` is a value, which is not asked for its state
-
-    def objects(self) -> list[Any]:
-        """The modules and optimizers, at any depth."""
-        return [*live_objects(self.state), *self.owners]
-
-
-@dataclass(frozen=True)
-class GatheredState:
-    """This rank's part of the state, in live memory that training may change."""
-
-    leaves: Mapping[str, Any]  # key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value
-    paths: dict[str, KeyPath]  # where each key sits in the nested state
-    kinds: Mapping[str, str]  # name of the state -> ``"module"`` or ``"optimizer"``, for the summary
-    optimizers: Mapping[str, str]  # name of the state -> class of the optimizer, for the summary
-    shards: Shards  # the parts of the sharded parameters of each optimizer that this rank has
-    metrics: dict[str, float]
-    shared: frozenset[str]  # keys of data that should be the same on all ranks, to be compared
-
-
-@dataclass(frozen=True)
-class StagedState:
-    """This rank's part of the state as it will be written: nothing changes it any more."""
-
-    state: Flat  # key -> chunks of a tensor in memory, or the bytes of a value
-    paths: dict[str, KeyPath]
-    kinds: Mapping[str, str]
-    optimizers: Mapping[str, str]
-    shards: Shards
-    layouts: list[str]  # how the tensors are distributed, in words, for the summary
-    metrics: dict[str, float]  # of the checkpoint; those of rank 0 count
-    shared: frozenset[str]
-    copy_seconds: float = 0.0  # what the copy to host memory took
-
-
-@dataclass(frozen=True)
-class PlannedState:
-    """What one rank writes, and where."""
-
-    directory: RankDirectory
-    state: Flat  # key -> memory or bytes, under the keys that the plan has
-    plan: RankPlan  # this rank's items; on rank 0 the plan of all ranks, too
-    left_out: LeftOut  # keys that are not in the plan, because another checkpoint has them
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Keys of tensors that the training does not mean to change."""
-        return frozenset(key for key, one in self.state.items() if isinstance(one, ShardedValue) and one.frozen)
-
-    @property
-    def empty(self) -> list[str]:
-        """Keys of mappings with nothing in them."""
-        return [key for key, one in self.state.items() if isinstance(one, EncodedValue) and one.is_empty_mapping]
+def objects_of(live: LiveState) -> list[Any]:
+    """Return the modules and optimizers of a state, at any depth."""
+    return [*live_objects(live.state), *live.owners]
 
 
 def _staged(gathered: GatheredState, state: Flat, copy_seconds: float) -> StagedState:
@@ -236,7 +157,7 @@ class SavePipeline:
         self.exchange = PlanExchange()
         self._local = RankLocal()
 
-    def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: Opened, ranks: Ranks) -> None:
+    def loaded(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint, ranks: Ranks) -> None:
         """Remember what was loaded, for the next save. Collective with ``trainable_only``."""
         self.last_loaded = opened.path
         if self.reuse is not None:
@@ -244,7 +165,7 @@ class SavePipeline:
         if self._config.trainable_only:
             ranks.agree(f"remember what {opened.path} has", lambda: self._remember(state, report, opened))
 
-    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: Opened) -> None:
+    def _remember(self, state: Mapping[str, Any], report: LoadReport, opened: OpenCheckpoint) -> None:
         leaves, _ = gather_state([part for part in adapters_of(state) if part.kind == "module"])
         tensors = {key: one for key, one in leaves.items() if is_tensor(one) or isinstance(one, ShardedValue)}
         names = {key: report.renamed.get(key, key) for key in report.loaded if key in tensors}
@@ -272,27 +193,28 @@ class SavePipeline:
         """Without a copy, for a save whose caller waits until it is written."""
         return _staged(gathered, self.encode(gathered.leaves), 0.0)
 
-    def run(self, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks) -> events.SaveFinished:
+    def run(
+        self, publication: Publication, request: SaveRequest, staged: Attempt[StagedState], ranks: Ranks
+    ) -> events.SaveFinished:
         """Plan, write and publish. Collective: on every rank, or on none.
 
         Raises:
             CheckpointError: On every rank. What was at the path is untouched, unless the message says that the
                 checkpoint is published.
         """
-        publication, began = request.publication, time.monotonic()
-        of_all: list[WrittenPart] = []  # on rank 0
+        began = time.monotonic()
+        published: list[Published] = []  # on rank 0
         try:
             planned = self.plan(request, staged, ranks, partial(_reserve, publication, ranks))
-            part = Attempt.of(lambda: self._write(request, planned, staged.get().copy_seconds))
+            part = Attempt.of(lambda: self._write(publication, request, planned, staged.get().copy_seconds))
 
             def publish(parts: list[WrittenPart]) -> None:
-                self._publish(request, staged.get(), planned, parts)
-                of_all.extend(parts)
+                published.append(self._publish(publication, request, staged.get(), planned, parts))
 
             ranks.combine(f"write {request.path}", part.get, publish)
         except Exception as error:
             publication.discard(all_ended=not isinstance(error, RankFailure))
-            self.abort(error, request, ranks.rank, self._record(request, {}) if ranks.rank == 0 else None)
+            self.abort(error, request, ranks.rank, publication)
         except BaseException:  # Ctrl-C
             publication.discard(all_ended=ranks.size == 1)
             raise
@@ -310,16 +232,10 @@ class SavePipeline:
             write_seconds=now - began,
             rank=ranks.rank,
             bytes_reused=written.bytes_reused,
-            record=self._record(request, staged.get().metrics, of_all) if of_all else None,
+            record=_record(publication, staged.get().metrics, published[0].parts) if published else None,
         )
         self.tell(event)
         return event
-
-    @staticmethod
-    def _record(
-        request: SaveRequest, metrics: Mapping[str, float], parts: Sequence[WrittenPart] = ()
-    ) -> events.SaveRecord:
-        return events.SaveRecord(request.publication.save_id, figures.this_run(), metrics, figures.costs_of(parts))
 
     def plan(
         self,
@@ -327,7 +243,7 @@ class SavePipeline:
         staged: Attempt[StagedState],
         ranks: Ranks,
         reserve: Callable[[], Where],
-    ) -> PlannedState:
+    ) -> SavePlan:
         """What this rank writes, and where. Collective.
 
         Args:
@@ -346,35 +262,45 @@ class SavePipeline:
         step = f"plan the save of {request.path}"
         plan, directory = self.exchange.plan(step, ranks, hold, reserve, self._local)
         self._has_compared = True
-        return PlannedState(RankDirectory(ranks.rank, directory), held[0], plan, left_out)
+        base = left_out.summary_of_base(request.path)
+        return SavePlan(ranks.rank, directory, held[0], plan, left_out.keys, base)
 
-    def _write(self, request: SaveRequest, planned: PlannedState, staging_seconds: float) -> WrittenPart:
+    def _write(
+        self, publication: Publication, request: SaveRequest, planned: SavePlan, staging_seconds: float
+    ) -> WrittenPart:
         events.emit(events.SaveStarted(request.path, request.step))
         config = self._config
-        writer = PartWriter(request.path, request.publication.medium, config.io_threads, config.checksum, self.reuse)
+        writer = PartWriter(request.path, publication.medium, config.io_threads, config.checksum, self.reuse)
         began = time.monotonic()
-        written = writer.write(planned.plan.items(planned.state), planned.directory, planned.frozen)
-        return WrittenPart.of(written, Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
+        to = RankDirectory(planned.rank, planned.directory)
+        written = writer.write(planned.plan.items(planned.state), to, planned.frozen)
+        return replace(written, spent=Spent(request.blocked_seconds, staging_seconds, time.monotonic() - began))
 
     def _publish(
-        self, request: SaveRequest, staged: StagedState, planned: PlannedState, parts: list[WrittenPart]
-    ) -> None:
-        """On rank 0."""
+        self,
+        publication: Publication,
+        request: SaveRequest,
+        staged: StagedState,
+        planned: SavePlan,
+        parts: list[WrittenPart],
+    ) -> Published:
+        """Publish what all ranks have written. On rank 0."""
         assert planned.plan.global_plan is not None, "rank 0 has made it"
         table = planned.plan.global_plan.table
         places = Places.joined([part.places for part in parts]).take(in_table_order(planned.plan.global_plan))
-        index = CheckpointIndex.of(table, places, request.publication.file_sizes())
-        index.left_out = dict(planned.left_out.keys)
+        index = CheckpointIndex.of(table, places, publication.file_sizes())
+        index.left_out = dict(planned.left_out)
         index.empty = [key for key in planned.empty if key in index]
         facts = self.facts(request, staged, planned, len(parts))
-        request.publication.publish(index, replace(facts, reused=self._reused(parts)))
+        summary = publication.publish(index, replace(facts, reused=self._reused(parts)))
         if self._config.keep_last is not None:
             try:
                 catalog.prune(request.path, self._config.keep_last)
             except (OSError, CheckpointError) as error:  # the new one is published; old ones that stay do no harm
                 logger.warning("could not delete old checkpoints beside %s: %s", request.path, error)
+        return Published(summary, parts)
 
-    def facts(self, request: SaveRequest, staged: StagedState, planned: PlannedState, world_size: int) -> Facts:
+    def facts(self, request: SaveRequest, staged: StagedState, planned: SavePlan, world_size: int) -> Facts:
         """What the checkpoint will say of itself. On rank 0."""
         return Facts(
             step=request.step,
@@ -385,7 +311,7 @@ class SavePipeline:
             optimizers=staged.optimizers,
             layouts=staged.layouts,
             exclude=self._config.exclude,
-            base=planned.left_out.summary_of_base(request.path),
+            base=planned.base,
             metrics=staged.metrics,
         )
 
@@ -398,11 +324,18 @@ class SavePipeline:
         return {"bytes": nbytes, "items": items, "from": str(self.reuse.base)} if items else {}
 
     def abort(
-        self, error: Exception, request: SaveRequest, rank: int, record: events.SaveRecord | None = None
+        self, error: Exception, request: SaveRequest, rank: int, publication: Publication | None = None
     ) -> NoReturn:
-        """Emit the event that the save has failed, and raise the error."""
-        if request.publication.published:  # and a rank was lost before all had heard of it
-            error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
+        """Emit the event that the save has failed, and raise the error.
+
+        Args:
+            publication: The checkpoint in the making; None for the save of a keeper, which notes figures itself.
+        """
+        record = None
+        if publication is not None:
+            if publication.published:  # and a rank was lost before all had heard of it
+                error = RankFailure(f"{error} {request.path} had been published by then, and is complete.")
+            record = _record(publication, {}) if rank == 0 else None
         self.tell(events.SaveAborted(request.path, request.step, rank, f"{type(error).__name__}: {error}", record))
         raise_as_failed_save(error, request.path)
 
@@ -432,3 +365,9 @@ def _reserve(publication: Publication, ranks: Ranks) -> Where:
     # Afterwards: of two processes that reserve at the same time, one at least sees the other.
     catalog.refuse_other_ranks(publication.path.parent, ranks.launch)
     return directory
+
+
+def _record(
+    publication: Publication, metrics: Mapping[str, float], parts: Sequence[WrittenPart] = ()
+) -> events.SaveRecord:
+    return events.SaveRecord(publication.save_id, figures.this_run(), metrics, figures.costs_of(parts))

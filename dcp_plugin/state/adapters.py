@@ -36,8 +36,8 @@ from dcp_plugin.planning.flatten import (
     walked_by_us,
     with_types_of,
 )
-from dcp_plugin.planning.local_inventory import Box
 from dcp_plugin.planning.shared_values import is_expected_equal
+from dcp_plugin.records import Box
 from dcp_plugin.state.annotations import layout_of, mark_parameters, mark_slots
 from dcp_plugin.state.module import gather_module, reshard
 from dcp_plugin.state.module_load import Deferred, ModuleLoad, Read

@@ -22,12 +22,10 @@ from dcp_plugin.format.columns import Column
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import RunningCrc, block_size
 from dcp_plugin.media import RangedFile, Readable, first_bytes
+from dcp_plugin.records import WholeChunk
 from dcp_plugin.storage.fetch import Fetch, IntoMemory, RunsIntoMemory
 from dcp_plugin.tensors.host_memory import BLOCK, READ_PIECE, Rings, memory_view
-from dcp_plugin.types import WholeChunk
 
-LARGEST_CHUNK = 1 << 20
-"""Bytes of the largest chunks of which a batch is made. Objects for larger ones cost nothing beside their bytes."""
 _MOST = BLOCK // 2
 _MOST_OF_STREAM = 8 << 20  # where each call is a request
 _MOST_PARTS = 256  # of up to four pieces of memory each; the system takes 1024 in a call

@@ -21,7 +21,7 @@ from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import ALIGNMENT, END_BEGINS, END_LENGTH, directory_at, frame_in
 from dcp_plugin.media import Medium, RangedFile, Readable
 from dcp_plugin.paths import Where
-from dcp_plugin.storage.open import Opened
+from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.tensors.host_memory import BLOCK
 
 MOST_HASHED = 64 << 20
@@ -55,7 +55,7 @@ def sizes_only(beside: Mapping[str, str]) -> list[str]:
     return [name for name, told in beside.items() if told.endswith(BYTES)]
 
 
-def check(opened: Opened, pool: Executor) -> list[str]:
+def check(opened: OpenCheckpoint, pool: Executor) -> list[str]:
     """What is wrong with the bytes that are of no item. Of what a base has, only items are checked."""
     if opened.summary is None:
         return []

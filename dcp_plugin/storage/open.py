@@ -4,16 +4,15 @@ Stock may have saved over one of our checkpoints; our index and summary do not k
 notes the save that our ``.metadata`` is of, and its hash. A ``.metadata`` of another save makes the directory a stock
 checkpoint if it is complete without any data file of ours; otherwise files of two saves are mixed, which is damage. The
 save's id at the end of the file tells which of the two it is (:func:`read_summary`). The hash tells whether it was
-damaged (:meth:`Opened.check_files`); it is compared less often, as a million items have a ``.metadata`` of 150 MB.
+damaged (:func:`check_files`); it is compared less often, as a million items have a ``.metadata`` of 150 MB.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from typing import Any, TypeVar, cast
 
@@ -47,6 +46,7 @@ from dcp_plugin.format.summary import MAX_SIZE, Base, Summary, fingerprint
 from dcp_plugin.media import Medium, RangedFile, Readable, medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import ObjectPath, Where, as_path, resolved
+from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.tensors.host_memory import collector_paused
 
 T = TypeVar("T")
@@ -59,66 +59,28 @@ _END = 1 << 10
 """More bytes than come after the save's id in our ``.metadata``."""
 
 
-@dataclass(frozen=True)
-class Opened:
-    """An open checkpoint."""
+def check_files(opened: OpenCheckpoint, names: Iterable[str] | None = None) -> None:
+    """Check that these data files, or all, are in their directories and have the size that they had at the save.
 
-    path: Where
-    """Where it is: a directory, or a file of another tool."""
-    files: Readable
-    """What the files of the index are relative to."""
-    index: CheckpointIndex
-    identity: str
-    """Equal for the same checkpoint in the same place; and that is :attr:`fingerprint`, unless it takes many reads."""
-    format: str
-    """As :class:`~dcp_plugin.types.CheckpointInfo` has it."""
-    kinds: dict[str, str] = field(default_factory=dict)
-    """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
-    summary: Summary | None = None
-    """Of our own checkpoints only."""
-    links: bool = False
-    """Whether its files may be links that lead elsewhere: only among those that no index of ours lists."""
-    base: Opened | None = None
-    """The checkpoint that has what this one leaves out; its files are in the index, with their full paths."""
-    find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
+    With all of them, check also that our ``.metadata`` is the saved file, to the last byte.
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Equal for the same checkpoint, wherever it is."""
-        return self.find_fingerprint() if self.find_fingerprint else self.identity
-
-    def check_files(self, names: Iterable[str] | None = None) -> None:
-        """Check that these data files, or all, are there, in their directories, and of the size that they had.
-
-        With all of them, also that our ``.metadata`` is the one that was saved, to the last byte.
-
-        Raises:
-            CheckpointCorrupt: Naming the file.
-            CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
-        """
-        if names is None and self.summary is not None:
-            try:
-                _check_metadata(self.files, self.summary)
-            except CheckpointCorrupt:
-                _refuse_if_moved(self.files)
-                raise
-        names = list(self.index.files if names is None else names)
-        below = f"{self.base.files.where}/" if self.base else ""
-        mine = [name for name in names if not below or not name.startswith(below)]
-        with damage_in(self.path):
-            check_sizes(self.files, self.index.files, mine, self.links)
-        if self.base:
-            self.base.check_files([name.removeprefix(below) for name in names if name.startswith(below)])
-
-    @property
-    def save_ids(self) -> str:
-        """Tells this save, and that of its base, from one of the same contents. Empty for other tools' checkpoints."""
-        base = self.base.save_ids if self.base else ""
-        return f"{self.summary.save_id if self.summary else ''} {base}".strip()
-
-    def close(self) -> None:
-        """Let go of the files. What was read stays."""
-        self.files.close()
+    Raises:
+        CheckpointCorrupt: Naming the file.
+        CheckpointNotFound: The checkpoint was deleted or replaced since it was opened.
+    """
+    if names is None and opened.summary is not None:
+        try:
+            _check_metadata(opened.files, opened.summary)
+        except CheckpointCorrupt:
+            _refuse_if_moved(opened.files)
+            raise
+    names = list(opened.index.files if names is None else names)
+    below = f"{opened.base.files.where}/" if opened.base else ""
+    mine = [name for name in names if not below or not name.startswith(below)]
+    with damage_in(opened.path):
+        check_sizes(opened.files, opened.index.files, mine, opened.links)
+    if opened.base:
+        check_files(opened.base, [name.removeprefix(below) for name in names if name.startswith(below)])
 
 
 class _HasCome(OSError):
@@ -185,12 +147,12 @@ def gone_or_damaged(files: Readable, what: str, error: OSError) -> CheckpointErr
     return unreadable(f"{files.where}: {what}", error)
 
 
-def open_checkpoint(path: Where, base: Where | None = None, check: bool = False) -> Opened:
+def open_checkpoint(path: Where, base: Where | None = None, check: bool = False) -> OpenCheckpoint:
     """Read and validate the table of contents; of a checkpoint that leaves out what a base has, together with that.
 
     Args:
         base: Where the base is, if it was moved.
-        check: See :meth:`Opened.check_files`.
+        check: See :meth:`OpenCheckpoint.check_files`.
 
     Returns:
         What has to be closed.
@@ -203,7 +165,7 @@ def open_checkpoint(path: Where, base: Where | None = None, check: bool = False)
     return _open(path, lambda opened: completed(opened, base), check)
 
 
-def open_files(path: Where, files: Readable, base: Where | None = None) -> Opened:
+def open_files(path: Where, files: Readable, base: Where | None = None) -> OpenCheckpoint:
     """:func:`open_checkpoint` of files that are held: of a checkpoint of ours, called by ``path``, wherever they are.
 
     Raises:
@@ -213,7 +175,7 @@ def open_files(path: Where, files: Readable, base: Where | None = None) -> Opene
         while True:
             try:
                 summary = summary_of(files)
-                opened = Opened(
+                opened = OpenCheckpoint(
                     path, files, _own_index(files, summary), summary.index_sha256, "dcp_plugin", summary.kinds, summary
                 )
                 break
@@ -239,19 +201,19 @@ def _elsewhere(files: Readable) -> bool:
     return False
 
 
-def open_alone(path: Where, check: bool = False) -> Opened:
+def open_alone(path: Where, check: bool = False) -> OpenCheckpoint:
     """:func:`open_checkpoint` without what a base would add."""
     return _open(path, lambda opened: opened, check)
 
 
-def _open(path: Where, complete: Callable[[Opened], Opened], check: bool) -> Opened:
-    def look(there: Where, files: Readable) -> Opened:
+def _open(path: Where, complete: Callable[[OpenCheckpoint], OpenCheckpoint], check: bool) -> OpenCheckpoint:
+    def look(there: Where, files: Readable) -> OpenCheckpoint:
         opened = complete(_open_held(there, files))
         try:
             if opened.summary is None:  # the rest of one of ours that is being deleted may look like something else
                 _refuse_if_moved(files)
             if check:
-                opened.check_files()
+                check_files(opened)
         except BaseException:
             opened.close()
             raise
@@ -320,7 +282,7 @@ class _WithBase:
         self.base.close()
 
 
-def completed(opened: Opened, base: Where | None) -> Opened:
+def completed(opened: OpenCheckpoint, base: Where | None) -> OpenCheckpoint:
     """The checkpoint together with its base, if it has one.
 
     Raises:
@@ -341,7 +303,7 @@ def completed(opened: Opened, base: Where | None) -> Opened:
     return replace(opened, files=files, index=opened.index.with_added(added), base=found)
 
 
-def _find_base(opened: Opened, said: Base, moved: Where | None) -> Opened:
+def _find_base(opened: OpenCheckpoint, said: Base, moved: Where | None) -> OpenCheckpoint:
     """The base, where it is said to be: by the caller, by the checkpoint, or in the same place seen from there."""
     others = []
     for place in [moved] if moved else _places_of(said, opened.path):
@@ -371,7 +333,7 @@ def _places_of(said: Base, checkpoint: Where) -> list[Where]:
     return [*([as_path(said.path)] if near else []), checkpoint / said.relative]
 
 
-def _open_held(path: Where, files: Readable) -> Opened:
+def _open_held(path: Where, files: Readable) -> OpenCheckpoint:
     """What the files of a directory are, or what is at a path that is none."""
     try:
         names = [name.rstrip("/") for name in files.names()]
@@ -388,16 +350,16 @@ def _open_held(path: Where, files: Readable) -> Opened:
         return _open_foreign(path, files, reason)
     if INDEX in names and (summary := summary_in(files)) is not None:
         index = _own_index(files, summary)
-        return Opened(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
+        return OpenCheckpoint(path, files, index, summary.index_sha256, "dcp_plugin", summary.kinds, summary)
     if frameworks.is_of_accelerate(path.name) and exists(medium_of(path).open(path.parent), INDEX):
         files.close()
         return open_alone(path.parent)  # a view of ours, which names the files of the checkpoint above it
     data = read(files, METADATA)
     if frameworks.is_of_lightning(files):
         index, kinds = frameworks.lightning_index(files)
-        return Opened(path, files, index, fingerprint(data), "lightning", kinds)
+        return OpenCheckpoint(path, files, index, fingerprint(data), "lightning", kinds)
     index = stock_metadata.index_of(stock_metadata.decode(data, f"{files.where}/{METADATA}"), files)
-    return Opened(path, files, index, fingerprint(data), "stock")
+    return OpenCheckpoint(path, files, index, fingerprint(data), "stock")
 
 
 def _own_index(files: Readable, summary: Summary) -> CheckpointIndex:
@@ -503,14 +465,14 @@ def _mixed(files: Files, reason: str) -> CheckpointCorrupt:
     )
 
 
-def _open_foreign(path: Where, files: Readable, reason: str) -> Opened:
+def _open_foreign(path: Where, files: Readable, reason: str) -> OpenCheckpoint:
     kind = medium_of(path).kind(path)
     is_folder = kind == "folder"
     folders = frameworks.accelerate_folders(files) if is_folder else []
     if folders:
         index, kinds = frameworks.accelerate_index(files, folders)
         said = fingerprint(b"".join(read(files, f"{folder}/{METADATA}") for folder in folders))
-        return Opened(path, files, index, said, "accelerate", kinds)
+        return OpenCheckpoint(path, files, index, said, "accelerate", kinds)
     if is_folder:
         try:
             contents = detect.read_directory(files, reason)
@@ -522,7 +484,9 @@ def _open_foreign(path: Where, files: Readable, reason: str) -> Opened:
         contents = _read_one(files, path, kind, reason)
     index = contents.index(files.where)
     if not files.streams:
-        return Opened(path, files, index, fingerprint_of(files, contents), contents.format, contents.kinds, links=True)
+        return OpenCheckpoint(
+            path, files, index, fingerprint_of(files, contents), contents.format, contents.kinds, links=True
+        )
 
     def find_fingerprint() -> str:
         with damage_in(path):
@@ -530,7 +494,9 @@ def _open_foreign(path: Where, files: Readable, reason: str) -> Opened:
 
     said = repr([(name, size, files.modified(name)) for name, size in sorted(contents.files.items())])
     identity, known = fingerprint(said.encode()), contents.kinds
-    return Opened(path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint)
+    return OpenCheckpoint(
+        path, files, index, identity, contents.format, known, None, True, find_fingerprint=find_fingerprint
+    )
 
 
 def _read_one(files: Readable, path: Where, kind: str, reason: str) -> Contents:

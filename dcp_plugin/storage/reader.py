@@ -23,8 +23,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import planner as stock
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -37,14 +38,15 @@ from dcp_plugin.format.summary import Summary
 from dcp_plugin.format.values import encode
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import StorageOptions, as_path, is_path
+from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.open import Opened, gone_or_damaged, open_alone, open_checkpoint, open_files
+from dcp_plugin.storage.open import check_files, gone_or_damaged, open_alone, open_checkpoint, open_files
 from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import decode, fill, is_stored_whole, require_memory, size_of
-from dcp_plugin.types import Shape, WholeChunk
+from dcp_plugin.types import Shape
 
 _MOST_FRAME = 1 << 20
 """More than anything around a tensor's payload takes, whichever version of torch wrote it."""
@@ -110,7 +112,7 @@ class ShardedReader(StorageReader):
         self._check_files = check_files
         self._base = as_path(base, storage_options) if base else None
         self._complete = complete
-        self._opened: Opened | None = None
+        self._opened: OpenCheckpoint | None = None
         self.load_id = str(uuid.uuid4())
         """Tells one load from any other."""
         self._layouts: dict[tuple[str, int], StoredChunk] = {}
@@ -120,7 +122,7 @@ class ShardedReader(StorageReader):
         """Of these, bytes whose block was read in part only, so that its checksum could not be compared."""
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> OpenCheckpoint:
         """The checkpoint; opened when it is first needed."""
         if self._opened is None:
             if self._files is not None:
@@ -167,9 +169,9 @@ class ShardedReader(StorageReader):
         """Which names are a ``module`` and which an ``optimizer``, as far as the checkpoint tells."""
         return self.opened.kinds
 
-    def hold_files(self, plan: LoadPlan, chunks: Sequence[WholeChunk] = (), keys: Iterable[str] = ()) -> None:
-        """Open the files that a plan reads from, and those of some chunks and keys: they can be read even if the
-        checkpoint is deleted meanwhile. They are checked if not all were when the checkpoint was opened.
+    def hold_files(self, plan: LoadPlan, keys: Iterable[str] = ()) -> None:
+        """Open the files of a plan and of some keys, so that they can be read even if the checkpoint is deleted
+        meanwhile. They are checked if not all were when the checkpoint was opened.
 
         Raises:
             CheckpointCorrupt: One is missing, truncated or a link that leads elsewhere.
@@ -181,8 +183,8 @@ class ShardedReader(StorageReader):
             entries = (self.index[key] for key in keys)
             more = (chunk for one in entries if isinstance(one, StoredTensor) for chunk in one.chunks)
             found = (*(self._find(item).location for item in plan.items), *(chunk.location for chunk in more))
-            names = {*(location.file for location in found), *self._files_of(chunks)}
-            self.opened.check_files(names)
+            names = {*(location.file for location in found), *self._files_of(plan.chunks)}
+            check_files(self.opened, names)
         try:
             self.opened.files.keep(names)
         except OSError as error:
@@ -212,10 +214,10 @@ class ShardedReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the index is read when it is first needed."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: stock.LoadPlan) -> stock.LoadPlan:
         return replace(plan, storage_data=self.save)
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[stock.LoadPlan]) -> list[stock.LoadPlan]:
         """On one rank: each has opened the checkpoint for itself."""
         saves = [plan.storage_data for plan in plans]
         other = next((rank for rank, save in enumerate(saves) if save != saves[0]), None)
@@ -226,8 +228,8 @@ class ShardedReader(StorageReader):
             )
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.read_parts(plan, planner)
+    def read_data(self, plan: stock.LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.read_parts(LoadPlan(plan.items, ()), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -242,8 +244,8 @@ class ShardedReader(StorageReader):
 
     # Beyond the interface
 
-    def read_parts(self, plan: LoadPlan, planner: LoadPlanner, chunks: Sequence[WholeChunk] = ()) -> None:
-        """Read what a plan asks for, and chunks that are read as they are.
+    def read_parts(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read the items and chunks of a plan.
 
         Raises:
             CheckpointCorrupt, CheckpointNotFound, CheckpointUnreadable: Naming file and key. Targets may be partly
@@ -251,7 +253,7 @@ class ShardedReader(StorageReader):
         """
         reads = [self._find(item) for item in plan.items]
         with suppress(OSError):  # the read of the key will say what is wrong
-            self.opened.files.keep({*(read.location.file for read in reads), *self._files_of(chunks)})
+            self.opened.files.keep({*(read.location.file for read in reads), *self._files_of(plan.chunks)})
         self._recognise(reads)
         values: dict[tuple[str, int], bytearray] = {}
         targets, wholes = [], []
@@ -269,7 +271,7 @@ class ShardedReader(StorageReader):
                 else:
                     fetches += self._fetches_of_tensor(read, read.chunk, target)
         finish_device_work(target for _, target in targets)
-        self._read(fetches, chunks)
+        self._read(fetches, plan.chunks)
         for read, chunk, target in wholes:  # here, and one at a time: their classes have code of their own
             self._fill(read, chunk, target)
         for read in reads:

@@ -53,19 +53,6 @@ class Streamed:
 Data = torch.Tensor | WholeItem | bytes
 
 
-class NewItem(NamedTuple):
-    """An item that a rank is about to write: a box of a tensor, or a value.
-
-    A tensor is on this rank, has memory, and needs no gradient: ``tensors.require_memory`` has been asked.
-    """
-
-    key: str
-    data: Data
-    offsets: Shape = ()
-    """Of the box in the tensor."""
-    sizes: Shape = ()
-
-
 _WORTH_A_FILE = 1 << 20
 _WORTH_A_THREAD = 64 << 10  # average size of an item; below, threads wait for the interpreter's lock
 _STABLE_FILE = 256 << 20  # one changed tensor costs to write its file again; every file costs to be synced

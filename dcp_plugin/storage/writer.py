@@ -38,6 +38,7 @@ from dcp_plugin.format.summary import Summary, fingerprint, versions
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation, medium_of
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
+from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
 from dcp_plugin.storage import check_rest, write_items
 from dcp_plugin.storage.open import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
@@ -88,46 +89,6 @@ _of_this_thread = _OfThisThread()
 
 
 @dataclass(frozen=True)
-class WrittenItems:
-    """What one rank has written."""
-
-    places: Places
-    """Of each item, in the order in which they were given."""
-    nbytes: int
-    """Bytes of this rank's new data files."""
-    findings: Findings
-    """What was linked from the run's last checkpoint instead."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds that one rank has spent with its part of a save."""
-
-    blocked_seconds: float | None = None
-    """What its training waited; None if that is until the save is published."""
-    staging_seconds: float = 0.0
-    write_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """What one rank tells rank 0 when it has written its part of a save: :class:`WrittenItems` in columns."""
-
-    places: Places
-    nbytes: int
-    items_reused: int
-    bytes_reused: int
-    why_not_reused: str
-    """Why not more was linked, in words; empty if nothing stood in the way."""
-    spent: Spent = field(default_factory=Spent)
-
-    @classmethod
-    def of(cls, written: WrittenItems, spent: Spent) -> WrittenPart:
-        found = written.findings
-        return cls(written.places, written.nbytes, len(found.linked), found.bytes, found.why_not, spent)
-
-
-@dataclass(frozen=True)
 class PartWriter:
     """Writes one rank's part of a save into its data files, and syncs them."""
 
@@ -139,9 +100,7 @@ class PartWriter:
     reuse: Reuse | None
     """What this rank knows of the run's last checkpoint; without it everything is written."""
 
-    def write(
-        self, items: Sequence[write_items.NewItem], to: RankDirectory, frozen: Collection[str] = ()
-    ) -> WrittenItems:
+    def write(self, items: Sequence[NewItem], to: RankDirectory, frozen: Collection[str] = ()) -> WrittenPart:
         """Link what is unchanged and write the rest.
 
         Args:
@@ -159,11 +118,9 @@ class PartWriter:
             raise SaveFailed(f"cannot save {self.path}: {error}. {self.medium.advice}") from error
         if len(unique) < len(items):
             places = places.take(np.array(first))
-        return WrittenItems(places, nbytes, found)
+        return WrittenPart(places, nbytes, len(found.linked), found.bytes, found.why_not)
 
-    def _write(
-        self, items: list[write_items.NewItem], to: RankDirectory, frozen: Collection[str]
-    ) -> tuple[Places, int, Findings]:
+    def _write(self, items: list[NewItem], to: RankDirectory, frozen: Collection[str]) -> tuple[Places, int, Findings]:
         reuse, found = self.reuse, NOTHING
         token = to.token if reuse is not None or self.medium.keeps_names else ""
         into = write_items.Destination(self.medium, to.directory, to.rank, token, self.io_threads, self.checksum)
@@ -184,7 +141,7 @@ class PartWriter:
         return places, nbytes, found
 
 
-def _candidate(item: write_items.NewItem, frozen_keys: Collection[str]) -> Candidate | None:
+def _candidate(item: NewItem, frozen_keys: Collection[str]) -> Candidate | None:
     key, data, offsets, sizes = item
     if not isinstance(data, torch.Tensor):
         return None
@@ -483,7 +440,7 @@ class ShardedWriter(StorageWriter):
         return is_path(checkpoint_id)
 
 
-def _new_item(item: WriteItem, data: Any) -> write_items.NewItem:
+def _new_item(item: WriteItem, data: Any) -> NewItem:
     """What any planner hands over for an item, as it is written.
 
     Raises:
@@ -491,21 +448,21 @@ def _new_item(item: WriteItem, data: Any) -> write_items.NewItem:
     """
     key = item.index.fqn
     if item.type == WriteItemType.BYTE_IO:
-        return write_items.NewItem(key, data.getvalue())
+        return NewItem(key, data.getvalue())
     assert item.tensor_data is not None, "it is a tensor"
     box, data = item.tensor_data.chunk, settled(data)
     try:
         if is_stored_whole(data):
-            return write_items.NewItem(key, WholeItem.of(data), tuple(box.offsets), tuple(box.sizes))
+            return NewItem(key, WholeItem.of(data), tuple(box.offsets), tuple(box.sizes))
         if data.requires_grad or type(data) is not torch.Tensor:
             data = data.detach()
         require_memory(data)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{key} is {error}") from error
-    return write_items.NewItem(key, data, tuple(box.offsets), tuple(box.sizes))
+    return NewItem(key, data, tuple(box.offsets), tuple(box.sizes))
 
 
-def _without_duplicates(items: Sequence[write_items.NewItem]) -> tuple[list[write_items.NewItem], list[int]]:
+def _without_duplicates(items: Sequence[NewItem]) -> tuple[list[NewItem], list[int]]:
     """The items to write, each once; and the position among these that stands for each of ``items``.
 
     The same are: equal bytes, and the same memory seen the same way.
@@ -515,7 +472,7 @@ def _without_duplicates(items: Sequence[write_items.NewItem]) -> tuple[list[writ
     if len(several) == 1 and 0 not in addresses:
         return list(items), list(range(len(items)))
     position: dict[Any, int] = {}
-    unique: list[write_items.NewItem] = []
+    unique: list[NewItem] = []
     first: list[int] = []
     for item, address in zip(items, addresses, strict=True):
         data = item.data

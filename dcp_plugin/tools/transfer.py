@@ -35,8 +35,9 @@ from dcp_plugin.format.summary import Summary, fingerprint, with_hash
 from dcp_plugin.media import CannotLink, Medium, Readable, Reservation, medium_of
 from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
+from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage import check_rest
-from dcp_plugin.storage.open import Opened, completed, gone_or_damaged, open_alone
+from dcp_plugin.storage.open import check_files, completed, gone_or_damaged, open_alone
 from dcp_plugin.storage.passing import PIECE, Look, LookAtHash, LookAtItems, Memory, SourceError, Way, look_at
 
 _WORTH_NOTING = 1 << 20
@@ -63,14 +64,14 @@ class Source:
     """Bytes of each file, by its usual name."""
     token: str
     """Of the save: equal for the same one, wherever it is."""
-    opened: Opened | None = None
+    opened: OpenCheckpoint | None = None
     """None for what has no form that we can open."""
     is_file: bool = False
     left_out: tuple[str, ...] = ()
     """Files that are not copied, and why."""
 
     @property
-    def ours(self) -> Opened | None:
+    def ours(self) -> OpenCheckpoint | None:
         return self.opened if self.opened is not None and self.opened.summary is not None else None
 
     @property
@@ -112,7 +113,7 @@ def open_source(path: Where, of_others: bool = False) -> Source:
             sizes = {path.name: files.size(path.name)}
             return Source(path, files, sizes, _token_of(files, sizes), is_file=True)
         try:
-            opened: Opened | None = open_alone(path)
+            opened: OpenCheckpoint | None = open_alone(path)
         except CheckpointError:
             if not of_others:
                 raise
@@ -125,11 +126,11 @@ def open_source(path: Where, of_others: bool = False) -> Source:
         return _of_folder(path, files, opened, medium.tree(there))
 
 
-def _of_folder(path: Where, files: Readable, opened: Opened | None, stored: list[str]) -> Source:
+def _of_folder(path: Where, files: Readable, opened: OpenCheckpoint | None, stored: list[str]) -> Source:
     names = files.tree(stored) if isinstance(files, PackedFiles) else stored
     elsewhere = {name for name in names if files.leads_elsewhere(name)}
     if opened is not None and opened.summary is not None:
-        opened.check_files(opened.index.files)
+        check_files(opened, opened.index.files)
         known = {*opened.index.files, INDEX, SUMMARY, METADATA, *opened.index.beside}
         if wrong := sorted(elsewhere & known):
             raise CheckpointCorrupt(f"{path}: {wrong[0]} is a link that leaves the checkpoint")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 import dcp_plugin as dcp
 from dcp_plugin.loading.load import Loading, plan_load
 from dcp_plugin.runs import catalog
+from dcp_plugin.storage.open import check_files
 from dcp_plugin.storage.reader import ShardedReader
 from tests.faults.beside import FILE_SYSTEMS, READERS, WRITERS, by_chance, windows, wrong_in
 from tests.faults.scenes import number_in, save, state_of
@@ -123,7 +124,7 @@ def test_a_checkpoint_that_is_deleted_after_it_was_opened_is_not_found(tmp_path:
         assert len(reader.index) == 4
         catalog.remove(tmp_path / "ck")
         with pytest.raises(dcp.CheckpointNotFound, match="deleted or replaced"):
-            reader.opened.check_files()
+            check_files(reader.opened)
 
 
 def test_ranks_of_a_stock_load_that_opened_different_saves_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,339 @@
+"""Records that travel through a save and a load. Each stage takes one record and returns the next.
+
+A save, in order; :mod:`dcp_plugin.saving.job` has the stages:
+
+=======  =============================  =========================================================
+stage    takes                          returns
+=======  =============================  =========================================================
+gather   :class:`LiveState`             :class:`GatheredState`: this rank's part, in live memory
+stage    :class:`GatheredState`         :class:`StagedState`: memory that nothing changes
+plan     :class:`StagedState`           :class:`SavePlan`: the items that this rank writes
+write    :class:`SavePlan`              :class:`WrittenPart`: the place of each item
+publish  :class:`WrittenPart` of all    :class:`Published`, on rank 0
+=======  =============================  =========================================================
+
+A load, in order; :mod:`dcp_plugin.loading.load` has the stages:
+
+=======  =============================  =========================================================
+stage    takes                          returns
+=======  =============================  =========================================================
+open     a path                         :class:`OpenCheckpoint`: the index, and files for reading
+match    :class:`OpenCheckpoint`        :class:`Match`: the key in the checkpoint of each target
+plan     :class:`Match`                 :class:`LoadPlan`: the boxes that this rank reads
+read     :class:`LoadPlan`              filled targets
+apply    :class:`Match`                 :class:`LoadReport`
+=======  =============================  =========================================================
+
+Tensors and values inside these records are :class:`~dcp_plugin.types.ShardedValue` and
+:class:`~dcp_plugin.types.EncodedValue`. Sizes are in bytes, durations in seconds, shapes and offsets in elements.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.distributed.checkpoint.planner import ReadItem
+
+from dcp_plugin.calls import Call
+from dcp_plugin.format.columns import Places
+from dcp_plugin.format.index import CheckpointIndex
+from dcp_plugin.format.metadata import Aliases, Views
+from dcp_plugin.format.summary import Summary
+from dcp_plugin.media import Readable
+from dcp_plugin.paths import Where
+from dcp_plugin.types import EncodedValue, Flat, KeyPath, Shape, ShardedValue, Wanted
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcp_plugin.planning.save import RankPlan
+    from dcp_plugin.tensors.kinds import WholeItem
+
+Box = tuple[Shape, Shape]
+"""Begin and end of a part of a tensor, in each dimension; ``((), ())`` for no part at all."""
+
+Shards = Mapping[str, Mapping[str, Box]]
+"""Parts of sharded parameters on this rank: by the name of their optimizer, then by the name of the parameter."""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Arguments of one call of :meth:`dcp_plugin.Checkpointer.save`, without the state."""
+
+    path: Where
+    call: Call
+    """The call that all ranks make together."""
+    step: int | None
+    began: float
+    """Time of the call, in seconds of ``time.monotonic``."""
+    blocked_seconds: float | None = None
+    """Duration of the call; None if the caller waits until the checkpoint is published."""
+    views: Views = field(default_factory=dict)
+    aliases: Aliases = field(default_factory=dict)
+    with_files: bool = False
+    """Whether the caller adds files; other files at the path stay then."""
+    durable: bool = False
+    """Whether the save goes on from ``local_dir`` to its path, whatever ``durable_every`` is."""
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Objects to save. No later record refers to them, so that the caller can free them during the save."""
+
+    state: Mapping[str, Any]
+    """Name -> Module, Optimizer, Stateful, tensor, plain value, or a mapping of these."""
+    kinds: Mapping[str, str]
+    """Names that are state dicts of a ``"module"`` or an ``"optimizer"``."""
+    owners: Sequence[Any]
+    """Modules and optimizers whose state dicts are in ``state`` without the objects."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers, or tensors of one element."""
+    compares_ranks: bool = True
+    """Whether the first save warns of data that differs between ranks."""
+    is_data: bool = False
+    """Whether an object in a mapping of ``state`` is a value, whose own state is not asked for."""
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """This rank's part of the state, in live memory that training may change."""
+
+    leaves: Mapping[str, Any]
+    """Key -> tensor, DTensor, ShardedTensor, ShardedValue or plain value."""
+    paths: dict[str, KeyPath]
+    """Path of each key in the nested state."""
+    kinds: Mapping[str, str]
+    """Name in the state -> ``"module"`` or ``"optimizer"``, for the summary."""
+    optimizers: Mapping[str, str]
+    """Name in the state -> class of the optimizer, for the summary."""
+    shards: Shards
+    metrics: dict[str, float]
+    """Metrics of the checkpoint. Those of rank 0 are recorded."""
+    shared: frozenset[str]
+    """Keys of data that all ranks are expected to share, to be compared."""
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """This rank's part of the state as it will be written: nothing changes it any more."""
+
+    state: Flat
+    """Key -> chunks of a tensor in memory, or the bytes of a value."""
+    paths: dict[str, KeyPath]
+    kinds: Mapping[str, str]
+    optimizers: Mapping[str, str]
+    shards: Shards
+    layouts: list[str]
+    """Distributions of the tensors, in words, for the summary."""
+    metrics: dict[str, float]
+    shared: frozenset[str]
+    copy_seconds: float = 0.0
+    """Duration of the copy to host memory."""
+
+
+class NewItem(NamedTuple):
+    """An item that a rank writes: a box of a tensor, or a value.
+
+    A tensor is on this rank, has memory, and needs no gradient: ``tensors.require_memory`` has checked that.
+    """
+
+    key: str
+    data: torch.Tensor | WholeItem | bytes
+    offsets: Shape = ()
+    """Offsets of the box in the tensor."""
+    sizes: Shape = ()
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The items that one rank writes, and the directory for their files."""
+
+    rank: int
+    directory: Where
+    """Reserved directory of this save, the same on all ranks."""
+    state: Flat
+    """Key -> memory or bytes, under the keys of the plan."""
+    plan: RankPlan
+    """This rank's items. On rank 0 it has the plan of all ranks, too."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Keys outside the plan, because the base has them -> their keys in the base."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Record of the base in the summary; empty without one."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Keys of parameters that are not trained."""
+        return frozenset(key for key, value in self.state.items() if isinstance(value, ShardedValue) and value.frozen)
+
+    @property
+    def empty(self) -> list[str]:
+        """Keys of empty mappings."""
+        return [key for key, value in self.state.items() if isinstance(value, EncodedValue) and value.is_empty_mapping]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds that one rank spent on its part of a save."""
+
+    blocked_seconds: float | None = None
+    """Time for which the training waited; None if that is until the save is published."""
+    staging_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """One rank's part of a save on the medium, as the rank reports it to rank 0."""
+
+    places: Places
+    """Place of each item, in the order of the plan."""
+    nbytes: int
+    """Bytes of this rank's new data files."""
+    items_reused: int = 0
+    """Items linked from the run's last checkpoint instead of written."""
+    bytes_reused: int = 0
+    why_not_reused: str = ""
+    """The obstacle to linking more, in words; empty without an obstacle."""
+    spent: Spent = field(default_factory=Spent)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that is complete at its path, on rank 0."""
+
+    summary: Summary
+    """Contents of ``dcp_plugin.json``."""
+    parts: Sequence[WrittenPart]
+    """Parts of all ranks, in the order of ranks."""
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint, opened for reading."""
+
+    path: Where
+    """A directory, or a file of another tool."""
+    files: Readable
+    """Files that the names in the index refer to."""
+    index: CheckpointIndex
+    identity: str
+    """Equal for the same checkpoint in the same place. It is :attr:`fingerprint`, unless that takes many reads."""
+    format: str
+    """As in :class:`~dcp_plugin.types.CheckpointInfo`."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Names of a ``module`` and of an ``optimizer``, as far as the checkpoint records them."""
+    summary: Summary | None = None
+    """Summary of our own checkpoints; None for those of other tools."""
+    links: bool = False
+    """Whether data files may be symbolic links: only in checkpoints without an index of ours."""
+    base: OpenCheckpoint | None = None
+    """The checkpoint with the keys that this one leaves out. The index has its files under their full paths."""
+    find_fingerprint: Callable[[], str] | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for the same checkpoint in any place."""
+        return self.find_fingerprint() if self.find_fingerprint else self.identity
+
+    @property
+    def save_ids(self) -> str:
+        """Identity of this save and of its base, unlike that of another save of the same contents. Empty for
+        checkpoints of other tools."""
+        base = self.base.save_ids if self.base else ""
+        return f"{self.summary.save_id if self.summary else ''} {base}".strip()
+
+    def close(self) -> None:
+        """Close the files. The records that were read stay."""
+        self.files.close()
+
+
+@dataclass(frozen=True)
+class Match:
+    """The targets of a load, and the key in the checkpoint of each. Keys of targets are complete."""
+
+    wanted: dict[str, Wanted]
+    """Wants of each object, by its name, with only the selected targets."""
+    targets: dict[str, ShardedValue | None]
+    """Tensors to fill; None for other values."""
+    deferred: dict[str, Any]
+    """Tensors that are read when their submodule is loaded: :class:`~dcp_plugin.state.module_load.Deferred`."""
+    stored: dict[str, str]
+    """Target -> its key in the checkpoint."""
+    report: LoadReport
+    """Keys that will be missing, left out and so on. Nothing is loaded yet."""
+    problems: list[str] = field(default_factory=list)
+    """Reasons why the load is impossible; empty if it is possible."""
+    warnings: list[str] = field(default_factory=list)
+
+
+class WholeChunk(NamedTuple):
+    """A stored chunk that is read as it is: complete, into plain memory of its dtype and size."""
+
+    key: str
+    """Key in the checkpoint."""
+    number: int
+    """Number of the chunk among those of all keys."""
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The reads of one rank."""
+
+    items: Sequence[ReadItem]
+    """Boxes of stored chunks, and values."""
+    chunks: Sequence[WholeChunk]
+    """Small chunks that are read as they are; they are no items."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Result of a load. Keys are the target's, unless stated otherwise."""
+
+    path: Where
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Keys of the target that the checkpoint lacks; the target kept its values."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys of the checkpoint under the loaded names that the target lacks."""
+    cast: list[str] = field(default_factory=list)
+    """Keys whose dtype differed; the values were converted to the target's."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Loaded keys with another key in the checkpoint -> that key."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys that a partial load did not select; the target kept its values."""
+    bytes_read: int = 0
+    """Bytes that this rank read from data files, including reads to check and to skip."""
+    unchecked_bytes: int = 0
+    """Of these, bytes whose checksum could not be compared: narrow columns of tensors stored whole."""
+    sources: dict[str, int] = field(default_factory=dict)
+    """With ``local_dir``: bytes that this rank read, by place: ``"this node"``, ``"node <host>"``, ``"durable"``."""
+    passed_over: list[str] = field(default_factory=list)
+    """With ``local_dir``: saves that were ignored or could not be read, and why."""
+    seconds: float = 0.0
+    """With ``local_dir``: duration of the search and the load."""
+
+    def __str__(self) -> str:
+        parts = [f"loaded {len(self.loaded)} items from {self.path}"]
+        for name in ("missing", "unexpected", "cast"):
+            keys: list[str] = getattr(self, name)
+            if keys:
+                parts.append(f"{len(keys)} {name} ({_first(keys)})")
+        if self.renamed:
+            pairs = [f"{key} from {stored}" for key, stored in self.renamed.items()]
+            parts.append(f"{len(pairs)} renamed ({_first(pairs)})")
+        if self.left_out:
+            parts.append(f"{len(self.left_out)} left out")
+        if self.sources:
+            read = [f"{count / 2**20:.1f} MiB from {place}" for place, count in self.sources.items()]
+            parts.append(f"this rank read {', '.join(read)} in {self.seconds:.2f} s")
+        if self.passed_over:
+            parts.append(f"passed over: {_first(self.passed_over)}")
+        return "; ".join(parts)
+
+
+def _first(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
