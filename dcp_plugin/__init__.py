@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dcp_plugin.planning.load import ShardedLoadPlanner
     from dcp_plugin.planning.save import ShardedSavePlanner
     from dcp_plugin.records import LoadReport
-    from dcp_plugin.runs.catalog import inspect, latest, list_checkpoints, verify
+    from dcp_plugin.runs.catalog import latest, list_checkpoints
     from dcp_plugin.runs.interval import SaveInterval
     from dcp_plugin.runs.resume import Restart, resolve_resume
     from dcp_plugin.saving.queue import SaveHandle
@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from dcp_plugin.tools.diff import CheckpointDiff, diff
     from dcp_plugin.tools.divergence import Divergence, first_divergence
     from dcp_plugin.tools.export import ExportReport, export
+    from dcp_plugin.tools.inspect import inspect
     from dcp_plugin.tools.listing import ListedCheckpoint, Run, list_runs
     from dcp_plugin.tools.prune import PrunedCheckpoint, PrunedLeftover, PruneReport, prune
     from dcp_plugin.tools.read import read
     from dcp_plugin.tools.report import report
+    from dcp_plugin.tools.verify import verify
     from dcp_plugin.types import CheckpointInfo, CheckpointState, VerifyReport
 
 
@@ -71,7 +73,9 @@ _HOMES = {
         "SaveFailed",
         "UnsafeCheckpoint",
     ),
-    "dcp_plugin.runs.catalog": ("inspect", "latest", "list_checkpoints", "verify"),
+    "dcp_plugin.runs.catalog": ("latest", "list_checkpoints"),
+    "dcp_plugin.tools.inspect": ("inspect",),
+    "dcp_plugin.tools.verify": ("verify",),
     "dcp_plugin.loading.partial": ("PartialLoad",),
     "dcp_plugin.planning.load": ("ShardedLoadPlanner",),
     "dcp_plugin.planning.save": ("ShardedSavePlanner",),

@@ -14,7 +14,7 @@ from dcp_plugin.paths import PathLike, Where, as_path
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs.catalog import parts_beside, refuse_other_ranks
 from dcp_plugin.runs.resume import Restart, StartOptions, modules_of
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 
 
 def save(

@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.media import Readable
 from dcp_plugin.paths import Where
-from dcp_plugin.ranks import Ranks
 from dcp_plugin.types import CheckpointState
+
+if TYPE_CHECKING:
+    from dcp_plugin.ranks import Ranks
 
 _KEEPER = "dcp_plugin.keeper.registration"
 

@@ -26,7 +26,7 @@ from dcp_plugin.events import SaveFinished
 from dcp_plugin.integration.lightning_packages import has_base
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.saving.queue import SaveHandle
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 from dcp_plugin.storage.reader import ShardedReader
 
 logger = logging.getLogger("dcp_plugin")

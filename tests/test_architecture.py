@@ -159,3 +159,15 @@ def _names_in(path: Path) -> set[str]:
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     return names | {str(node.arg) for node in nodes if isinstance(node, ast.arg | ast.keyword)}
+
+
+def test_a_catalogue_of_checkpoints_imports_no_torch(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"n": step}, tmp_path / f"step-{step}", step=step)
+    printed = _python(
+        f"import sys, dcp_plugin; root = {str(tmp_path)!r}; (run,) = dcp_plugin.list_runs(root); "
+        "print(dcp_plugin.latest(root).name, len(dcp_plugin.list_checkpoints(root)), len(run.checkpoints)); "
+        "from dcp_plugin.cli.app import app; app(['ls', root], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    ).splitlines()
+    assert (printed[0], printed[-1]) == ("step-2 2 2", "False")

@@ -198,7 +198,7 @@ def test_no_resume_goes_back_behind_a_checkpoint_of_a_newer_version(
 ) -> None:
     older = _save(tmp_path / "step-1", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(index_file, "FORMAT_VERSION", 9 if file == "dcp_plugin.index" else index_file.FORMAT_VERSION)
+        patched.setattr(index_file, "INDEX_VERSION", 9 if file == "dcp_plugin.index" else index_file.INDEX_VERSION)
         newer = _save(tmp_path / "step-2", 2)
     if file == "dcp_plugin.json":
         change_summary(newer, format_version=9, versions={"dcp_plugin": "4.2"})

@@ -118,6 +118,18 @@ def test_a_file_that_was_cut_is_told_without_reading_it(tmp_path: Path) -> None:
     assert dcp.list_runs(tmp_path)[0].resumes is None
 
 
+@pytest.mark.parametrize("damage", ["truncated", "with a hole"])
+def test_an_index_that_is_not_the_saved_one_is_damage(tmp_path: Path, damage: str) -> None:
+    dcp.save({"model": torch.nn.Linear(8, 8)}, tmp_path / "ck")
+    index = tmp_path / "ck" / "dcp_plugin.index"
+    size = index.stat().st_size
+    os.truncate(index, size - 32)
+    if damage == "with a hole":
+        os.truncate(index, size)
+    ((_, state),) = _states(tmp_path).values()
+    assert state == "damaged"
+
+
 def test_a_save_that_was_interrupted_is_torn(place: Where) -> None:
     dcp.save({"n": 1}, place / "step-1")
     interrupt_a_save_to(place / "step-1")

@@ -31,7 +31,7 @@ from dcp_plugin.keeper.inventory import Surveyor, make_run, path_of
 from dcp_plugin.keeper.local_checkpoints import NODE, LocalStep, LocalSteps, Record, is_inside
 from dcp_plugin.keeper.selection import DURABLE, OWN
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 from tests import launch
 from tests.compare import assert_same as same
 from tests.launch import on_ranks

@@ -35,7 +35,6 @@ from dcp_plugin.accelerate.stock_format import Project
 from dcp_plugin.checkpointer import Checkpointer
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import CheckpointError, CheckpointMismatch
-from dcp_plugin.format.foreign.frameworks import ACCELERATE
 from dcp_plugin.integration import BaseAttachment
 from dcp_plugin.integration.key_names import EXTRA, keys_by_name
 from dcp_plugin.integration.local_copy import local_copy
@@ -43,6 +42,7 @@ from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.paths import PathLike, Where, as_local, as_path
 from dcp_plugin.ranks import Attempt
 from dcp_plugin.records import LoadReport
+from dcp_plugin.runs.foreign import ACCELERATE
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.sources import source_of
 from dcp_plugin.state.adapters import NamesOnly

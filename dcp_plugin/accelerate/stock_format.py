@@ -34,7 +34,6 @@ from dcp_plugin.errors import (
 )
 from dcp_plugin.events import SaveFinished
 from dcp_plugin.format import METADATA, exists, has_traces
-from dcp_plugin.format.foreign.frameworks import RANDOM_STATES
 from dcp_plugin.integration.local_copy import local_copy
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
@@ -42,6 +41,7 @@ from dcp_plugin.media.disk.files import LocalFiles
 from dcp_plugin.paths import StorageOptions, Where, as_path
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
+from dcp_plugin.runs.foreign import RANDOM_STATES
 from dcp_plugin.sources import Source
 
 logger = logging.getLogger("dcp_plugin")

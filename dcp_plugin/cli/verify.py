@@ -41,7 +41,7 @@ def verify_command(
     found = []
     with told(as_json):
         from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, CheckpointUnreadable
-        from dcp_plugin.runs.catalog import verify
+        from dcp_plugin.tools.verify import verify
 
         for path in [where(text, storage_option) for text in paths]:
             began = time.perf_counter()

@@ -27,13 +27,13 @@ from dcp_plugin.integration.lightning_packages import data_rank
 from dcp_plugin.integration.random_streams import SavedStreams
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import Where
-from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.state import inside_ddp, unflatten_optimizer
 from dcp_plugin.state.names import is_of_no_module
 from dcp_plugin.state.optimizer import BESIDE, GROUPS
 from dcp_plugin.state.per_rank import PerRank
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 from dcp_plugin.tensors._torch import DTensor, ShardedTensor
+from dcp_plugin.tools.inspect import inspect
 
 if TYPE_CHECKING:
     from dcp_plugin.fabric.strategy import FabricAdapter

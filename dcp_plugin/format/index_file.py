@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load as load_columns
@@ -39,20 +39,16 @@ from dcp_plugin.format import values
 from dcp_plugin.format.columns import NO_TENSOR, Column, KeyColumns, dtype_named
 from dcp_plugin.format.index import CheckpointIndex
 from dcp_plugin.format.payload import LARGEST_BLOCK
-from dcp_plugin.format.summary import NewerFormat, fingerprint
+from dcp_plugin.format.summary import INDEX_VERSION, check_index_version, fingerprint
 from dcp_plugin.format.values import MAPPING_CLASSES
 from dcp_plugin.types import KeyPath
-
-FORMAT_VERSION = 2
-_MOST_HEADER = 100_000_000
-"""Bytes, as safetensors has it."""
 
 
 def encode(index: CheckpointIndex) -> bytes:
     """What the file of the index holds."""
     about = {
         "format": "dcp_plugin",
-        "format_version": str(FORMAT_VERSION),
+        "format_version": str(INDEX_VERSION),
         "smallest_block": str(index.smallest_block),
         "dtypes": json.dumps(index.table.dtypes),
         "files": json.dumps(index.files),
@@ -110,41 +106,10 @@ def _decoded(data: bytes, where: str) -> CheckpointIndex:
         columns = load_columns(data)  # validates the header
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         about = header.get("__metadata__", {})
-        _check_version(about, where)
+        check_index_version(about, where)
         index = _checked(columns, about)
         index.validate(posixpath.dirname(where))
     return index
-
-
-def _check_version(about: dict[str, str], where: str) -> None:
-    if about.get("format") == "dcp_plugin" and int(about["format_version"]) > FORMAT_VERSION:
-        raise NewerFormat.of(where, int(about["format_version"]), FORMAT_VERSION)
-    if about.get("format") != "dcp_plugin" or int(about["format_version"]) != FORMAT_VERSION:
-        raise CheckpointCorrupt(
-            f"{where} is of format {about.get('format')!r} version {about.get('format_version')}; this version of "
-            f"dcp_plugin reads version {FORMAT_VERSION}. Delete the file and dcp_plugin.json to read the checkpoint as "
-            f"a stock one."
-        )
-
-
-def sizes_listed(file: BinaryIO, where: str) -> dict[str, int]:
-    """The data files that an index lists, and their sizes in bytes, from its header alone: nothing else is read or
-    checked.
-
-    Args:
-        where: What messages call the file.
-
-    Raises:
-        CheckpointCorrupt: It has no such header, or one of another format.
-    """
-    with damage_in(where):
-        length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER:
-            raise ValueError(f"a header of {length} bytes")
-        about = json.loads(file.read(length))["__metadata__"]
-        _check_version(about, where)
-        files = json.loads(about["files"])
-        return {str(name): int(size) for name, size in files.items()}
 
 
 def _checked(columns: dict[str, Column], about: dict[str, str]) -> CheckpointIndex:

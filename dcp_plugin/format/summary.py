@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
-import torch
-
-from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed
+from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, SaveFailed, damage_in
 from dcp_plugin.format import INDEX, SUMMARY
 from dcp_plugin.paths import Where, as_path
 from dcp_plugin.types import VERSION
 
 FORMAT_VERSION = 3
-"""Of this file; that of the index is its own."""
+"""Of this file."""
+INDEX_VERSION = 2
+"""Of the file of the index."""
 _LAST_WITHOUT_HASH = 2
 _HASH, _END = b',\n  "sha256": "', b'"\n}\n'
 MAX_SIZE = 1 << 20
@@ -207,10 +206,37 @@ def _check_hash(data: bytes, said: dict[str, Any], known: Collection[str]) -> No
         )
 
 
-def versions() -> dict[str, str]:
-    """Of this package and of what it runs on."""
-    return {"dcp_plugin": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-
-
 def fingerprint(index_bytes: bytes) -> str:
     return hashlib.sha256(index_bytes).hexdigest()
+
+
+def sizes_listed(index: bytes, where: str) -> dict[str, int]:
+    """Return the data files in the header of an index, and their sizes in bytes; check nothing else of it.
+
+    Args:
+        where: The name of the file in messages.
+
+    Raises:
+        CheckpointCorrupt, NewerFormat: It has no such header, or one of another version.
+    """
+    with damage_in(where):
+        about = json.loads(index[8 : 8 + int.from_bytes(index[:8], "little")])["__metadata__"]
+        check_index_version(about, where)
+        return {str(name): int(size) for name, size in json.loads(about["files"]).items()}
+
+
+def check_index_version(about: Mapping[str, str], where: str) -> None:
+    """Check the metadata in the header of an index.
+
+    Raises:
+        CheckpointCorrupt: They are of no index, or of an earlier version.
+        NewerFormat: They are of a later version.
+    """
+    if about.get("format") == "dcp_plugin" and int(about["format_version"]) > INDEX_VERSION:
+        raise NewerFormat.of(where, int(about["format_version"]), INDEX_VERSION)
+    if about.get("format") != "dcp_plugin" or int(about["format_version"]) != INDEX_VERSION:
+        raise CheckpointCorrupt(
+            f"{where} is of format {about.get('format')!r} version {about.get('format_version')}; this version of "
+            f"dcp_plugin reads version {INDEX_VERSION}. Delete the file and dcp_plugin.json to read the checkpoint as "
+            f"a stock one."
+        )

@@ -18,7 +18,7 @@ import numpy as np
 
 from dcp_plugin.format import values
 from dcp_plugin.paths import PathLike, StoreOptions
-from dcp_plugin.runs.catalog import inspect
+from dcp_plugin.tools.inspect import inspect
 from dcp_plugin.types import CheckpointInfo
 
 MODEL, OPTIM, EXTRA, RNG = "model", "optim", "extra", "rng"

@@ -20,7 +20,7 @@ from dcp_plugin.media.elsewhere import Elsewhere
 from dcp_plugin.media.packed import PackedFiles, unpacked
 from dcp_plugin.paths import Where
 from dcp_plugin.storage.check_rest import told_of
-from dcp_plugin.storage.open import in_one_view
+from dcp_plugin.storage.published import in_one_view
 
 _AT_ONCE = 8 << 20
 """Bytes that are asked for in one request."""

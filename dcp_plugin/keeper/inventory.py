@@ -24,7 +24,7 @@ from dcp_plugin.media import Readable, medium_of, workspace_in, workspaces_in
 from dcp_plugin.media.disk import posix
 from dcp_plugin.paths import Where, as_path, resolved
 from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 
 logger = logging.getLogger("dcp_plugin")
 

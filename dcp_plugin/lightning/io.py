@@ -55,7 +55,7 @@ from dcp_plugin.runs.interval import SaveInterval
 from dcp_plugin.runs.resume import Restart, StartOptions
 from dcp_plugin.saving.queue import SaveHandle
 from dcp_plugin.sources import source_of
-from dcp_plugin.storage.open import summary_of
+from dcp_plugin.storage.published import summary_of
 
 if TYPE_CHECKING:
     from dcp_plugin.lightning.callback import OthersHooks

@@ -45,7 +45,7 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.runs import catalog
 from dcp_plugin.runs.damage import note_chosen
 from dcp_plugin.sources import source_of
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 from dcp_plugin.types import CheckpointState
 
 WHERE_IT_SAVES = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")

@@ -44,7 +44,7 @@ from dcp_plugin.state import OwnLayout, flatten_optimizer, gather_module, load_i
 from dcp_plugin.state.module import flat_parameter_names
 from dcp_plugin.state.names import contains_fsdp1, parameter_names
 from dcp_plugin.state.optimizer import EXTRA_STATE, GROUPS, Nested, extras_of, group_list, group_names
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
 from dcp_plugin.tensors._torch import is_tensor, sharded_value
 from dcp_plugin.types import KeyPath
 

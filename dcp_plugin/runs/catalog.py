@@ -1,6 +1,6 @@
-"""The checkpoints of a run: find the newest, keep the last few, remove one; look into one and check its bytes.
+"""The checkpoints of a run: find the newest, keep the last few, remove one.
 
-Nothing here needs a model or torch.distributed. How a checkpoint becomes real, and how a crash is recovered from, is
+Nothing here needs torch. How a checkpoint becomes real, and how a crash is recovered from, is
 told in :mod:`dcp_plugin.media.disk.commit`.
 """
 
@@ -11,14 +11,10 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from dcp_plugin.config import CheckpointConfig
 from dcp_plugin.errors import (
@@ -31,22 +27,16 @@ from dcp_plugin.errors import (
     some,
 )
 from dcp_plugin.format import METADATA, SUMMARY, exists, has_traces
-from dcp_plugin.format.columns import NO_TENSOR, KeyColumns
-from dcp_plugin.format.foreign.frameworks import RESUMABLE, Saved, in_order, is_checkpoint_folder
-from dcp_plugin.format.index import Location, StoredValue
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.launcher import Launch
 from dcp_plugin.media import Listed, Medium, is_workspace, medium_of, workspaces_in
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.damage import note_chosen
+from dcp_plugin.runs.foreign import RESUMABLE, Saved, in_order, is_checkpoint_folder
 from dcp_plugin.runs.scan import LOST_AND_FOUND, Patience, Scan, cannot_read, may_pass
 from dcp_plugin.sources import source_of
-from dcp_plugin.storage import check_rest
-from dcp_plugin.storage.open import open_alone, read_summary, said_base
-from dcp_plugin.storage.read_items import in_windows
-from dcp_plugin.storage.reader import ShardedReader
-from dcp_plugin.tensors.host_memory import collector_paused
-from dcp_plugin.types import CheckpointInfo, CheckpointState, TensorInfo, VerifyReport
+from dcp_plugin.storage.published import check_complete, read_summary, said_base
+from dcp_plugin.types import CheckpointState
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Where)
@@ -54,7 +44,7 @@ W = TypeVar("W", bound=Where)
 logger = logging.getLogger("dcp_plugin")
 
 _OF_ANOTHER_TOOL = "it has the state of a training, which only a program that knows its form ({}) can load"
-_MOST_LOOKS = 50
+MOST_LOOKS = 50
 """How often is looked again because others have deleted or replaced meanwhile what was found."""
 
 
@@ -113,7 +103,7 @@ def _damage_of(path: Where) -> str:
         CheckpointUnreadable: The file system fails to read it.
     """
     try:
-        open_alone(path, check=True).close()  # compares all files with their sizes
+        check_complete(path)
     except NewerFormat as error:
         error.add_note("To go on from an older checkpoint all the same, name it: resume=PATH.")
         raise
@@ -470,7 +460,7 @@ def find_newest(
         CheckpointUnreadable: As :func:`latest`.
     """
     patience = Patience()
-    for _ in range(_MOST_LOOKS):
+    for _ in range(MOST_LOOKS):
         scan = Scan(as_path(root), others=True, patience=patience)
         candidates = _candidates(scan, None if init_from is None else as_path(init_from), without, local)
         found, complete = newest_among(candidates, tools, patience)
@@ -591,175 +581,10 @@ def link(path: PathLike, target: PathLike) -> None:
     medium_of(where).link(where, as_path(target))
 
 
-def inspect(path: PathLike, storage_options: StorageOptions | None = None) -> CheckpointInfo:
-    """What is in a checkpoint; without what it leaves out because its base has it. No tensor is read.
-
-    Args:
-        path: A checkpoint of this package or of stock DCP, or what another tool saved; or the URL of one.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-
-    Returns:
-        Keys, shapes, dtypes and sizes in bytes; ``str()`` of it is one line.
-
-    Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened, or the path
-            is that of a run with another tool's file in it.
-
-    Example:
-        >>> import torch, dcp_plugin
-        >>> dcp_plugin.save({"w": torch.zeros(2, 3), "step": 1}, "run/step-1")
-        >>> info = dcp_plugin.inspect("run/step-1")
-        >>> info.tensors[0].key, info.tensors[0].shape, info.values
-        ('w', (2, 3), ['step'])
-    """
-    with ShardedReader(path, complete=False, storage_options=storage_options) as reader:
-        index, summary, files = reader.index, reader.summary, reader.opened.files
-        is_file_of_other_tool = files.where != str(reader.path)
-        below = [] if is_file_of_other_tool or exists(files, METADATA) else _checkpoints_below(reader.path)
-    if below:
-        raise CheckpointNotFound(
-            f"{path} is not a checkpoint: it has {some(list(index.files))} in it, and {below[0]}. Name the one that "
-            f"you mean; dcp_plugin.latest({str(path)!r}) finds the newest checkpoint."
-        )
-    with collector_paused():
-        tensors, values = _listed(index.table)
-    return CheckpointInfo(
-        path=reader.path,
-        format=reader.opened.format,
-        step=summary.step if summary else None,
-        time=summary.time if summary else None,
-        world_size=summary.world_size if summary else None,
-        tensors=tensors,
-        values=values,
-        nbytes=summary.payload_bytes if summary else sum(tensor.nbytes for tensor in tensors),
-        versions=dict(summary.versions) if summary else {},
-        bytes_reused=int(summary.reused.get("bytes", 0)) if summary else 0,
-        base=Base.of_summary(summary.base, reader.path).path if summary and index.left_out else None,
-        left_out=list(index.left_out),
-        metrics=dict(summary.metrics) if summary else {},
-    )
-
-
-def _listed(table: KeyColumns) -> tuple[list[TensorInfo], list[str]]:
-    """The tensors of a checkpoint, and the keys of its values. Of 100 000 keys, by columns: an entry of the index for
-    each takes three times as long."""
-    tensors, values = [], []
-    itemsizes = [dtype.itemsize for dtype in table.torch_dtypes]
-    sizes, starts = table.columns["shape"].tolist(), table.shape_starts.tolist()
-    chunks = np.diff(table.chunk_starts).tolist()
-    for slot, (key, number) in enumerate(zip(table.keys, table.columns["dtype"].tolist(), strict=True)):
-        if number == NO_TENSOR:
-            values.append(key)
-            continue
-        shape = tuple(sizes[starts[slot] : starts[slot + 1]])
-        tensors.append(TensorInfo(key, shape, table.dtypes[number], chunks[slot], prod(shape) * itemsizes[number]))
-    return tensors, values
-
-
-def verify(
-    path: PathLike,
-    io_threads: int = 2,
-    base: PathLike | None = None,
-    storage_options: StorageOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> VerifyReport:
-    """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
-
-    What a base completes a checkpoint with is read, too.
-
-    Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
-    other tools, and what a framework has put beside. Not what was added to the directory after the save.
-
-    Args:
-        path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
-        io_threads: Threads that read.
-        base: Where its base is now, if that was moved.
-        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
-        progress: Called with bytes of items read, and all that there are.
-
-    Returns:
-        What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
-        tool's) are only read, and listed. Of a run, the sums; a checkpoint that cannot be opened is one of the errors.
-
-    Raises:
-        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
-        CheckpointUnreadable: The file system failed; also for a run.
-
-    Example:
-        >>> import torch, dcp_plugin
-        >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
-        >>> dcp_plugin.verify("run/step-1").ok
-        True
-    """
-    where = as_path(path, storage_options)
-    verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, base=base, progress=progress)
-    below = _checkpoints_below(where)
-    return _verify_run(where, below, verify_one) if below else verify_one(where)
-
-
-def _checkpoints_below(path: Where) -> list[Where]:
+def checkpoints_below(path: Where) -> list[Where]:
     """Return the checkpoints of a run, in the order of their names; none if ``path`` is a checkpoint itself."""
     if medium_of(path).kind(path) != "folder":
         return []
     scan = Scan(path, others=True)
     below = [*scan.states, *(saved.path for saved in scan.of_others)] if scan.states else []
     return [] if path in below else sorted(below, key=str)
-
-
-def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], VerifyReport]) -> VerifyReport:
-    """Verify the checkpoints of a run, and the weights that another tool has left beside them."""
-    errors: list[str] = []
-    unverified: list[str] = []
-    items = nbytes = 0
-    for path in (run, *below):
-        try:
-            report = verify_one(path)
-        except CheckpointNotFound:  # no weights are beside them, or the training has deleted one
-            continue
-        except CheckpointUnreadable:
-            raise
-        except CheckpointError as error:
-            errors.append(str(error))
-        else:
-            items, nbytes = items + report.items, nbytes + report.nbytes
-            errors += report.errors
-            unverified += report.unverified
-    return VerifyReport(run, items, nbytes, errors, unverified)
-
-
-def _verify_checkpoint(
-    path: Where, io_threads: int, base: PathLike | None, progress: Callable[[int, int], None] | None
-) -> VerifyReport:
-    for _ in range(_MOST_LOOKS):
-        with ShardedReader(path, io_threads=io_threads, base=base) as reader:
-            report = _verified(reader, io_threads, progress)
-            if not report.errors or not reader.opened.files.moved():
-                return report
-    raise CheckpointNotFound(f"{path} was replaced each of {_MOST_LOOKS} times that it was verified.")
-
-
-def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    items: dict[tuple[str, int], tuple[str, Location]] = {}
-    unverified = []
-    for key, entry in reader.index.items():
-        places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
-        for place in places:
-            items.setdefault((place.file, place.offset), (key, place))
-        if any(place.checksums is None for place in places):
-            unverified.append(key)
-    with suppress(OSError):  # so that it is all there to be read if it is deleted meanwhile
-        reader.opened.files.keep(reader.index.files)
-    nbytes = sum(place.length for _, place in items.values())
-    threads = max(io_threads, reader.opened.files.streams)
-    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
-        errors, done = [], 0
-        alone = [[item] for item in items.values()]
-        windows = list(in_windows(items.values())) if reader.opened.files.streams else alone
-        for window, wrong in zip(windows, pool.map(reader.check, windows), strict=True):
-            errors += wrong
-            done += sum(place.length for _, place in window)
-            if progress is not None:
-                progress(done, nbytes)
-        errors += check_rest.check(reader.opened, pool)
-    unverified += check_rest.sizes_only(reader.index.beside)
-    return VerifyReport(reader.path, len(items), nbytes, errors, unverified)

@@ -15,14 +15,17 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable
 from dcp_plugin.format import DAMAGED, exists
 from dcp_plugin.format.summary import Base
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import PathLike, Where, as_path, resolved
-from dcp_plugin.ranks import Ranks
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.storage.published import read_summary
+
+if TYPE_CHECKING:
+    from dcp_plugin.ranks import Ranks
 
 logger = logging.getLogger("dcp_plugin")
 

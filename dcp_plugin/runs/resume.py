@@ -21,7 +21,6 @@ from torch import nn
 
 from dcp_plugin.calls import Call, together
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, some
-from dcp_plugin.format.foreign.frameworks import RESUMABLE
 from dcp_plugin.loading.partial import PartialLoad
 from dcp_plugin.media import medium_of
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
@@ -29,7 +28,8 @@ from dcp_plugin.ranks import Ranks
 from dcp_plugin.records import LoadReport
 from dcp_plugin.runs import damage, hydra_jobs
 from dcp_plugin.runs.catalog import find_newest, was_published
-from dcp_plugin.storage.open import read_summary
+from dcp_plugin.runs.foreign import RESUMABLE
+from dcp_plugin.storage.published import read_summary
 from dcp_plugin.types import CheckpointState
 
 

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointUnreadable, damage_in, unreadable
 from dcp_plugin.format import has_traces, uncommitted_reason
-from dcp_plugin.format.foreign.frameworks import Saved, saved_as_files, saved_as_folder
 from dcp_plugin.format.summary import NewerFormat
 from dcp_plugin.media import Listed, Readable, is_workspace, medium_of
 from dcp_plugin.paths import ObjectPath, Where
-from dcp_plugin.storage.open import in_one_view, summary_in
+from dcp_plugin.runs.foreign import Saved, saved_as_files, saved_as_folder
+from dcp_plugin.storage.published import in_one_view, summary_in
 from dcp_plugin.types import CheckpointState
 
 _DEPTH = 6

@@ -22,7 +22,7 @@ from dcp_plugin.format.index import Location, StoredChunk
 from dcp_plugin.format.payload import RunningCrc, block_size, frame_if_possible
 from dcp_plugin.media import Readable, stretches
 from dcp_plugin.storage.batches import Batch, Count
-from dcp_plugin.storage.open import gone_or_damaged
+from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors.host_memory import BLOCK, Rings
 
 _WINDOW = 4 << 20

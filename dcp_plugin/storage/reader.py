@@ -42,7 +42,8 @@ from dcp_plugin.records import LoadPlan, OpenCheckpoint, WholeChunk
 from dcp_plugin.storage import fetch, read_items
 from dcp_plugin.storage.batches import batches_of, batches_of_chunks
 from dcp_plugin.storage.fetch import Fetch
-from dcp_plugin.storage.open import check_files, gone_or_damaged, open_alone, open_checkpoint, open_files
+from dcp_plugin.storage.open import check_files, open_alone, open_checkpoint, open_files
+from dcp_plugin.storage.published import gone_or_damaged
 from dcp_plugin.tensors._torch import undo_transforms
 from dcp_plugin.tensors.host_memory import finish_device_work
 from dcp_plugin.tensors.kinds import decode, fill, is_stored_whole, require_memory, size_of

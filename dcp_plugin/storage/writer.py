@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import time
 import uuid
@@ -34,16 +35,17 @@ from dcp_plugin.format import metadata as dcp_metadata
 from dcp_plugin.format.columns import NO_TENSOR, Places
 from dcp_plugin.format.index import CheckpointIndex, Location
 from dcp_plugin.format.metadata import Aliases, Views
-from dcp_plugin.format.summary import Summary, fingerprint, versions
+from dcp_plugin.format.summary import Summary, fingerprint
 from dcp_plugin.launcher import launch_record
 from dcp_plugin.media import Medium, Readable, Reservation, medium_of
 from dcp_plugin.paths import StorageOptions, Where, as_path, is_path
 from dcp_plugin.records import NewItem, Spent, WrittenPart  # noqa: F401  (journals name Spent here)
 from dcp_plugin.storage import check_rest, write_items
-from dcp_plugin.storage.open import newest_time
+from dcp_plugin.storage.published import newest_time
 from dcp_plugin.storage.reuse import NOTHING, WORTH_LINKING, Candidate, Findings, Item, Reuse
 from dcp_plugin.tensors._torch import settled
 from dcp_plugin.tensors.kinds import WholeItem, is_stored_whole, memory_of, require_memory
+from dcp_plugin.types import VERSION
 
 logger = logging.getLogger("dcp_plugin")
 
@@ -302,7 +304,7 @@ def compose(
         optimizers=dict(facts.optimizers),
         layouts=list(facts.layouts),
         attached=sorted({*attached, *facts.views}),
-        versions=versions(),
+        versions={"dcp_plugin": VERSION, "torch": torch.__version__, "python": platform.python_version()},
         reused=dict(facts.reused),
         base=dict(facts.base),
         exclude=list(facts.exclude),

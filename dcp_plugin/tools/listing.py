@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dcp_plugin.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointUnreadable
-from dcp_plugin.format import DAMAGED, INDEX, SUMMARY, exists, index_file, opened, uncommitted_reason
-from dcp_plugin.format.foreign import torch_file
-from dcp_plugin.format.foreign.frameworks import Saved, in_order
+from dcp_plugin.format import DAMAGED, SUMMARY, exists, uncommitted_reason
 from dcp_plugin.format.summary import Base, NewerFormat, Summary
 from dcp_plugin.media import Medium, Readable, Usage, is_workspace
 from dcp_plugin.paths import ObjectPath, PathLike, StorageOptions, Where, as_path, resolved
 from dcp_plugin.runs.catalog import local_below, newest_among, step_in_name, warn_of_unreadable
+from dcp_plugin.runs.foreign import Saved, in_order
 from dcp_plugin.runs.scan import Scan
-from dcp_plugin.storage.open import check_sizes, in_one_view, summary_in, summary_of
+from dcp_plugin.storage.published import check_own_files, in_one_view, summary_in, summary_of
 from dcp_plugin.types import CheckpointState
 
 OURS, STOCK = "dcp_plugin", "stock"
@@ -208,6 +207,8 @@ def _look_into_saved(one: Saved, medium: Medium) -> _Looked | None:
 
 def _step_in(one: Saved) -> int | None:
     """Return the step that a file of ``torch.save`` has among its values."""
+    from dcp_plugin.format.foreign import torch_file  # needs torch, which a list of our own checkpoints does not
+
     values: dict[str, Any] = {}
     with suppress(CheckpointError):
         values = torch_file.read_file(one.files, one.name).values if one.name else {}
@@ -235,7 +236,7 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
             summary = summary_in(files)
             state = "foreign" if summary is None else "whole"
             if summary is not None:
-                _check_sizes(files)
+                check_own_files(files, summary)
         except CheckpointError as error:
             if files.moved():
                 raise FileNotFoundError(f"{one.path} was replaced") from error
@@ -255,13 +256,6 @@ def _look_at_files(one: CheckpointState, files: Readable) -> _Looked:
         metrics=dict(summary.metrics),
     )
     return _with_base(_Looked(listed, Usage(), one, unreadable=is_unreadable), summary)
-
-
-def _check_sizes(files: Readable) -> None:
-    """Check that the data files are there, and of their sizes. Raises CheckpointError."""
-    with opened(files, INDEX) as file:
-        sizes = index_file.sizes_listed(file, f"{files.where}/{INDEX}")
-    check_sizes(files, sizes, sizes)
 
 
 def _with_base(looked: _Looked, summary: Summary) -> _Looked:

@@ -37,8 +37,9 @@ from dcp_plugin.media.packed import PackedFiles
 from dcp_plugin.paths import ObjectPath, Where, relative_to
 from dcp_plugin.records import OpenCheckpoint
 from dcp_plugin.storage import check_rest
-from dcp_plugin.storage.open import check_files, completed, gone_or_damaged, open_alone
+from dcp_plugin.storage.open import check_files, completed, open_alone
 from dcp_plugin.storage.passing import PIECE, Look, LookAtHash, LookAtItems, Memory, SourceError, Way, look_at
+from dcp_plugin.storage.published import gone_or_damaged
 
 _WORTH_NOTING = 1 << 20
 """Bytes of a file from which on it is noted that it is complete; a smaller one is copied again as fast."""

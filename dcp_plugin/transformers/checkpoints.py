@@ -49,10 +49,10 @@ from dcp_plugin.media import medium_of
 from dcp_plugin.media.packed import unpacked
 from dcp_plugin.paths import PathLike, Where, as_path, local_path
 from dcp_plugin.runs import catalog
-from dcp_plugin.runs.catalog import inspect
 from dcp_plugin.runs.scan import state_of
 from dcp_plugin.state import unwrapped_optimizer
 from dcp_plugin.state.names import contains_fsdp1
+from dcp_plugin.tools.inspect import inspect
 from dcp_plugin.transformers._transformers import adapters_of, is_adapted, unwrapped
 from dcp_plugin.types import CheckpointState
 

@@ -19,7 +19,8 @@ from dcp_plugin.format.summary import decode_metrics
 from dcp_plugin.media import workspace_of, workspaces_in
 from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
 from dcp_plugin.runs import figures, history
-from dcp_plugin.runs.catalog import inspect, list_checkpoints
+from dcp_plugin.runs.catalog import list_checkpoints
+from dcp_plugin.tools.inspect import inspect
 from dcp_plugin.types import CheckpointState, TensorInfo
 
 _MOST_NUMBER = 1e18

@@ -1,0 +1,117 @@
+"""Reads every byte of checkpoints and compares it with its checksum."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from dcp_plugin.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable
+from dcp_plugin.format.index import Location, StoredValue
+from dcp_plugin.paths import PathLike, StorageOptions, Where, as_path
+from dcp_plugin.runs.catalog import MOST_LOOKS, checkpoints_below
+from dcp_plugin.storage import check_rest
+from dcp_plugin.storage.read_items import in_windows
+from dcp_plugin.storage.reader import ShardedReader
+from dcp_plugin.types import VerifyReport
+
+
+def verify(
+    path: PathLike,
+    io_threads: int = 2,
+    base: PathLike | None = None,
+    storage_options: StorageOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Read every byte of a checkpoint, or of all in a run, and compare it with its checksum.
+
+    What a base completes a checkpoint with is read, too.
+
+    Of one of ours that is every byte of every file of the save: also what is between items, the tables of contents for
+    other tools, and what a framework has put beside. Not what was added to the directory after the save.
+
+    Args:
+        path: The checkpoint; or a directory with checkpoints below it, and perhaps another tool's file in it.
+        io_threads: Threads that read.
+        base: Where its base is now, if that was moved.
+        storage_options: How the store of a URL is reached, see :class:`~dcp_plugin.CheckpointConfig`.
+        progress: Called with bytes of items read, and all that there are.
+
+    Returns:
+        What was read, in items and bytes, and what is damaged, which is not raised. Items without checksums (another
+        tool's) are only read, and listed. Of a run, the sums; a checkpoint that cannot be opened is one of the errors.
+
+    Raises:
+        CheckpointNotFound, CheckpointIncomplete, CheckpointCorrupt, UnsafeCheckpoint: It cannot be opened.
+        CheckpointUnreadable: The file system failed; also for a run.
+
+    Example:
+        >>> import torch, dcp_plugin
+        >>> dcp_plugin.save({"w": torch.zeros(2, 3)}, "run/step-1")
+        >>> dcp_plugin.verify("run/step-1").ok
+        True
+    """
+    where = as_path(path, storage_options)
+    verify_one = functools.partial(_verify_checkpoint, io_threads=io_threads, base=base, progress=progress)
+    below = checkpoints_below(where)
+    return _verify_run(where, below, verify_one) if below else verify_one(where)
+
+
+def _verify_run(run: Where, below: list[Where], verify_one: Callable[[Where], VerifyReport]) -> VerifyReport:
+    """Verify the checkpoints of a run, and the weights that another tool has left beside them."""
+    errors: list[str] = []
+    unverified: list[str] = []
+    items = nbytes = 0
+    for path in (run, *below):
+        try:
+            report = verify_one(path)
+        except CheckpointNotFound:  # no weights are beside them, or the training has deleted one
+            continue
+        except CheckpointUnreadable:
+            raise
+        except CheckpointError as error:
+            errors.append(str(error))
+        else:
+            items, nbytes = items + report.items, nbytes + report.nbytes
+            errors += report.errors
+            unverified += report.unverified
+    return VerifyReport(run, items, nbytes, errors, unverified)
+
+
+def _verify_checkpoint(
+    path: Where, io_threads: int, base: PathLike | None, progress: Callable[[int, int], None] | None
+) -> VerifyReport:
+    for _ in range(MOST_LOOKS):
+        with ShardedReader(path, io_threads=io_threads, base=base) as reader:
+            report = _verified(reader, io_threads, progress)
+            if not report.errors or not reader.opened.files.moved():
+                return report
+    raise CheckpointNotFound(f"{path} was replaced each of {MOST_LOOKS} times that it was verified.")
+
+
+def _verified(reader: ShardedReader, io_threads: int, progress: Callable[[int, int], None] | None) -> VerifyReport:
+    items: dict[tuple[str, int], tuple[str, Location]] = {}
+    unverified = []
+    for key, entry in reader.index.items():
+        places = [entry.location] if isinstance(entry, StoredValue) else [chunk.location for chunk in entry.chunks]
+        for place in places:
+            items.setdefault((place.file, place.offset), (key, place))
+        if any(place.checksums is None for place in places):
+            unverified.append(key)
+    with suppress(OSError):  # so that it is all there to be read if it is deleted meanwhile
+        reader.opened.files.keep(reader.index.files)
+    nbytes = sum(place.length for _, place in items.values())
+    threads = max(io_threads, reader.opened.files.streams)
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp-verify") as pool:
+        errors, done = [], 0
+        alone = [[item] for item in items.values()]
+        windows = list(in_windows(items.values())) if reader.opened.files.streams else alone
+        for window, wrong in zip(windows, pool.map(reader.check, windows), strict=True):
+            errors += wrong
+            done += sum(place.length for _, place in window)
+            if progress is not None:
+                progress(done, nbytes)
+        errors += check_rest.check(reader.opened, pool)
+    unverified += check_rest.sizes_only(reader.index.beside)
+    return VerifyReport(reader.path, len(items), nbytes, errors, unverified)
